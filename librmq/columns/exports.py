@@ -29,12 +29,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from librmq.columns.planner import PlannedStore
 from librmq.columns.read import TYPES
 from librmq.columns.record_batches import ReaderSettings, batches_of, selection
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
-from librmq.store.format.directory import list_queues
 
 __all__ = ["ExportFormat", "Exported", "export"]
 
@@ -144,8 +144,9 @@ def export(
             )
         target: _ParquetFolder | _TextFile
         target = _ParquetFolder(path, state) if form == "parquet" else _TextFile(path, state)
-        queues = list_queues(options.paths[0], files)
-        known = {(topic, str(queue_id)) for topic, queue_id in queues if options.wanted.queue(topic, queue_id)}
+        with PlannedStore.open(options.paths[0], options.wanted, options.mode, files) as planned:
+            # Those too whose entries a writer has not written yet, so that no folder tells of them.
+            known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
         starting = {
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
             for topic, reached in state.offsets.items()
@@ -164,6 +165,11 @@ def export(
                 target.show(state)
         if not state.steps:
             target.write(iter(()), schema)
+        if options.wanted.end_ms is None:  # what was read and not wanted is not missed once it is deleted
+            for (topic, number), end in known.items():
+                own = source.offsets.setdefault(topic, {})
+                own[number] = max(own.get(number, 0), end)
+            replace(state, offsets=source.offsets).write(state_path, files)
         return Exported(os.fspath(out), rows, written)
     finally:
         lock.release()
@@ -284,8 +290,19 @@ class _ParquetFolder:
         for name in made:
             with open(os.path.join(self._path, name), "rb") as file:
                 os.fsync(file.fileno())
+        self._flush_folders(made)
         self._steps += 1
         return made, 0
+
+    def _flush_folders(self, names: Sequence[str]) -> None:
+        """Flush the folders of files, and those above: the state must not reach the device before their names."""
+        folders: set[str] = set()
+        for name in names:
+            while name:
+                name = os.path.dirname(name)
+                folders.add(os.path.join(self._path, name))
+        for folder in filter(os.path.isdir, folders):
+            DiskFiles().flush_folder(folder)
 
     def show(self, state: _State) -> None:
         """Make the files of a committed step visible."""
@@ -293,6 +310,7 @@ class _ParquetFolder:
             made = os.path.join(self._path, name)
             with suppress(FileNotFoundError):  # it is visible already
                 os.replace(made, made.removesuffix(_UNFINISHED))
+        self._flush_folders(state.shown)
 
 
 class _TextFile:
@@ -306,6 +324,11 @@ class _TextFile:
     def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
         """Write a step behind what is committed; return the file's name and its new length."""
         names = list(schema.names)
+        found = os.path.getsize(self._path) if os.path.exists(self._path) else 0
+        if found < self._size:
+            raise CorruptionError(
+                self._path, found, "size", f"expected the {self._size} bytes that are exported: export to another path"
+            )
         with open(self._path, "r+b" if self._size or os.path.exists(self._path) else "wb") as raw:
             raw.truncate(self._size)
             raw.seek(self._size)

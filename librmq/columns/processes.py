@@ -58,8 +58,10 @@ def read_in_processes(
     """
     if not sys.executable:
         raise ConfigError("processes: this Python does not know its program (sys.executable); read with processes=1")
-    children = [_Child(options, schema, parts[number::count]) for number in range(min(count, len(parts)))]
+    children: list[_Child] = []
     try:
+        for number in range(min(count, len(parts))):
+            children.append(_Child(options, schema, parts[number::count]))
         for number in range(len(parts)):
             yield from children[number % len(children)].part()
     finally:
@@ -87,7 +89,12 @@ class _Child:
         self._is_closed = False
         payload = pickle.dumps((os.getpid(), options, schema, list(parts)))
         self._thread = threading.Thread(target=self._run, args=(payload,), name="librmq columns", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread can be started
+            with self._program:
+                self._program.kill()
+            raise
 
     def part(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches of the next part."""
@@ -131,6 +138,9 @@ class _Child:
                     return
         except OSError:  # it ended early, as it does where its end closes
             pass
+        except Exception as error:  # no memory: the reader must not wait for ever
+            self._put(_ERROR, bytearray(_pickled(error)))
+            return
         status = self._program.wait()
         self._put(_ERROR, bytearray(_pickled(ReadingProcessError(f"a reading process ended with status {status}"))))
 

@@ -126,9 +126,12 @@ class Critical:
     def after_fork(self) -> None:
         """Make the surviving thread of a child process its main thread."""
         global _main
-        _main = get_ident()
+        before, _main = _main, get_ident()
         if self._depth and self._noted:
             self._noted.clear()
+        if self._depth and before != _main:  # the thread whose block this is does not exist here
+            self._depth = 0
+            self.restore()
 
 
 critical: Final = Critical()

@@ -244,6 +244,7 @@ class MessageStore:
             self.path,
             lock=appender,
             settled=lambda: self._durability.settled,
+            flush_log=lambda: self._durability.commit.reach(self.log.end),
             watch_disk=moves_by_itself(self.clock),
             readers=lambda: self.readers,
             find_queue=lambda topic, queue_id: self.queues.find((topic, queue_id)),
@@ -566,7 +567,8 @@ class MessageStore:
             StoreIOError: A flush of queues or index has failed; opening makes them again from the log.
         """
         self._check_writable()
-        with critical:
+        self._appender.check_reentry()
+        with critical, self._appender.flushing:  # a recovery puts another one in its place
             return self._durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:

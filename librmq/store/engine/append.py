@@ -73,6 +73,7 @@ class Appender:
         self.accepts = False
         """Whether messages are taken."""
         self.parts: Parts | None = None
+        self.lanes = {}
         self.now_ms = clock.now_ms
         self._clock = clock
         self.refusal = refusal
@@ -100,6 +101,10 @@ class Appender:
 
     def take(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""
+        for name, lane in self.lanes.items():  # callers hold them already
+            lane.queue = parts.queue(*name)
+            lane.next_queue_offset, lane.pending = lane.queue.max_offset, []
+            parts.lanes[name] = lane
         self.parts = parts
         self.log, self.dispatcher, self.lanes = parts.log, parts.dispatcher, parts.lanes
         self._commit, self._housekeeping = commit, housekeeping
@@ -177,7 +182,6 @@ class Appender:
         checksum = zlib.crc32(body) & 0x7FFFFFFF
         tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
         size = 72 + hosts_size + len(tail)
-        log, dispatcher = self.log, self.dispatcher
         if self.lock.locked():
             self.check_reentry()
         try:
@@ -185,6 +189,7 @@ class Appender:
                 lock_holder = self
                 if not self.accepts:
                     raise self.refusal()
+                log, dispatcher = self.log, self.dispatcher  # here: a recovery replaces them
                 records = dispatcher.records
                 if len(records) >= _BATCH or dispatcher.writing_at >= 0:
                     self._advance()  # now: should a full disk refuse it, nothing was written
@@ -299,12 +304,13 @@ class Appender:
         lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
         fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
         batch = prepare_batch(messages, fixed_size, properties, self._largest_body)
-        log, dispatcher, sizes = self.log, self.dispatcher, batch.sizes
+        sizes = batch.sizes
         self.check_reentry()
         try:
             with self.lock:
                 lock_holder = self
                 now = self._admit()
+                log, dispatcher = self.log, self.dispatcher
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
                 end = places.pop()
                 queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))

@@ -42,6 +42,9 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             return queue
         state = self._known[name]
         queue = self._open_queue(*name)
+        opened = self._open.get(name)
+        if opened is not None:  # by another thread, which may have written to it since
+            return opened
         if state is None:
             return self._open.setdefault(name, queue)
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:

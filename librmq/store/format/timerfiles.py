@@ -315,7 +315,10 @@ class TimerLog:
         """Yield copies of the units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``."""
         for start in list(self._files.starts):
             upto = min(end - start, self._files.file_size)
-            buffer, at = self._files.file(start).buffer, 0
+            file = self._files.file_at(start)
+            if file is None:
+                continue  # deleted meanwhile: all that it names is gone
+            buffer, at = file.buffer, 0
             while at + UNIT_SIZE <= upto:
                 count = min(_UNITS_AT_ONCE, (upto - at) // UNIT_SIZE)
                 block = np.frombuffer(buffer[at : at + count * UNIT_SIZE], UNIT_DTYPE)

@@ -86,6 +86,7 @@ class Retention:
         timezone: tzinfo | None = None,
         lock: AbstractContextManager[Any] | None = None,
         settled: Callable[[], int] | None = None,
+        flush_log: Callable[[], object] | None = None,
         watch_disk: bool = True,
         readers: Callable[[], Readers | None] = lambda: None,
         find_queue: FindQueue = lambda topic, queue_id: None,
@@ -98,7 +99,8 @@ class Retention:
         log and queues are flushed before a deletion. Without ``watch_disk``, as when a test moves the clock, a disk
         that others fill counts as empty, and a disk filled by tests is checked only when something else is due, or
         while it is too full for messages. ``readers()`` returns the broker that knows consumed messages, None without a
-        broker. ``find_queue(topic, queue_id)`` returns a queue with the entries of all appended messages.
+        broker. ``find_queue(topic, queue_id)`` returns a queue with the entries of all appended messages. With
+        ``keep_unconsumed``, ``flush_log()`` brings to the device what readers wrote when they passed a message.
         """
         self._log = log
         self._queues = queues
@@ -108,6 +110,7 @@ class Retention:
         self._timezone = timezone
         self._lock = lock or nullcontext()
         self._settled = settled or self._flush
+        self._flush_log = flush_log or log.flush
         self._settled_upto = 0
         self._watch_disk = watch_disk
         self._looks_at_disk = watch_disk or not fills_by_itself(files)
@@ -366,6 +369,8 @@ class Retention:
             if self._must_stay(unread):
                 self.is_held = True
                 break
+            if self._keeps_unconsumed:  # retry copies and deliveries, by which readers have passed messages of the file
+                self._flush_log()
             if self._log.begin > self._followed:
                 self._flush_folder()
             with self._lock:

@@ -6,12 +6,12 @@ those of its own parts that bring messages to their time. Retention asks before 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
 from librmq.message.topics import is_system_topic
+from librmq.store.recovery.queue_search import first_at
 
 __all__ = ["Readers", "Unread", "UnreadInFile", "remedy", "unread_between"]
 
@@ -58,8 +58,7 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
         if queue is None:
             continue
         low = max(reader.queue_offset, queue.min_offset)
-        first = _first_behind(queue, low, begin)
-        found = range(first, _first_behind(queue, first, end))
+        found = range(max(low, first_at(queue, begin)), first_at(queue, end))
         if reader.has_passed is None:
             if found:
                 yield UnreadInFile(reader, found.start, len(found))
@@ -67,17 +66,6 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
         needed = [queue_offset for queue_offset in found if not reader.has_passed(queue_offset)]
         if needed:
             yield UnreadInFile(reader, needed[0], len(needed))
-
-
-def _first_behind(queue: ConsumeQueue, low: int, physical_offset: int) -> int:
-    """Return the first queue offset from ``low`` on whose message is stored at or behind a physical offset."""
-
-    def stored(queue_offset: int) -> int:
-        raw = queue.read(queue_offset, 1)
-        at: int = ENTRY.unpack(raw)[0] if raw else physical_offset
-        return at
-
-    return bisect_left(range(low, max(low, queue.max_offset)), physical_offset, key=stored) + low
 
 
 def remedy(unread: Unread) -> str:
