@@ -98,6 +98,17 @@ class Config:
         """Return the error that says what the setting ``name`` was expected to be, and what it is."""
         return ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r:.80}")
 
+    @classmethod
+    def given_or_default(cls, config: Self | None) -> Self:
+        """Return ``config``, or the defaults for None.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if config is not None and not isinstance(config, cls):
+            raise ConfigError(f"config: expected a {cls.__name__}, found {type(config).__name__}")
+        return config or cls()
+
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return a copy with these settings instead, as keywords of a constructor give them.
 

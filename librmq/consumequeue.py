@@ -100,8 +100,8 @@ class ConsumeQueue:
     def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
         self._files = files
         self._closed = False
-        self._tail = -1  # where the file starts that is appended to
-        self._sure = 0  # up to this position there are blocks behind it; 0 until they were asked for
+        self._tail = -1  # start of the file being appended to
+        self._sure = 0  # blocks are allocated up to this position; 0 until the first allocation
         self.max_offset = self._find_end() // ENTRY_SIZE
         self.min_offset = self._find_begin()
         self.max_physic_offset = self._last_place()
@@ -405,8 +405,8 @@ class ConsumeQueue:
     def append_many(self, queue_offset: int, entries: bytes) -> None:
         """Add packed entries (`ENTRY`), the first at ``queue_offset``, on into further files as needed.
 
-        The entries themselves are the caller's word. Errors are those of `append`; when a new file can't be
-        had, what fits the file before it stays.
+        The entries are not checked. Raises what `append` does; if a new file can't be made, the entries that fit
+        the file before it stay.
         """
         length = len(entries)
         position = queue_offset * ENTRY_SIZE
@@ -633,8 +633,8 @@ class ConsumeQueue:
     def write_again(self, queue_offset: int) -> None:
         """Write the entries from ``queue_offset`` on, and their units, once more, so that `flush` takes them along.
 
-        For recovery: the writer may have died before a flush. Units of no entry may lie before those of the first one:
-        hence from the unit of the entry before it.
+        For recovery: the writer may have died before a flush. Units without an entry may lie before those of the first
+        entry, so units are rewritten from that of the entry before it.
         """
         self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         if self.ext is not None:
@@ -662,16 +662,16 @@ class ConsumeQueue:
         self._files.note_flushed()
 
     def keep_descriptors(self, keep: bool) -> None:
-        """Keep a descriptor open with each mapping: cheaper for who opens, checks and writes a queue in one go.
+        """Keep a descriptor open with each mapping: faster if a queue is opened, checked and written in one go.
 
-        Without ``keep`` what is mapped is let go of.
+        With ``keep`` false, unmap all files.
         """
         self._files.keeps_descriptors = keep
         if not keep:
             self._files.unmap_all()
 
     def close(self) -> None:
-        """Flush, and refuse what is asked later; closing again is fine."""
+        """Flush and close; later calls are refused, except a second `close`."""
         if not self._closed:
             self.flush()
             self._closed = True

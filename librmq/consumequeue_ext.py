@@ -34,7 +34,6 @@ LAST_EXT_ADDRESS: Final = -(1 << 31) - 1  # anything up to here is an address, a
 
 _UNIT: Final = struct.Struct(">hqqh")
 _SIZE: Final = struct.Struct(">h")
-_LARGEST_UNIT: Final = (1 << 15) - 1
 _END_MARK: Final = b"\xff\xff"
 _END_ROOM: Final = 4  # bytes at the end of a file that no unit reaches
 _BASE: Final = -(1 << 63)

@@ -14,7 +14,7 @@ __all__ = ["DeadLetter", "Delivered", "ReconsumeLater", "SuspendQueue"]
 
 
 class Delivered(Protocol):
-    """What those who stand between a consumer and a listener look at of a message."""
+    """The fields of a message that wrappers around a listener read."""
 
     @property
     def topic(self) -> str:

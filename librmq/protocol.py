@@ -130,7 +130,6 @@ class QueueData:
     read_queues: int
     write_queues: int
     permission: int
-    topic_sys_flag: int = 0
 
 
 class Route(Protocol):

@@ -310,10 +310,6 @@ def test_a_unit_of_impossible_size_is_told(size: int) -> None:
     assert queue.ext_unit(BASE) is None
 
 
-single_bytes = st.sampled_from([b"\0", b"\xff", b"\x14", b"\x80", b"\x7f"])
-operations = st.sampled_from(["put", "after", "before", "recover", "clear"])
-
-
 @given(
     st.lists(st.binary(min_size=SMALL, max_size=SMALL), max_size=3),
     st.lists(

@@ -303,9 +303,9 @@ def test_a_progress_of_a_queue_that_is_gone_starts_over() -> None:
     assert len(waiting.delivered()) == 1
 
 
-def reopened(waiting: Waiting, levels: str, config: StoreConfig = SMALL, at_ms: int = START_MS) -> Waiting:
+def reopened(waiting: Waiting, levels: str) -> Waiting:
     waiting.store.close()
-    return Waiting(dataclasses.replace(config, message_delay_level=levels), files=waiting.files, at_ms=at_ms)
+    return Waiting(dataclasses.replace(SMALL, message_delay_level=levels), files=waiting.files, at_ms=START_MS)
 
 
 def test_a_level_that_became_shorter_delivers_at_once() -> None:

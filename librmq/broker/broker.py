@@ -5,10 +5,10 @@ in ``config``; clients, locks and held pulls in memory, as there.
 
 ::
 
-    call(request) ── producers ──> sending    ──> store ──> holds: who waits for the message
+    call(request) ── producers ──> sending    ──> store ──> held pulls that wait for the message
                   ── consumers ──> pulling, progress, clients (registry, locks)
                   ── people    ──> topics, groups, store
-    steps of the runner: delayed messages, held pulls whose time is over, saving what has changed, the store's flushes
+    steps of the runner: delayed messages, held pulls that time out, saving changes, the store's flushes
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class Broker:
         if config is not None and not isinstance(config, BrokerConfig):
             which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
             raise ConfigError(f"Broker.open(path, {type(config).__name__}(…)): expected {which}")
+        if runner is not None and clock is not None:
+            raise ConfigError("Broker.open: runner= has a clock of its own: leave clock= out, or runner=")
         config, files = config or BrokerConfig(), files or DiskFiles()
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
@@ -410,7 +412,8 @@ class Broker:
     def join(self, timeout: float | timedelta = 30) -> None:
         """Wait until all running groups have consumed what is stored.
 
-        Messages that wait for their time, retries among them, are not waited for.
+        Messages that wait for their time, retries among them, are not waited for. On the loop of coroutine listeners,
+        call `join_async` instead.
 
         Args:
             timeout: Seconds. Where a test moves the clock, it is moved by up to as much.
@@ -424,12 +427,18 @@ class Broker:
             with self._errors(), self.runner.lock:
                 self._check_open()
                 behind = self._handlers.progress.behind()
+                if behind:  # by messages that no filter lets through, it may be
+                    self._context.holds.answer_passed()
             if not behind:
                 return
             left = deadline - clock.monotonic()
             if left <= 0:
                 raise GroupBehindError(f"{self.name}: not consumed in time: {'; '.join(behind[:8])}")
             self.runner.pass_time(min(left, _LOOK_FOR_LEVEL_S))
+
+    async def join_async(self, timeout: float | timedelta = 30) -> None:
+        """Wait like `join`, without blocking the event loop, on which coroutine listeners may run."""
+        await self.runner.offload(lambda: self.join(timeout))
 
     def consume(
         self, topic: str, *, group: str, tags: str | None = None, sql: str | None = None
@@ -517,7 +526,7 @@ class Broker:
         self._deliveries.let_go(self._closed())
 
     def abandon(self) -> None:
-        """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
+        """Release everything without saving, as a killed process does; the next open recovers the store."""
         if self._end(was_killed=True):
             self._end_writing()
             try:
@@ -572,9 +581,7 @@ class Broker:
         return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"
 
     def __reduce__(self) -> str:
-        raise TypeError(
-            f"{self!r} can't be pickled, nor can what holds it: one process owns a store; open consumers there"
-        )
+        raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
 
 
 _open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()

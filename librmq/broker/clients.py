@@ -50,7 +50,7 @@ class Clients:
         self._metrics = context.metrics
         self._locks = locks
         self._filters_changed = filters_changed
-        self._differences: dict[str, str] = {}  # by group, as the log has told
+        self._differences: dict[str, str] = {}  # by group, as last logged
         self._doubled: set[str] = set()  # ids that the log has reported as used by two clients
 
     def heartbeat(self, request: Heartbeat) -> None:
@@ -148,7 +148,7 @@ class Clients:
                 self._metrics.gauge("clients", None, group=name)
         for name in changes.changed:
             if name not in self._registry.consumers:
-                continue  # what it was told has made the last one leave
+                continue  # an earlier notification made its last client leave
             clients = list(self._registry.consumers[name].clients.values())
             if self._metrics is not None:
                 self._metrics.gauge("clients", len(clients), group=name)
@@ -159,5 +159,5 @@ class Clients:
     def _call(client: Endpoint, request: Request[None]) -> None:
         try:
             client.call(request)
-        except RmqError as error:  # it is about to leave
-            _log.info("%s: a client is not told of it: %s", request, error)
+        except RmqError as error:  # the client is leaving
+            _log.info("%s: a client could not be notified: %s", request, error)

@@ -35,7 +35,7 @@ class Turns:
         return Step(f"{self.name} {what}", run_due, self._owner)
 
     def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
-        """Return what waits for a disk while others go on, and then wakes a step; None where time is moved by hand."""
+        """Return a function that waits for the disk without the lock; None if time is moved by hand."""
         return aside_by(self.runner, f"{self.name} {what}", self._owner, wake)
 
 
@@ -81,7 +81,7 @@ class BrokerContext:
         )
         saving = turns.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
-        with runner.lock:  # before anything goes on from its progress, as transactions and the relay do
+        with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
         self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)

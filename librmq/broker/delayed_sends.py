@@ -1,4 +1,4 @@
-"""Choose how a message waits that names a time: by an exact delay level, the timer, or the relay.
+"""Choose how a message with a delivery time waits: by an exact delay level, the timer, or the relay.
 
 A message names its time by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS. A broker that
 has neither timer nor relay, and no level of exactly that length, refuses it: 4.9 would deliver it at once.
@@ -40,8 +40,8 @@ class DelayedSends:
         A message whose time has come is stored as it is.
 
         Raises:
-            MessageIllegalError: the broker has nothing that waits so long; the text names what to switch on.
-            TimerRefusedError: the time is no number, or too far away.
+            MessageIllegalError: The broker can't delay a message that long; the text names the setting to switch on.
+            TimerRefusedError: The time is not a number, or too far away.
         """
         now_ms = self._now_ms()
         deliver_ms = deliver_time_ms(message.properties, now_ms)

@@ -30,8 +30,8 @@ class TopicDifference(NamedTuple):
 def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
     """Return the topics on which the instances of a group differ, sorted; empty if they may work together.
 
-    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``: what may differ
-    without harm, a version for one, is to be left out of them.
+    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``, so leave out what
+    may differ without harm, such as a version.
     """
     clients = sorted(subscriptions, key=utf16_order)
     differences = []

@@ -87,7 +87,8 @@ class Groups:
         validate_group(name)
         if type(retry_max_times) is not int or not -1 <= retry_max_times < 1 << 31:
             raise BrokerError(
-                ResponseCode.SYSTEM_ERROR, f"retry_max_times: expected a number, found {retry_max_times!r:.80}"
+                ResponseCode.SYSTEM_ERROR,
+                f"retry_max_times: expected a whole number of at least -1, found {retry_max_times!r:.80}",
             )
         old = self._table.rows.get(name) or group_row(name)
         self._table.set(name, {**old, "retryMaxTimes": retry_max_times})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol, Self, cast
 
+from librmq.errors import BrokerUnreachableError
 from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route
@@ -25,13 +26,17 @@ class _Consumer(Protocol):
 
 
 def consumed(route: Route, topic: str, group: str, tags: str | None, sql: str | None) -> Iterator[StoredMessage]:
-    """Subscribe at once; return the messages until none comes for a poll's time."""
-    make = cast("Callable[[Route, str], _Consumer]", exported("librmq", "PullConsumer"))  # it builds upon brokers
+    """Subscribe immediately; yield messages until a poll times out."""
+    make = cast("Callable[[Route, str], _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
     consumer = make(route, group)
     consumer.subscribe(topic, tags=tags, sql=sql)
 
     def handed_out() -> Iterator[StoredMessage]:
         with consumer:  # a loop that is left early ends this block by an exception
             yield from consumer
+            if not route.broker_names():
+                raise BrokerUnreachableError(
+                    f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
+                )
 
     return handed_out()

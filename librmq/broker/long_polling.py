@@ -65,7 +65,7 @@ class Holds:
             del self.by_queue[queue]
 
     def asked_again(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
-        """Forget a pull, if it is held; gives the message of this selection that has ended the hold, if one has."""
+        """Forget a held pull; return the matching message that ended the hold, or None."""
         found = self._ended_by.pop((queue, holder), None)
         if found is None:
             self.remove(queue, holder)
@@ -109,6 +109,14 @@ class Holds:
         if not self._sweep_ms:
             return now_ms
         return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
+
+    def answer_passed(self) -> None:
+        """Answer the pulls that other messages have passed now, so that progress passes them too."""
+        for _, _, queue, holder, hold in list(self._due):
+            if self._is_held(queue, holder, hold):
+                self.remove(queue, holder)
+                hold.notify()
+        self._due.clear()
 
     def run_due(self, now_ms: int) -> int | None:
         """Answer the pulls that other messages have passed; returns when to look again."""

@@ -103,7 +103,7 @@ class GroupOffsets:
                     self.set(group, topic, queue_id, end)
 
     def save(self, now_ms: int) -> None:
-        """Have written what has changed."""
+        """Save the changes, if there are any."""
         if self.has_changed:
             self._save(self._table, now_ms)
             self.has_changed = False

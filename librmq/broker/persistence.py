@@ -1,8 +1,8 @@
-"""Writing down what has changed: topics and groups at once, consumers' progress and filters some time after.
+"""Persistence of the broker's tables: topics and groups at once, consumers' progress and filters after a delay.
 
-Mirrors the schedule of ``BrokerController`` that has its tables persisted, but runs only where something has changed.
-Where threads take the turns, none of them waits for the disk under the runner's lock: `Writing` takes what a table
-holds under it, and writes that without.
+Mirrors the schedule of ``BrokerController``, but runs only when something has changed. With a threaded runner, no
+thread waits for the disk under the runner's lock: `Writing` copies a table under the lock and writes the copy without
+it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Writing:
         Args:
             flush: Returns when the store's messages have reached the device.
             now_ms: The time.
-            wake: Has `run_due` called soon, under the runner's lock.
-            aside: Has a disk waited for without the runner's lock. None writes when `save` is called.
+            wake: Schedules `run_due`. Called under the runner's lock.
+            aside: Waits for the disk without the runner's lock. None: `save` writes before it returns.
         """
         self._flush = flush
         self._wake = wake

@@ -101,7 +101,7 @@ class Progress:
             try:
                 client.call(ResetOffsets(group, topic, by_queue))
             except RmqError as error:
-                _log.info("group %s: a client is not told of the reset: it is about to leave: %s", group, error)
+                _log.info("group %s: a leaving client was not notified of the reset: %s", group, error)
         for queue_id, queue_offset in offsets.items():
             self._offsets.set(group, topic, queue_id, queue_offset)
 
@@ -173,7 +173,7 @@ class Progress:
         return found
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
-        """Tell the instances of a group from where to go on; they store it, when they save."""
+        """Send new offsets to a group's running instances, which continue there and save them."""
         group, name = request.group, request.topic
         topic = self._topics.known.get(name)
         if topic is None:

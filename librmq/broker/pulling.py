@@ -72,7 +72,7 @@ class PullHandler:
                     if response is not None:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
-                    # Before looking again: who appends looks for holds without the lock, behind the append.
+                    # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
                     holds.add(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
@@ -143,9 +143,7 @@ class PullHandler:
             return parse_selection(request.subscription)
         members = self._registry.consumers.get(group.name)
         if members is None:
-            raise BrokerError(
-                ResponseCode.SUBSCRIPTION_NOT_EXIST, f"no heartbeat has told of an instance of group {group.name!r}"
-            )
+            raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
         if members.model is MessageModel.BROADCASTING and not group.broadcasts:
             raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not broadcast")
         subscription = members.subscriptions.get(name)
@@ -212,8 +210,8 @@ class PullHandler:
         message.properties["DELAY"] = "0"
         try:
             self._sending.put(message, 0)
-        except RmqError as error:  # as on a full disk; who asked goes on where there is something all the same
-            _log.warning("group %s: %s is not written down: %s", request.group, event, error)
+        except RmqError as error:  # for example a full disk; the client continues at a valid offset anyway
+            _log.warning("group %s: the event %s could not be stored: %s", request.group, event, error)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:
@@ -226,4 +224,4 @@ def _status(result: ReadResult, queue_offset: int) -> PullStatus:
         return PullStatus.OFFSET_ILLEGAL if queue_offset else PullStatus.NO_NEW_MESSAGE
     if status is GetStatus.OFFSET_OVERFLOW_ONE:
         return PullStatus.NO_NEW_MESSAGE
-    return PullStatus.NO_MATCHED_MESSAGE  # there is more behind what was looked at
+    return PullStatus.NO_MATCHED_MESSAGE  # the scan ended before the end of the queue

@@ -45,7 +45,7 @@ class StoreReaders:
         self._timers = timers
 
     def unread(self, before: int) -> Iterator[Unread]:
-        """Return how far each reader has come, by queue; what is stored at or behind ``before`` is not asked for."""
+        """Return each reader's progress by queue; messages at or above ``before`` (a physical offset) don't matter."""
         queues: dict[str, list[int]] = defaultdict(list)
         for topic, queue_id in self._store.queues:
             queues[topic].append(queue_id)

@@ -1,7 +1,7 @@
 """Storing of messages: from producers, sent back by consumers, and written by the broker itself.
 
 Mirrors ``SendMessageProcessor``. The properties of a stored message are those that 4.9 stores, in its order. Appending
-takes no lock of the runner; only who waits for the message is told under it.
+takes no lock of the runner; only waking the pulls that wait for the message does.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Sending:
             try:
                 self._store.wait_for(result)
             except FlushFailedError:
-                return SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
+                return SendStatus.FLUSH_DISK_TIMEOUT  # it is in the log, and may or may not survive
         return _OK
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
@@ -195,7 +195,7 @@ class Sending:
         return level
 
     def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
-        """See that a message for the relay has somewhere to go; gives the queue, the one that the relay reads."""
+        """Prepare the target topic of a relayed message and check its queue; return the queue that the relay reads."""
         name, queue_id = self._delayed_sends.target_of(carried)
         target = self._topics.get(name)
         if target is None or not target.is_ready:
@@ -205,13 +205,13 @@ class Sending:
         return 0
 
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
-        """Make a half message of one that a transaction decides about; gives its flags."""
+        """Turn a message of a transaction into a half message; return its flags."""
         properties = message.properties
         if names_time(properties) and is_timed(properties):
             raise MessageIllegalError(f"topic {message.topic!r}: a message of a transaction can't name a time")
         if wait is not None:
             properties[_WAIT] = wait
-        properties.pop(_DELAY, None)  # what is not decided can't be delayed
+        properties.pop(_DELAY, None)  # an undecided message can't be delayed
         properties[record.PROPERTY_REAL_TOPIC] = message.topic
         properties[record.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
         message.topic = HALF_TOPIC
@@ -279,9 +279,9 @@ class Sending:
         try:
             message = self._store.message_at(physical_offset)
         except CorruptionError as error:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message stands there: {error}") from error
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message there: {error}") from error
         if message is None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message stands at physical offset {physical_offset}")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
         return message
 
     # ---- storing
@@ -296,9 +296,9 @@ class Sending:
         reconsume_times: int = 0,
         store_host: Host | None = None,
     ) -> AppendResult:
-        """Append a message as it is, and tell what waits for it; `MessageStore.append` tells the rest.
+        """Append a message unchanged and wake the pulls that wait for it; see `MessageStore.append`.
 
-        Returns when it stands in the log's page cache, whatever the store's durability.
+        Returns when it is in the page cache, whatever the store's durability.
         """
         store = self._store
         if store.is_writing():

@@ -38,7 +38,7 @@ class BrokerTransactions:
         context: BrokerContext,
         arrivals: Arrivals,
     ) -> None:
-        """``arrivals`` are told of final messages, and tell of half messages."""
+        """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
         self.discard_hooks: list[DiscardHook] = []
         runner, store = context.runner, context.store
         self._runner = runner
@@ -93,7 +93,7 @@ class BrokerTransactions:
         except TransactionRefusedError as error:
             raise BrokerError(error.code, str(error)) from error
         finally:
-            self._announce()  # what is delivered is, whatever became of its op message
+            self._announce()  # a delivered message counts even if its op message failed
         if op is not None and self._waits:
             self._store.wait_for(op)  # without the lock: others end theirs, and share the flush
         if half is not None:
@@ -167,7 +167,7 @@ class BrokerTransactions:
                 producers[(turn + number) % len(producers)].call(request)
             except RmqError as error:  # an ordinary producer, or one that is about to leave
                 why = error
-            except Exception:  # of an executor of the user's, which was shut down: the check goes on
+            except Exception:  # for example from a user's executor that was shut down; the check continues
                 _log.exception("producer group %s can't be asked about a transaction", question.group)
                 return
             else:

@@ -91,14 +91,15 @@ class LifeCycle:
             ClientStateError: It does not run; the message says at which stage it is.
         """
         if not self.is_running:
-            raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
+            advice = "call start() or open a with block first" if self.state is State.CREATED else "make a new one"
+            raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one: {advice}")
 
 
 def check_route(route: object, user: str) -> None:
-    """Refuse what is no route, a path for one, where a ``user`` such as ``Producer`` is made.
+    """Refuse a ``route`` that is not one, such as a path, for a ``user`` such as ``Producer``.
 
     Raises:
-        TypeError: ``route`` is no `Route`; the message says what is one.
+        TypeError: ``route`` is not a `Route`.
     """
     if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
         opened = f": open it with Broker.open({os.fspath(route)!r})" if isinstance(route, str | os.PathLike) else ""
@@ -131,9 +132,7 @@ class Client:
         ConfigError: ``instance_name`` has characters that can't be printed.
     """
 
-    def __init__(
-        self, route: Route, *, instance_name: str | None = None, host: Host | None = None, unit: str | None = None
-    ) -> None:
+    def __init__(self, route: Route, *, instance_name: str | None = None, host: Host | None = None) -> None:
         if instance_name is not None and not instance_name.isprintable():
             raise ConfigError(
                 f"instance_name: expected text of printable characters, as it names a file too, "
@@ -148,11 +147,11 @@ class Client:
         self.runner: Runner = route.runner
         self.host = host
         self.dead = False
-        """Set when the process that the client stands for has died: none of its turns is taken any more."""
+        """Set when the simulated process of the client has died; its turns no longer run."""
         self.has_stable_name = instance_name is not None
         number = next(_numbers)
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
-        self.client_id = f"{host[0]}@{name}" + (f"@{unit}" if unit else "")
+        self.client_id = f"{host[0]}@{name}"
         # A test's ids are the same from run to run; all others are drawn.
         maker, first = (None, None) if identity is None else (string_hash(self.client_id), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
@@ -237,7 +236,7 @@ class Client:
             self._send_heartbeats(self.runner.now_ms())
 
     def forgotten_by(self, broker_name: str) -> None:
-        """Note that a broker, reopened perhaps, does not know this client: it is told at the client's next 30 s."""
+        """Note that a broker, perhaps reopened, does not know this client; the next heartbeat registers it."""
         with self.runner.lock:
             self.times_forgotten += 1
             self._told.discard(broker_name)

@@ -226,8 +226,8 @@ class BodyAssembler:
                 cost = len(body) + _PART_OVERHEAD
                 if self._held_size + cost > self._held_limit:
                     raise LargeBodyError(
-                        f"part {number} of {claim.body_id!r}: {len(self._waiting)} bodies wait for parts with "
-                        f"{self._held_size} bytes, more than {self._held_limit} may not"
+                        f"part {number} of {claim.body_id!r}: {len(self._waiting)} incomplete bodies hold "
+                        f"{self._held_size} bytes, and this part would exceed the limit of {self._held_limit}"
                     )
                 self._held_size += cost
                 pieces.held[number] = _Held(body, message.topic, message.queue_id, message.queue_offset)
@@ -364,7 +364,7 @@ def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BO
         return message.body
     size, digest = _read_mark(properties, limit)
     if bodies is None:
-        raise LargeBodyError("the body lies outside of the message, and it was not told where")
+        raise LargeBodyError("the body is stored outside the message: pass the store that holds it as bodies")
     body = bodies.get(properties[REFERENCE])
     if len(body) != size or sha256(body).hexdigest() != digest:
         raise LargeBodyError(f"{properties[REFERENCE]!r:.80}: not the body that was sent, {size} bytes expected")

@@ -119,7 +119,7 @@ class Producer:
         given: dict[str, Any] = dict(settings)
         if isinstance(given.get("timeout"), timedelta):
             given["timeout"] = to_seconds("timeout", given["timeout"])
-        self.config = (config or ProducerConfig()).with_settings(given)
+        self.config = ProducerConfig.given_or_default(config).with_settings(given)
         self._usual_timeout_ms = 1000 * self.config.timeout
         if client is not None:
             client.check_route(route)
@@ -382,7 +382,6 @@ class Producer:
         timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
         attempt: int = 0,
-        sys_flag: int = 0,
     ) -> SendResult:
         """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
         if self._life.state is not _RUNNING:
@@ -392,9 +391,9 @@ class Producer:
         default_queues = self.config.default_topic_queues
         request: SendMessage | SendBatch
         if batch is None:
-            sent = message
+            sent, sys_flag = message, 0
             if len(message.body) >= self.config.compress_from:
-                packed, sys_flag = record.compress_body(message.body), sys_flag | _COMPRESSED
+                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
                 sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(
                 self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues

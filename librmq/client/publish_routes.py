@@ -100,8 +100,10 @@ class PublishRoutes:
             if queue.topic != topic:
                 raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
             return queue
-        if type(queue) is not int:
-            raise MessageIllegalError(f"queue: expected a MessageQueue or a queue's number, found {queue!r:.80}")
+        if type(queue) is not int or queue < 0:
+            raise MessageIllegalError(
+                f"queue: expected a MessageQueue or a queue's number, from 0, found {queue!r:.80}"
+            )
         names = [data.broker_name for data in self._route.topic_route(topic)] or list(self._route.broker_names())
         if len(names) != 1:
             raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")

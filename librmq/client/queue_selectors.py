@@ -156,7 +156,7 @@ class BrokerLatencies:
         self._lock = threading.Lock()
 
     def report(self, broker_name: str, latency_ms: int, *, failed: bool = False) -> None:
-        """A send took so long; one that failed counts as 30 s, whatever it took."""
+        """Record the latency of a send; a failed one counts as 30 s."""
         judged = _FAILED_LATENCY_MS if failed else latency_ms
         away_ms = next((away for least, away in self._table if judged >= least), 0)
         with self._lock:

@@ -117,8 +117,8 @@ class _Settings(ProducerSettings, total=False):
 class TransactionProducer(Producer):
     """Sends messages that are seen only once a local transaction is committed. Thread-safe.
 
-    ``check(message)`` tells the broker how a transaction ended of which it heard nothing; any producer of the group may
-    be asked, after a restart too, so it looks where the outcome is kept (a database), not into memory. The producer
+    ``check(message)`` tells the broker the outcome of a transaction whose end did not reach it. The broker may ask any
+    producer of the group, also after a restart, so look the outcome up in a database, not in memory. The producer
     joins its group, and may be asked, as soon as it is made. ``execute``
     runs the local transaction of `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the
     broker's workers. The group is not to be shared with ordinary producers, which can't be asked.
@@ -197,6 +197,8 @@ class TransactionProducer(Producer):
         self._end(sent, opened.state)
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
+        if not isinstance(message, Message):
+            raise MessageIllegalError(f"message: expected a Message, Message(topic, body), found {message!r:.80}")
         if message.delay_level > 0 or message._delays is not None:
             raise MessageIllegalError("a message in a transaction can't be delayed: send it without delay=")
         made = self._prepare(message, None, {})

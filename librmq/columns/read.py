@@ -1,8 +1,8 @@
-"""What a task does: entries of queues, or a stretch of the log, to Arrow batches. Runs in Spark's workers.
+"""Reading of a partition: queue entries, or a range of the log, to Arrow batches. Runs in Spark's workers.
 
-Files are mapped and read without a lock; pages are dropped after each batch, so that what a task holds is bounded by
-its batch. Before anything is decoded rows are left out by what costs least: the tag's hash in the entry, the header,
-named properties, the tag's text, the selector; bodies and maps are decoded of what is left.
+Files are mapped and read without a lock. Pages are dropped after each batch, which bounds a task's memory. Rows are
+filtered before they are decoded, cheapest test first: the tag's hash in the entry, the header, named properties, the
+tag's text, the selector. Bodies and maps are decoded for the rows that remain.
 """
 
 from __future__ import annotations

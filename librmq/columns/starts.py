@@ -20,7 +20,7 @@ from librmq.message import record
 __all__ = ["record_starts"]
 
 WINDOW: Final = 64 << 20
-"""So much of the log is looked at before what was found is handed out."""
+"""Bytes of the log to scan before the records found are returned."""
 _STRETCH: Final = 64 << 10
 """From one guess to the next."""
 _NEAR: Final = 4096
@@ -62,7 +62,7 @@ def _plain(
     unpack = _SIZE_AND_MAGIC.unpack_from
     begin, last = place, min(upto, size - record.FIXED_SIZE)
     while place < upto:
-        while place < last:  # the usual record at once
+        while place < last:  # fast path: plain records
             length, magic = unpack(view, place)
             if magic != record.MESSAGE_MAGIC or length < record.FIXED_SIZE or place + length > size:
                 break
@@ -104,9 +104,9 @@ class _Chains(NamedTuple):
     places: Ints
     """Of the records of all chains, chain by chain."""
     firsts: Ints
-    """Of each chain its first in ``places``, and their number."""
+    """Index in ``places`` of each chain's first record; one more item holds the number of records."""
     ends: Ints
-    """Where each chain ends, at the begin of the next one or beyond it or at what is no usual record."""
+    """End of each chain: at or beyond the start of the next one, or at bytes that are not a plain record."""
     broken: Ints
     """The chains that do not end where the next one begins."""
 

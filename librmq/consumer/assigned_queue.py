@@ -78,7 +78,7 @@ class AssignedQueue:
         self.since_ms = 0
         """Orderly: since when listeners have worked on it without a rest."""
         self.release_until_ms = 0
-        """Dropped while a listener runs: until then its end gives the queue up at once, later the next rebalance."""
+        """Dropped while its listener runs: released when the listener ends by this time, else by the next rebalance."""
 
     def __repr__(self) -> str:
         state = "dropped" if self.dropped else "locked" if self.locked else "assigned"

@@ -190,7 +190,7 @@ class ConcurrentDelivery(Delivery):
     def _send_back(
         self, assigned: AssignedQueue, message: DeliveredMessage, level: int, cause: str
     ) -> SentBack | Literal[False] | None:
-        """Send one message back; gives what became of it, or False where no broker took it."""
+        """Send one message back; return the broker's answer, or False if no broker took it."""
         consumer = self.consumer
         request = SendBack(
             consumer.group,

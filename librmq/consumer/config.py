@@ -84,7 +84,7 @@ class ConsumerConfig(Config):
         for name in _DURATIONS:
             if isinstance(given.get(name), timedelta):
                 given[name] = to_seconds(name, given[name])
-        return (config or cls()).with_settings(given)
+        return cls.given_or_default(config).with_settings(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,12 +224,13 @@ class Delivery:
         """Log that a message was given up."""
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
         _log.error(
-            "%s: dead letter of group %s: %s, key %s, after %d attempts: %s",
+            "%s: dead letter of group %s: %s, key %s, after %d attempt%s: %s",
             self.consumer.label,
             self.consumer.group,
             _where(assigned, message),
             " ".join(message.keys) or "none",
             attempt,
+            "" if attempt == 1 else "s",
             cause_of(error),
             exc_info=error if attempt == 1 and not is_asked_for else None,
             extra=self._fields(assigned, message, attempt),
@@ -251,7 +252,7 @@ def _where(assigned: AssignedQueue, message: DeliveredMessage) -> str:
 
 
 def cause_of(error: Exception | None) -> str:
-    """Return an exception in one line that a property takes; what was returned instead of one is told as such."""
+    """Return an exception as one line for a property; without one, say that the listener did not acknowledge."""
     if error is None:
         return "the listener did not acknowledge it"
     text = str(error)

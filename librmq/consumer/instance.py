@@ -1,4 +1,4 @@
-"""What the parts of a consumer see of the instance of the group that they serve."""
+"""The interface of a consumer instance for its parts."""
 
 from __future__ import annotations
 

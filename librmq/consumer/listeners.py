@@ -5,22 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.listener import ReconsumeLater
 
-__all__ = ["BatchListener", "Listener", "Listeners", "MessageListener", "Registered"]
+__all__ = ["BatchListener", "Listener", "Listeners", "MessageListener"]
 
 MessageListener = Callable[[DeliveredMessage], object | Awaitable[object]]
 """A listener for one message at a time."""
 
 BatchListener = Callable[[list[DeliveredMessage]], object | Awaitable[object]]
 """A listener for up to ``batch_size`` messages at a time."""
-
-Registered = TypeVar("Registered", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)

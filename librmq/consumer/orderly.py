@@ -220,7 +220,7 @@ class OrderlyDelivery(Delivery):
         try:
             self.consumer.client.endpoint(queue.broker_name).call(request)
         except RmqError as error:
-            _log.warning("%s: the lock of %s is not given back: %s", self.consumer.label, queue, error)
+            _log.warning("%s: could not release the lock of %s: %s", self.consumer.label, queue, error)
 
     # ---- giving up
 
@@ -260,7 +260,7 @@ class OrderlyDelivery(Delivery):
                     request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, of_broker)
                     self.consumer.client.endpoint(broker_name).call(request)
                 except RmqError as error:
-                    _log.warning("%s: locks are not given back: %s", self.consumer.label, error)
+                    _log.warning("%s: could not release locks: %s", self.consumer.label, error)
 
     # ---- delivery
 

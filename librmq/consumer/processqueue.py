@@ -87,7 +87,7 @@ class ProcessQueue:
         return self._largest + 1 if first is None else first
 
     def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
-        """Add what was pulled, in order of queue offsets; gives the number of those that were not held before."""
+        """Add pulled messages, in order of queue offset; return how many are new."""
         if not messages:
             return 0
         largest = self._largest
@@ -130,7 +130,7 @@ class ProcessQueue:
         return taken
 
     def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
-        """End messages that have begun; gives the progress, None where nothing was held."""
+        """End messages that have begun; return the progress, None if no message was held."""
         begun = self._begun
         if not begun and not self._waiting:
             return None
@@ -148,7 +148,7 @@ class ProcessQueue:
             self._waiting.appendleft(message)
 
     def commit(self) -> int | None:
-        """End all that has begun; gives the largest of their queue offsets plus one, None if there was none."""
+        """End all messages that have begun; return their largest queue offset plus one, None if there were none."""
         begun = self._begun
         if not begun:
             return None

@@ -20,7 +20,7 @@ from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.errors import ClientStateError, RmqError
+from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
@@ -114,7 +114,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Subscribe to a topic by ``tags`` between ``||`` (None: all), or by an SQL92 expression."""
         if self._assigned is not None:
             raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
-        self._set_subscription(*self._subscription(topic, tags, sql))
+        subscription, tag_filter = self._subscription(topic, tags, sql)
+        with self.runner.lock:
+            before = self.subscriptions.get(topic)
+        if before is not None and before.expression != subscription.expression:
+            raise ConfigError(
+                f"topic {topic!r} is subscribed already, with {before.expression!r}: give all its tags at once, "
+                "as tags='a || b'"
+            )
+        self._set_subscription(subscription, tag_filter)
         with self.runner.lock:
             if self.is_running:
                 self.rebalancing.run_due(self.runner.now_ms())

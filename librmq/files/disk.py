@@ -32,7 +32,7 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 @cache
 def _advise() -> Callable[[Any, int, int, int], None]:
-    """Return ``advise(mapping, begin, size, advice)``, which tells the kernel what is to become of a mapping's pages.
+    """Return ``advise(mapping, begin, size, advice)``, which advises the kernel about a mapping's pages.
 
     The mapping's own method would stop all threads of the interpreter meanwhile. A kernel that does not know the
     advice does nothing, and what follows is slower.

@@ -193,7 +193,7 @@ def _flock(kind: int) -> bytes:
 
 
 def _conflict(descriptor: int, status: os.stat_result) -> str | None:
-    """Return what is in the way of locking the first byte, None where nothing is."""
+    """Return who holds a lock of the first byte, None if it is free."""
     found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
     pid, kind = (found[2], found[3]) if sys.platform == "darwin" else (found[4], found[0])
     if kind == fcntl.F_UNLCK:

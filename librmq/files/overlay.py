@@ -1,7 +1,7 @@
-"""The disk seen through: what is changed stays in memory, and the files stay as they are.
+"""The disk with changes kept in memory; the files on it stay unchanged.
 
-With it anything that changes a store can be tried out first: what is done to an `OverlayFiles` is what would be done
-to the disk, but for what the disk may refuse.
+Use it to try out an operation that changes a store: an `OverlayFiles` shows what the disk would hold afterwards, unless
+the disk refuses a write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["OverlayFiles"]
 
 
 class _PrivateBuffer(mmap.mmap):
-    """A private mapping of a file, which tells of the first change to it."""
+    """A private mapping of a file that reports its first change."""
 
     path: str
     overlay: OverlayFiles | None
@@ -59,7 +59,7 @@ class OverlayFiles(MemoryFiles):
                 self._files[buffer.path] = File(buffer.path, buffer, len(buffer), True)
 
     def _below(self, path: str) -> bool:
-        """Whether the disk's file or folder is what is to be seen at ``path``."""
+        """Whether the file or folder at ``path`` is the one on the disk."""
         while path not in self._gone:
             parent = os.path.dirname(path)
             if parent == path or not parent:

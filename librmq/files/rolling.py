@@ -127,7 +127,7 @@ class MappedFileQueue:
         return starts
 
     def _wrong_name(self, entry: FolderEntry, following: int | None) -> str | None:
-        """Return what was expected instead of a name, None for a file that may stand there, at ``following``."""
+        """Return what was expected instead of a wrong name, None if a file of that name may start at ``following``."""
         name = entry.name
         if entry.is_folder or len(name) != 20 or not (name.isascii() and name.isdigit()):
             return "expected a file named by its start in 20 digits"

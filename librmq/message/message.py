@@ -14,8 +14,6 @@ from typing import Any, Final, NoReturn, TypedDict, Unpack
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.numbers import java_int
-from librmq.message.ids import UniqueIdParts as UniqueIdParts
-from librmq.message.ids import UniqueIds as UniqueIds
 from librmq.message.ids import decode_unique_id as decode_unique_id
 from librmq.message.message_queue import MessageQueue as MessageQueue
 from librmq.message.printable import shown_body

@@ -68,6 +68,8 @@ def validate_client_topic(topic: str) -> None:
 
 def validate_group(group: str) -> None:
     """Refuse with `MessageIllegalError` what cannot be a group of producers or consumers."""
+    if not isinstance(group, str):
+        raise MessageIllegalError(f"group: expected text, found {group!r:.80}")
     if not _CLIENT_PATTERN.fullmatch(group):
         raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
     if len(group) > _MAX_GROUP:

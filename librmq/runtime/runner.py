@@ -29,8 +29,8 @@ NEVER: Final = 1 << 62
 """A time that never comes, in milliseconds."""
 
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
-"""``aside(wait, done)`` has ``wait()``, which waits for a disk, run while other things go on, and then ``done(error)``
-where a step is run, which gives the time in ms at which that one wants to be run again."""
+"""``aside(wait, done)`` runs ``wait()``, which waits for a disk, without blocking other turns. Then it runs
+``done(error)`` as a step, which returns the time in ms of the next run."""
 
 
 class Owner(Protocol):
@@ -127,9 +127,9 @@ class Runner:
         if step.at is None or at < step.at:
             try:
                 heapq.heappush(self._heap, (at, next(self._count), step))
-                step.at = at  # behind it: nothing is taken to be in the heap that is not
+                step.at = at  # after the push, so that `step.at` never names an entry that is not in the heap
                 self._signal(at)
-            except BaseException:  # by Ctrl-C: it may be due by now, and no thread told
+            except BaseException:  # Ctrl-C: the step may be due already, and no thread was signalled
                 self._signal(at)
                 raise
 
@@ -207,9 +207,9 @@ class Runner:
 
 
 def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], None]) -> Aside | None:
-    """Has a disk waited for without the runner's lock; ``wake(at_ms)`` wakes the step on whose behalf.
+    """Return a function that waits for a disk without the runner's lock; ``wake(at_ms)`` wakes the step it serves.
 
-    None where time is moved by hand: nothing else would go on meanwhile.
+    None if time is moved by hand, because no other turn could run meanwhile.
     """
     if not moves_by_itself(runner.clock):
         return None

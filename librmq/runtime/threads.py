@@ -64,12 +64,12 @@ class ThreadRunner(Runner):
         self._seen_ms = 0  # time of the clock thread's last look
         self._begun = 0  # number of times that a worker began user code
         self._is_swift = False
-        self._is_watched = False  # by the clock thread, which has
-        self._seen_begun = 0  # seen so many then
+        self._is_watched = False  # by the clock thread
+        self._seen_begun = 0  # value of `_begun` at the clock thread's last look
         self._many_since = 0.0  # times at which the last `_MANY` began
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._clock_runs = False  # as far as those know who start it
+        self._clock_runs = False  # as seen by the callers that start it
         self._is_clock_there = False
         self._is_clock_missed = False  # no thread can be started
         _runners.add(self)

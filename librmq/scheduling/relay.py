@@ -6,12 +6,11 @@
     best      the longest level that is not    10 h 1 s: 5 × 2 h and 1 s, 6 hops
               longer than what remains, else level 1
 
-Both come too late by less than level 1 (a second) and a look of the schedule (100 ms), however many the hops: each
-goes by the time that it is, so that lateness does not add up. They are never early.
+Both come too late by less than level 1 (a second) and a look of the schedule (100 ms), however many hops there
+are: each hop is computed from the current time, so lateness does not add up. Messages are never early.
 
-`HopProxy` carries messages so. One that is to wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own
-topic and queue as properties; the proxy sends it on by level, and at last to where it belongs, where nothing tells of
-the way it came.
+`HopProxy` does this. A message that must wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own topic
+and queue as properties. The proxy sends it on by level, and finally to its own topic without those properties.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class TimerSlots:
     def end_of_units_below(self, physical_offset: int, log_position: int) -> int:
         """Return the position in the timer log, ``log_position`` at most, up to which units name messages below.
 
-        What follows names messages that a crash took. Others stand in their place by and by.
+        Later units name messages that a crash lost; other messages take their place over time.
         """
         for position, block in self.log.blocks(log_position):
             beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)

@@ -183,9 +183,9 @@ class CheckPass:
         return True
 
     def _has_reachable_ahead(self, now_ms: int) -> bool:
-        """Tell whether the pass comes to a half that is due and whose producers can be asked.
+        """Return whether a due half whose producers can be asked lies ahead in this pass.
 
-        Looks at `_LOOK_AHEAD` halves; more than that are taken to hold one.
+        Looks at `_LOOK_AHEAD` halves, and returns True if there are more.
         """
         assert self._is_reachable is not None
         for queue_offset in range(max(self._reachable_at, self.queue_offset + 1), self._end):
@@ -263,7 +263,7 @@ class CheckPass:
         found = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
         self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
         if _is_illegal(found):
-            _log.error("the check finds no op message at %d, and goes on at %d", self._next_op, found.next_offset)
+            _log.error("the check found no op message at %d, and continues at %d", self._next_op, found.next_offset)
             self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, found.next_offset)
         for op in found.messages:
             half = half_of(op)

@@ -265,7 +265,7 @@ def _ranks(lane: Ints, lanes: int) -> Ints:
 
 
 def _places(sizes: Ints, end: int, file_size: int) -> Ints:
-    """Return where records go from ``end`` on: to the next file where one does not fit with a blank behind it."""
+    """Return the positions of records from ``end`` on; one that does not fit before a blank starts a new file."""
     if int(sizes.max()) + record.BLANK_SIZE > file_size:
         raise MessageIllegalError(f"a record of {sizes.max()} bytes does not fit a log file of {file_size} bytes")
     sums = np.cumsum(sizes)

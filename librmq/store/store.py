@@ -468,6 +468,8 @@ class MessageStore:
         `CorruptionError` if no sound record stands there.
         """
         self._check_open()
+        if not isinstance(physical_offset, int):
+            raise TypeError(f"physical_offset: expected a whole number, found {physical_offset!r:.80}")
         message = self.log.message(physical_offset)
         return self.log.message(physical_offset) if message is None and self.refresh() else message
 

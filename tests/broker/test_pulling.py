@@ -108,7 +108,7 @@ def test_a_full_disk_does_not_hide_where_to_go_on(broker: Broker, caplog: pytest
     append, broker._handlers.sending._append = broker._handlers.sending._append, refuse
     moved = pull(broker, "T", 9)
     assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
-    assert "is not written down: the disk is full" in caplog.text
+    assert "could not be stored: the disk is full" in caplog.text
     broker._handlers.sending._append = append
 
 

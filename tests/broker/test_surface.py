@@ -34,8 +34,8 @@ from librmq.testing import Kit
 from tests.broker.parties import send
 
 
-def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
-    consumer = PushConsumer(broker, group, **settings)
+def running(broker: Broker, seen: list[bytes], **settings: Any) -> PushConsumer:
+    consumer = PushConsumer(broker, "g", **settings)
 
     @consumer.subscribe("T")
     def listen(message: DeliveredMessage) -> None:
@@ -140,6 +140,67 @@ def test_join_names_what_is_behind(broker: Broker) -> None:
     consumer.start()
     with pytest.raises(GroupBehindError, match="group g: 1 messages of T/0"):
         broker.join(timeout=timedelta(seconds=2))
+
+
+def test_join_passes_what_no_filter_takes() -> None:
+    """A held pull tells of such messages only when it ends, which takes longer than this join waits."""
+    with Broker.temporary() as broker, Producer(broker) as producer:
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("T", lambda message: None, tags="A")
+        consumer.start()
+        producer.send("T", b"a", tags="A")
+        broker.join(timeout=60)
+        producer.send("T", b"c", tags="C")
+        broker.join(timeout=3)
+
+
+def test_join_lets_coroutine_listeners_run() -> None:
+    async def run() -> list[bytes]:
+        seen: list[bytes] = []
+        async with Broker.temporary() as broker:
+            consumer = PushConsumer(broker, "g")
+
+            async def listen(message: DeliveredMessage) -> None:
+                seen.append(message.body)
+
+            consumer.subscribe("T", listen)
+            consumer.start()
+            await Producer(broker).send_async("T", b"a")
+            await broker.join_async(timeout=60)
+        return seen
+
+    assert asyncio.run(run()) == [b"a"]
+
+
+def test_a_subscription_is_not_replaced_silently(broker: Broker) -> None:
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("T", tags="a")
+    consumer.subscribe("T", tags="a")
+    with pytest.raises(ConfigError, match="give all its tags at once"):
+        consumer.subscribe("T", tags="b")
+
+
+def test_an_iteration_notices_that_its_broker_closed() -> None:
+    broker = Broker.temporary(runner=ManualRunner())
+    for number in range(3):
+        send(broker, "T", b"%d" % number)
+    messages = broker.consume("T", group="g")
+    next(messages)
+    broker.close()
+    with pytest.raises(BrokerUnreachableError):
+        list(messages)
+
+
+def test_a_transaction_wants_a_message(broker: Broker) -> None:
+    def commit(message: object, arg: object = None) -> TransactionState:
+        return TransactionState.COMMIT
+
+    wrong: Any = "T"
+    with (
+        TransactionProducer(broker, "g", check=commit) as producer,
+        pytest.raises(MessageIllegalError, match="expected a Message"),
+    ):
+        producer.send_in_transaction(wrong, "x", execute=commit)
 
 
 def test_a_topic_is_iterated_as_a_group() -> None:

@@ -177,9 +177,7 @@ def test_each_command_has_help_and_a_function(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("word", ["-2h", "-90s", "-7d", "-250ms"])
-def test_times_may_be_how_long_ago(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
-) -> None:
+def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     seen: list[argparse.Namespace] = []
 
     def note(arguments: argparse.Namespace, output: Output) -> int:

@@ -357,7 +357,7 @@ def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch
     assert not (copy / "abort").exists()
 
 
-def test_tables_of_every_command(run: Run, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_every_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     for words in (
         ["dump"],

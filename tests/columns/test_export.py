@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, CorruptionError
 
 pytest.importorskip("pyarrow")
 
@@ -177,3 +178,46 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["export", str(store), "-o", str(tmp_path / "x"), "--columns", "nothing"]) == 2
     assert "no column 'nothing'" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "-o", str(tmp_path / "y")]) == 2
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_an_open_store_is_exported_once(tmp_path: Path, flush: bool) -> None:
+    with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS), background=False) as store:
+        for number in range(10):
+            store.append(Message("T", b"%d" % number), number % 2)
+        if flush:
+            store.flush()
+        out = tmp_path / "out.jsonl"
+        assert [export(store.path, out).rows for _ in range(3)] == [10, 0, 0]
+    assert len(rows(out)) == 10
+
+
+@pytest.mark.parametrize("lost", ["all", "the file"])
+def test_a_shortened_export_is_refused(store: Path, tmp_path: Path, lost: str) -> None:
+    out = tmp_path / "out.jsonl"
+    export(store, out)
+    if lost == "all":
+        os.truncate(out, 0)
+    else:
+        out.unlink()
+    fill(store, range(60, 70))
+    with pytest.raises(CorruptionError, match=r"out\.jsonl"):
+        export(store, out)
+    assert not out.exists() or out.stat().st_size == 0
+
+
+def test_what_no_filter_took_may_be_deleted(tmp_path: Path) -> None:
+    config = replace(CONFIG, max_total_size=2 * CONFIG.commitlog_file_size)
+    clock = ManualClock(START_MS)
+    out = tmp_path / "out.jsonl"
+    with MessageStore.open(tmp_path / "store", config, clock=clock, background=False) as store:
+        store.append(Message("T", b"a", tags="A"))
+        for number in range(60):
+            store.append(Message("T", bytes(200), tags=f"B{number}"))
+        assert export(store.path, out, tags="A").rows == 1
+        while store.log.begin == 0:
+            store.append(Message("T", bytes(2000), tags="B"))
+            assert export(store.path, out, tags="A").rows == 0
+            clock.advance(seconds=10)
+            store.run_due(clock.now_ms())
+        assert export(store.path, out, tags="A").rows == 0

@@ -57,9 +57,9 @@ class Seam:
         self.fail = lambda request: BrokerUnreachableError("no answer") if isinstance(request, kinds) else None
 
 
-def seam_of(rmq: Kit, name: str = "g") -> Seam:
+def seam_of(rmq: Kit) -> Seam:
     """The seam of a new process, whose listeners may fail."""
-    seam: Seam = rmq.app(name, Seam, fail_fast=False).state
+    seam: Seam = rmq.app("g", Seam, fail_fast=False).state
     return seam
 
 

@@ -50,9 +50,9 @@ def subscribed(rmq: Kit, name: str = "l1", **settings: Any) -> PullConsumer:
     return consumer.start()
 
 
-def reading(rmq: Kit, queues: int, name: str = "l1", **settings: Any) -> PullConsumer:
+def reading(rmq: Kit, queues: int, **settings: Any) -> PullConsumer:
     """A started consumer of the first queues."""
-    consumer = reader(rmq, name, **settings)
+    consumer = reader(rmq, "l1", **settings)
     consumer.assign(QUEUES[:queues])
     return consumer.start()
 

@@ -337,9 +337,9 @@ def record(seed: str, steps: int = 25) -> Recorded:
     return Run(seed).run(steps)
 
 
-def record_after(earlier: Recorded, image: Image, seed: str, steps: int = 12) -> Recorded:
+def record_after(earlier: Recorded, image: Image, seed: str) -> Recorded:
     """A run that begins by recovering an image of an earlier one."""
-    return Run(seed, (earlier, image)).run(steps)
+    return Run(seed, (earlier, image)).run(12)
 
 
 # ------------------------------------------------------------------------------------------------------- checking

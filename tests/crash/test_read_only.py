@@ -171,8 +171,9 @@ def open_reader(path: Path) -> MessageStore:
     return MessageStore.open(path, read_only=True)
 
 
-def read_all(store: MessageStore, queue_id: int, queue_offset: int = 0) -> list[StoredMessage]:
+def read_all(store: MessageStore, queue_id: int) -> list[StoredMessage]:
     messages: list[StoredMessage] = []
+    queue_offset = 0
     while True:
         found = store.read("T", queue_id, queue_offset)
         if not found.messages and found.status is not GetStatus.OFFSET_TOO_SMALL:
@@ -332,7 +333,7 @@ def test_a_reader_shows_what_recovery_will_leave(path: Path, writers: list[Write
         }
 
 
-def test_the_command_shows_what_recovering_would_give(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_what_recovering_would_give(capsys: pytest.CaptureFixture[str]) -> None:
     folder = existing("store-crash")
     before = snapshot_of(folder / "store")
     assert main(["queues", str(folder / "store"), "--format", "jsonl"]) == 0

@@ -22,8 +22,6 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
 from librmq.testing import Event, FailingFiles, RecordingFiles
 
-Make = Callable[[], Files]
-
 
 @pytest.fixture(
     params=[DiskFiles, MemoryFiles, RecordingFiles, lambda: FailingFiles(DiskFiles())],

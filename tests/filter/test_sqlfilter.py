@@ -12,16 +12,16 @@ import pytest
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import FilterWarning, SqlFilter, interpreter
-from librmq.filter.parser import Dialect, parse
+from librmq.filter.parser import parse
 from tests.budget import examples
 
 UNKNOWN = None
 
 
-def quiet(expression: str, dialect: Dialect = "4.9") -> SqlFilter:
+def quiet(expression: str) -> SqlFilter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FilterWarning)
-        return SqlFilter(expression, dialect=dialect)
+        return SqlFilter(expression)
 
 
 def in_arrow(sql: SqlFilter, properties: dict[str, str]) -> bool:

@@ -376,7 +376,7 @@ def test_reconciliation(stores: list[str], plain: Plain) -> None:
     assert late.where("verdict = 'late'").count() == sum(key in business for _, key in keys)
 
 
-def test_retention(stores: list[str], plain: Plain) -> None:
+def test_retention(stores: list[str]) -> None:
     hours = (0.0, 0.0001, 72.0)
     rows = run(shared_session(), "retention", stores, {"hours": ",".join(map(str, hours))}).collect()
     found = {(row["store"], row["hours"]): (row["files"], row["bytes"], row["messages"]) for row in rows}

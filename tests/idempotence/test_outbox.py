@@ -365,7 +365,7 @@ def test_settings_that_make_no_sense_are_refused(embedded: Post) -> None:
 # --- the sender's life
 
 
-def test_a_thread_sends(embedded: Post, tmp_path: Path) -> None:
+def test_a_thread_sends(tmp_path: Path) -> None:
     """On plain connections of a driver, made by a function; with the machine's clock."""
     path = tmp_path / "x.db"
     with closing(sqlite3.connect(path)) as connection:

@@ -19,14 +19,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "config"
 
 
-def persisted(folder: Path, now_ms: int = 7) -> BrokerTables:
-    """Tables with one row of each kind, written at ``now_ms``."""
+def persisted(folder: Path) -> BrokerTables:
+    """Tables with one row of each kind, written at 7 ms."""
     config = BrokerTables.open(str(folder))
     config.set_topic("T", read_queues=4, write_queues=2, permission=6)
     config.set_group("G", retry_max_times=3)
     config.set_consumer_offset("T", "G", 2, 7)
     config.set_delay_offset(18, 5)
-    config.persist(now_ms)
+    config.persist(7)
     return config
 
 

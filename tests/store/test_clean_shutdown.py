@@ -21,11 +21,11 @@ from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_mem
 CLOSED = "librmq/closed.json"
 
 
-def closed(count: int = 200, seed: int = 5) -> Contents:
+def closed(count: int = 200) -> Contents:
     """The contents of a store that librmq closed, all of it."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
-        fill(store, clock, random.Random(seed), count)
+        fill(store, clock, random.Random(5), count)
     return contents(files)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from librmq.config import StoreConfig
 from librmq.errors import NotAStoreError, StoreError, StoreIOError
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -18,17 +17,17 @@ from librmq.store.recovery.verify import verify
 from tests.stores import SMALL, filled, served
 
 
-def refused(path: Path, config: StoreConfig | None = SMALL) -> str:
+def refused(path: Path) -> str:
     """Opening is refused by an error of librmq, and nothing is changed; returns what it says."""
     before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
     for more in ({}, {"read_only": True}, {"thorough": True}):
         with pytest.raises(StoreError) as told:
-            MessageStore.open(path, config, **more)  # type: ignore[arg-type]
+            MessageStore.open(path, SMALL, **more)  # type: ignore[arg-type]
     assert str(path) in str(told.value)
     if path.is_dir():
         assert sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") == before
     with suppress(StoreError):
-        assert not verify(str(path), config).sound
+        assert not verify(str(path), SMALL).sound
     return str(told.value)
 
 

@@ -34,12 +34,12 @@ GROUPS = {
 }
 
 
-def registered(*topics: str, born_ms: int = START_MS - 1) -> Registrations:
+def registered(*topics: str) -> Registrations:
     """All `GROUPS` on each topic."""
     registrations = Registrations()
     for topic in topics:
         for group, expression in GROUPS.items():
-            assert registrations.register(topic, group, expression, SQL92, 1, born_ms)
+            assert registrations.register(topic, group, expression, SQL92, 1, START_MS - 1)
     return registrations
 
 
@@ -54,12 +54,12 @@ def priced(price: object, region: str | None = None, tags: str | None = None) ->
     return Message("T", b"body", tags=tags, properties=properties)
 
 
-def read_all(store: MessageStore, matching: MessageFilter | None, topic: str = "T", queue_id: int = 0) -> list[int]:
+def read_all(store: MessageStore, matching: MessageFilter | None) -> list[int]:
     """The queue offsets of all messages that a reader gets who goes on where each read ends."""
     found: list[int] = []
     queue_offset = 0
     while True:
-        result = store.read(topic, queue_id, queue_offset, 32, matching)
+        result = store.read("T", 0, queue_offset, 32, matching)
         found += [message.queue_offset for message in result.messages]
         if result.next_offset >= result.max_offset:
             return found

@@ -77,9 +77,9 @@ def change(found: Contents, physical_offset: int, data: bytes, file_size: int = 
     return {**found, path: before[:at] + data + before[at + len(data) :]}
 
 
-def with_body(files: Files, *, last: int, at_least: int = 20) -> StoredMessage:
+def with_body(files: Files, *, last: int) -> StoredMessage:
     """A record with a body, the ``last``-th from the end among them."""
-    found = [message for message in saved(files).values() if len(message.stored_body) >= at_least]
+    found = [message for message in saved(files).values() if len(message.stored_body) >= 20]
     return found[-last]
 
 

@@ -355,8 +355,8 @@ def test_a_handle_that_only_reads_looks_anew() -> None:
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def nothing_left(files: Files, target: str = TARGET) -> bool:
-    return not files.is_folder(target) and not files.is_folder(f"{target}.part")
+def nothing_left(files: Files) -> bool:
+    return not files.is_folder(TARGET) and not files.is_folder(f"{TARGET}.part")
 
 
 CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "read", "list", "lock")

@@ -27,7 +27,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.critical import critical
-from librmq.store.engine.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
+from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.group_commit import GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
 from librmq.store.engine.open_store import Parts
@@ -374,7 +374,7 @@ class Appender:
         entries: list[bytes] = []
         last: Lane | None = None
         next_queue_offset = 0
-        records: list[tuple[int, int, int, str | None, str | None]] = []
+        records: list[Pending] = []
         made: list[AppendResult] = []
         for (
             lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
@@ -411,7 +411,7 @@ class Appender:
         self,
         data: bytes,
         entries_of: Mapping[Lane, list[bytes]],
-        records: Iterable[tuple[int, int, int, str | None, str | None]],
+        records: Iterable[Pending],
     ) -> None:
         """Write records side by side, and note what follows from them; `append` has the same for one."""
         log, dispatcher = self.log, self.dispatcher

@@ -106,18 +106,11 @@ class Lane:
         """Queue offset of the first of them, if there are any."""
 
 
-class Pending(NamedTuple):
-    """The keys of a record that are not in the index yet."""
-
-    physical_offset: int
-    store_timestamp_ms: int
-    prefix_hash: int
-    unique_key: str | None
-    keys: str | None
-
+Pending = tuple[int, int, int, str | None, str | None]
+"""The keys of a record that are not in the index yet: physical offset, store time, prefix hash, unique key, keys."""
 
 RawPending = tuple[int, int, int, bytes | None, bytes | None]
-"""The fields of `Pending`, with texts in a record's form."""
+"""The same, with texts in a record's form."""
 
 
 class Dispatcher:
@@ -135,8 +128,8 @@ class Dispatcher:
         self.bitmap_of = bitmap_of
         self.lanes: list[Lane] = []
         """Lanes with pending entries."""
-        self.records: list[tuple[int, int, int, str | None, str | None]] = []
-        """The fields of `Pending` for each record that is not in the index yet, in log order, with or without keys."""
+        self.records: list[Pending] = []
+        """The `Pending` keys of each record that is not in the index yet, in log order, with or without keys."""
         self._block: KeyBlock | None = None  # of the first of them
         self._indexing = False  # true outside of a call if the last one failed
         self.unflushed: set[ConsumeQueue] = set()
@@ -268,7 +261,7 @@ class KeyBlock(NamedTuple):
     key_hashes: NDArray[np.int64]
 
 
-def key_block(records: Sequence[tuple[int, int, int, str | None, str | None] | RawPending]) -> KeyBlock:
+def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)

@@ -36,6 +36,9 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self._known = dict(known)
         self._open: dict[QueueName, ConsumeQueue] = {}
 
+    def __repr__(self) -> str:
+        return f"<QueueTable of {len(self)} queues>"
+
     def __getitem__(self, name: QueueName) -> ConsumeQueue:
         queue = self._open.get(name)
         if queue is not None:

@@ -78,10 +78,10 @@ class BrokerTables:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
         self.topics.set(topic, topic_row(topic, read_queues, write_queues, permission))
 
-    def make_topic(self, topic: str, *, queues: int = 1, permission: int = 6) -> None:
-        """Make a topic unless it exists."""
+    def make_topic(self, topic: str) -> None:
+        """Make a topic of one queue, readable and writable, unless it exists."""
         if topic not in self.topics.rows:
-            self.set_topic(topic, read_queues=queues, write_queues=queues, permission=permission)
+            self.set_topic(topic, read_queues=1, write_queues=1, permission=6)
 
     def set_group(self, group: str, *, retry_max_times: int) -> None:
         """Make or change a consumer group."""
@@ -129,17 +129,15 @@ class BrokerTables:
         self.filter_table.rows.update(filters)
 
 
-def topic_row(
-    topic: str, read_queues: int, write_queues: int, permission: int, *, order: bool = False, sys_flag: int = 0
-) -> dict[str, object]:
+def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) -> dict[str, object]:
     """Make a row of ``topics.json``."""
     return {
-        "order": order,
+        "order": False,
         "perm": permission,
         "readQueueNums": read_queues,
         "topicFilterType": "SINGLE_TAG",
         "topicName": topic,
-        "topicSysFlag": sys_flag,
+        "topicSysFlag": 0,
         "writeQueueNums": write_queues,
     }
 

@@ -304,7 +304,10 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
     for name, value in told.items():
         ours = getattr(config, name)
         if ours != value:
-            raise ConfigError(f"{name}: the settings say {_json(ours)}, the files of {path} say {_json(value)}")
+            raise ConfigError(
+                f"{name}: the settings say {_json(ours)}, the files of {path} say {_json(value)}: a store keeps its "
+                "sizes, so give these, or open it without settings"
+            )
     if slots is not None and entries is not None:
         ours = file_length(config.max_hash_slot_num, config.max_index_num)
         theirs = file_length(slots, entries)

@@ -16,7 +16,7 @@ from librmq.files.damage import Damage
 from librmq.java.hashing import java_decode, string_hash
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, split_keys
-from librmq.store.engine.dispatch import RawPending, is_indexed, key_block, key_hashes
+from librmq.store.engine.dispatch import Pending, RawPending, is_indexed, key_block, key_hashes
 from librmq.store.format.index_flaw import find_flaw
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
 from librmq.store.format.indexfile import IndexFile
@@ -187,7 +187,7 @@ def index_again(log: CommitLog, index: KeyIndex) -> None:
     for file in index.files:
         index.drop(file.name)
     prefixes: dict[str, int] = {}
-    records: list[tuple[int, int, int, str | None, str | None]] = []
+    records: list[Pending] = []
     for physical_offset, _, raw in log.scan(check_body=False):
         if raw is None:
             continue
