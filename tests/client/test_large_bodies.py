@@ -311,7 +311,7 @@ def test_what_was_not_sent_is_not_taken_from_outside() -> None:
     message = parked(cupboard)
     with pytest.raises(LargeBodyError, match="larger than 10"):
         fetch_body(message, cupboard, 10)
-    with pytest.raises(LargeBodyError, match="not told where"):
+    with pytest.raises(LargeBodyError, match="stored outside the message"):
         fetch_body(message, None)
     cupboard.kept["ref-1"] = BODY[::-1]
     with pytest.raises(LargeBodyError, match="not the body that was sent"):

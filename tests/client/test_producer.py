@@ -446,7 +446,10 @@ def test_wrong_arguments_are_named(broker: Broker) -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: producer.send(3, b"x"), "message: expected a Message, or a topic and a body, found 3"),
         (lambda: producer.send_batch(["T"]), "messages: expected Message after Message, found 'T'"),
-        (lambda: producer.send("T", b"x", queue="1"), "queue: expected a MessageQueue or a queue's number, found '1'"),
+        (
+            lambda: producer.send("T", b"x", queue="1"),
+            "queue: expected a MessageQueue or a queue's number, from 0, found '1'",
+        ),
         (lambda: producer.send_oneway("T", b"x", queue=True), "queue: expected a MessageQueue"),
         (lambda: producer.send("T", b"x", selector=1), "selector: expected a function, found 1"),
         (lambda: producer.send("T", b"", json=1), "expected either a body or json, found both"),
