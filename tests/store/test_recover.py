@@ -887,3 +887,26 @@ def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
         cut = next(one for one in store.recovered if one.kind == "record")
     (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert f"{cut.bytes} bytes were cut from {cut.offset} on" in warning
+
+
+def test_what_was_prepared_before_a_recovery_goes_to_its_queue() -> None:
+    with opened(MemoryFiles()) as store:
+        for number in range(5):
+            store.append(Message("TopicA", b"%d" % number))
+        first = store.message_at(0)
+        assert first is not None
+        prepared = store.prepare_again(first, "TopicA", 0, b"", None, None, None)
+        store.recover()
+        copy = store.append_copies([prepared])[0]
+        after = store.append(Message("TopicA", b"after"))
+        assert (copy.queue_offset, after.queue_offset) == (5, 6)
+        assert [message.body for message in store.messages("TopicA", 0)] == [
+            b"0",
+            b"1",
+            b"2",
+            b"3",
+            b"4",
+            b"0",
+            b"after",
+        ]
+        assert store.verify().sound
