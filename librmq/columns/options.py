@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from librmq.errors import ConfigError
 from librmq.message.topics import is_system_topic
 
-__all__ = ["Mode", "Offsets", "Predicate", "ReadOptions", "View", "Wanted", "nearest"]
+__all__ = ["Mode", "Offsets", "Predicate", "ReadOptions", "View", "Wanted", "check_filters", "nearest"]
 
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
@@ -27,6 +28,32 @@ def nearest(name: str, known: Any) -> str:
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
     return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
+
+
+def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> str | None:
+    """Check the two filters of a read; return the tags, None where they let every message pass.
+
+    Args:
+        view: What is read: messages, queues or log.
+        tags: A tag expression.
+        sql: An SQL92 expression.
+        name: What the caller calls ``sql``, for the error.
+
+    Raises:
+        ConfigError: The view has no properties for ``sql``.
+        FilterSyntaxError: An expression does not compile.
+    """
+    if tags is not None:
+        from librmq.filter import TagFilter  # it brings a grammar, which few reads need
+
+        TagFilter(tags)
+    if sql is not None:
+        if view == "queues":
+            raise ConfigError(f"{name}: the view queues has no properties; read the view messages")
+        from librmq.filter import SqlFilter
+
+        SqlFilter(sql)
+    return None if tags in (None, "*", "") else tags
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, nearest
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters, nearest
 from librmq.columns.planner import plan
 from librmq.columns.processes import read_in_processes
 from librmq.columns.pruning import predicate_of, pruned
@@ -154,21 +154,12 @@ def _options(paths: tuple[str, ...], settings: ReaderSettings) -> ReadOptions:
     for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
         if value not in known:
             raise ConfigError(f"{name}: expected one of {', '.join(known)}, found {value!r:.80}")
-    tags, sql = settings.get("tags"), settings.get("sql")
-    if tags is not None:
-        from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
-
-        TagFilter(tags)
-    if sql is not None:
-        from librmq.filter import SqlFilter
-
-        if view == "queues":
-            raise ConfigError("sql: the view queues has no properties; read the view messages")
-        SqlFilter(sql)
+    sql = settings.get("sql")
+    tags = check_filters(view, settings.get("tags"), sql, "sql")
     wanted = Wanted(
         begin_ms=_milliseconds("since", settings.get("since")),
         end_ms=_milliseconds("until", settings.get("until")),
-        tags=None if tags in (None, "*", "") else tags,
+        tags=tags,
         internal=view != "messages",
     )
     topic, queue = settings.get("topic"), settings.get("queue")

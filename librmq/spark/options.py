@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
-from librmq.columns.options import EARLIEST, LARGEST_OFFSET, Mode, Offsets, ReadOptions, View, Wanted, nearest
+from librmq.columns.options import (
+    EARLIEST,
+    LARGEST_OFFSET,
+    Mode,
+    Offsets,
+    ReadOptions,
+    View,
+    Wanted,
+    check_filters,
+    nearest,
+)
 from librmq.errors import ConfigError
 
 __all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "WriteOptions", "parse_read_options"]
@@ -49,17 +59,8 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         except re.error as error:
             raise ConfigError(f"option topicPattern: {pattern!r} is no regular expression: {error}") from None
     ids = _list(given.get("queueId"))
-    tags, selector = given.get("tags"), given.get("selector")
-    if tags is not None:
-        from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
-
-        TagFilter(tags)
-    if selector is not None:
-        if view == "queues":
-            raise ConfigError("option selector: the view queues has no properties to look at")
-        from librmq.filter import SqlFilter
-
-        SqlFilter(selector)
+    selector = given.get("selector")
+    tags = check_filters(view, given.get("tags"), selector, "option selector")
     begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
     if view == "queues" and (begin_ms, end_ms) != (None, None):
         raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
@@ -73,7 +74,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
             queue_ids=None if ids is None else frozenset(_whole("queueId", one, 0) for one in ids),
             begin_ms=begin_ms,
             end_ms=end_ms,
-            tags=None if tags in (None, "*", "") else tags,
+            tags=tags,
             internal=view != "messages",
         ),
         selector=selector,
