@@ -18,7 +18,7 @@ in one place and refused in one wording. Sizes are bytes, ``*_s`` are seconds.
     librmq.errors.ConfigError: attempts: expected a whole number from 1 to 16, found 0
     >>> RetryConfig().with_settings({"attemps": 3})
     Traceback (most recent call last):
-    librmq.errors.ConfigError: attemps: no setting of RetryConfig; did you mean attempts?
+    librmq.errors.ConfigError: attemps: unknown setting of RetryConfig; did you mean attempts?
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Config:
         known = self.names()
         for name in settings:
             if name not in known:
-                raise ConfigError(f"{name:.80}: no setting of {type(self).__name__}; {_nearest(name, known)}")
+                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {_nearest(name, known)}")
         return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     @classmethod

@@ -86,8 +86,8 @@ class Example(Config):
         ({"is_on": 1}, "is_on: expected True or False, found 1"),
         ({"call": 1}, "call: expected a function, or None, found 1"),
         ({"store": 1}, "store: expected a StoreConfig, or None, found 1"),
-        ({"cuont": 1}, "cuont: no setting of Example; did you mean count?"),
-        ({"x": 1}, "x: no setting of Example; known are call, count, is_on, mode, name, pause_s, ratio, store"),
+        ({"cuont": 1}, "cuont: unknown setting of Example; did you mean count?"),
+        ({"x": 1}, "x: unknown setting of Example; known are call, count, is_on, mode, name, pause_s, ratio, store"),
     ],
 )
 def test_a_refusal_names_the_setting_and_what_was_expected(settings: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""A store as Arrow record batches: what to read is planned in one process, and read there or in workers."""
+"""A store as Arrow record batches: one process plans a read, and this process or several workers carry it out."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ _MODULES = {
     "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
     "record_batches": ("ReaderSettings", "reader", "scan"),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

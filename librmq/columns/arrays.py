@@ -1,4 +1,4 @@
-"""Arrow arrays over bytes of a log file: numbers, texts and slices, without a copy where one can be avoided."""
+"""Arrow arrays over the bytes of a log file: numbers, texts and slices, mostly without a copy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
-    """Return the values of type ``dtype`` that stand at ``positions`` of ``raw``, which may lie anywhere in it."""
+    """Return the values of type ``dtype`` at ``positions`` of ``raw``, which need not be aligned."""
     kind = np.dtype(dtype)
     if len(raw) < kind.itemsize:
         return np.zeros(len(positions), kind)
@@ -47,7 +47,7 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
 def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
     """Return numbers as an Arrow array on the same memory, null where not ``present``.
 
-    `pyarrow.array` does that too, but loads pandas, some 20 MiB that no reader needs.
+    `pyarrow.array` does the same, but loads pandas: some 20 MiB that a reader does not need.
     """
     values = np.ascontiguousarray(values)
     valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
@@ -62,21 +62,21 @@ def strings(values: Sequence[str]) -> pa.StringArray:
 
 
 def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
-    """Return the bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
+    """Return the bytes from each of ``begins`` to its end as one binary array, packed without gaps."""
     count = len(begins)
     if not count:
         return pa.nulls(0, pa.binary())
     base, end = int(begins.min()), int(ends.max())
     pairs = np.empty(2 * count + 1, np.int32)
     pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base
-    # Every second element is what lies between two slices, of any length, and is never looked at.
+    # Every second element covers the gap between two slices; it is dropped without being read.
     buffers = [None, pa.py_buffer(pairs), pa.py_buffer(raw[base:end])]
     between = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
     return between.take(numbers(np.arange(0, 2 * count, 2)))
 
 
 def offsets_and_bytes(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Bytes]:
-    """Return offsets and bytes of a binary or text array that is no slice of another."""
+    """Return offsets and bytes of a binary or text array that is not a slice of another."""
     _, offsets, data = array.buffers()
     count = len(array)
     ends = np.frombuffer(offsets, np.int32, count + 1) if count else np.zeros(1, np.int32)
@@ -84,14 +84,14 @@ def offsets_and_bytes(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Byt
 
 
 def not_utf8(array: pa.BinaryArray) -> Mask:
-    """Return which rows are no UTF-8; single rows are decoded only if the whole is none."""
+    """Return a mask of the rows that are not UTF-8. Rows are decoded singly only if the whole does not decode."""
     offsets, data = offsets_and_bytes(array)
     bad = np.zeros(len(array), np.bool_)
     data = data[: int(offsets[-1])]
     if not len(data) or int(data.max()) < 0x80:
         return bad
     inside = offsets[:-1][offsets[:-1] < len(data)]
-    if not ((data[inside] & 0xC0) == 0x80).any():  # no row begins in the midst of a character
+    if not ((data[inside] & 0xC0) == 0x80).any():  # no row begins inside a character
         try:
             data.tobytes().decode()
         except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""A store as a dataset of PyArrow: DuckDB and Polars hand their columns and filters to it.
+"""A store as a PyArrow dataset, to which DuckDB and Polars pass their columns and filters.
 
 Both ask a `pyarrow.dataset.Dataset` for a scanner with the columns and the filter of a query. `StoreDataset` answers
-with a read of the store, planned by that filter.
+with a read of the store that is planned by that filter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["StoreDataset", "dataset"]
 
 
 class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
-    """The rows of a store, read when they are asked for; made by `dataset`.
+    """The rows of a store, read at each scan; made by `dataset`.
 
-    Methods that need the files of a dataset (fragments, joins, sorting) are refused: read a table first, or use DuckDB
-    or Polars. Thread-safe: each scan is a read of its own.
+    PyArrow's methods that need the files of a dataset (fragments, joins, sorting) raise NotImplementedError. Read a
+    table first, or use DuckDB or Polars. Thread-safe: each scan is a read of its own.
     """
 
     def __init__(self, store: Stores, settings: ReaderSettings) -> None:
@@ -35,10 +35,10 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return StoreDataset, (self._store, self._settings)
 
     def scanner(self, columns: Any = None, filter: pc.Expression | None = None, **settings: Any) -> ds.Scanner:
-        """Return a scanner of the rows that ``filter`` takes; it can be read once."""
+        """Return a scanner of the rows that ``filter`` selects. It can be read once."""
         options, schema, processes, files = selection(self._store, self._both(filter))
         if isinstance(columns, list) and set(columns) <= set(schema.names):
-            # A batch without columns has no rows either: read a cheap one, which the scanner leaves out.
+            # A batch without columns loses its number of rows, so read a cheap column, which the scanner drops.
             schema = pa.schema([schema.field(name) for name in columns or schema.names[:1]])
         known = {name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings}
         return ds.Scanner.from_batches(batches_of(options, schema, processes, files), columns=columns, **known)
@@ -49,7 +49,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return self._settings | ReaderSettings(filter=both)
 
     def filter(self, expression: pc.Expression) -> StoreDataset:
-        """Return the dataset of the rows that ``expression`` takes as well."""
+        """Return the dataset of the rows that ``expression`` also selects."""
         return StoreDataset(self._store, self._both(expression))
 
     def count_rows(self, filter: pc.Expression | None = None, **settings: Any) -> int:
@@ -57,23 +57,23 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return int(self.scanner(columns=[], filter=filter, **settings).count_rows())
 
     def get_fragments(self, filter: pc.Expression | None = None) -> Iterator[ds.Fragment]:
-        """Refuse: a store has no fragments that PyArrow could read."""
+        """Refuse: the files of a store are not fragments that PyArrow can read."""
         self._refuse("fragments")
 
     def replace_schema(self, schema: pa.Schema) -> NoReturn:
-        """Refuse: the columns are those of the view."""
+        """Refuse: the view fixes the columns."""
         self._refuse("another schema")
 
     def sort_by(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: sort a table."""
+        """Refuse: sort a table instead."""
         self._refuse("an order")
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: join tables."""
+        """Refuse: join tables instead."""
         self._refuse("joins")
 
     def join_asof(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: join tables."""
+        """Refuse: join tables instead."""
         self._refuse("joins")
 
     @staticmethod
@@ -82,12 +82,12 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
 
 def dataset(store: Stores, **settings: Unpack[ReaderSettings]) -> StoreDataset:
-    """Return a store as a dataset for DuckDB, Polars and PyArrow; each scan reads what is there at its time.
+    """Return a store as a dataset for DuckDB, Polars and PyArrow. Each scan reads what the store holds at that time.
 
-    The arguments are those of `librmq.columns.reader`; ``columns`` are all that a query can see.
+    The arguments are those of `librmq.columns.reader`. A query sees only the columns in ``columns``.
 
     Raises:
         ConfigError: A setting, a column or a value is wrong.
-        FilterSyntaxError: ``tags`` or ``sql`` is no expression.
+        FilterSyntaxError: ``tags`` or ``sql`` does not compile.
     """
     return StoreDataset(store, settings)

@@ -1,18 +1,18 @@
-"""Log records as Arrow columns, without a Python object a message.
+"""Log records as Arrow columns, without a Python object for each message.
 
 ::
 
-    places, sizes ──> Block: header fields by numpy, frames checked like `record.frame`
+    places, sizes ──> Block: header fields read by numpy, frames checked like `record.frame`
                         │
                         ├─ numbers, times      gathered from the fixed part (IPv6 hosts shift what follows them)
                         ├─ topic, body         slices of the mapped file: its bytes as an Arrow buffer, then `take`
-                        ├─ hosts               formatted once for each that is different
+                        ├─ hosts               each distinct host formatted once
                         └─ Properties          the property strings of the block side by side; segments by their
                                                separators; a named property by the 8-byte words at segment starts
 
-The values are those of `record.decode_record` and `record.decode_properties`, for every byte string. Rows with anything
-unusual (text that is no UTF-8, a property twice, a compressed body) are read again by those functions, one by one.
-Blocks of 4 to 16 thousand records fit into the processor's cache.
+Every byte string decodes to the same values as by `record.decode_record` and `record.decode_properties`. These
+functions decode the unusual rows one by one: text that is not UTF-8, a property that occurs twice, a compressed body.
+Blocks of 4,000 to 16,000 records fit into the processor's cache.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ __all__ = ["COLUMNS", "FIXED_COLUMNS", "HEADER", "LAST_MS", "MAP", "TIMESTAMP", 
 HEADER: Final = np.dtype(
     [(name, {"8s": "V8"}.get(code, f">{code}")) for name, code in (record.LAYOUT | {"body_crc": "I"}).items()]
 )
-"""`record.LAYOUT` as numpy's type: everything before the body, with IPv4 hosts."""
+"""`record.LAYOUT` as a numpy type: everything before the body, with IPv4 hosts."""
 LAST_MS: Final = ((1 << 63) - 1) // 1000
-"""The last time that a timestamp of Spark's can be."""
+"""The largest time that Spark's timestamp can hold."""
 
 
 class Block:
-    """Some records of one file. Rows whose frame is not sound (`sound`) have no valid values."""
+    """Some records of one file. Rows outside of `sound` have no valid values."""
 
     def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
-        """Look at the records at ``places`` in ``raw`` (of `record.FIXED_SIZE` bytes or more); a place may be anything.
+        """Look at the records at ``places`` in ``raw``, of at least `record.FIXED_SIZE` bytes; a place may be invalid.
 
-        With ``sizes`` a record of another length is not sound. Without ``frames`` only size and magic are looked at,
-        for those who want nothing but fields of the fixed part.
+        With ``sizes``, a record of another length is not sound. Without ``frames`` only size and magic are checked,
+        which is enough to read fields of the fixed part.
         """
         self._raw = raw
         self.places = places
         self._sizes = sizes
         self._frames = frames
         self.sound: Mask
-        """Which rows are records that `record.frame` takes."""
+        """Mask of the rows that `record.frame` accepts."""
         self._check()
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Block:
         return window[at].view(HEADER)
 
     def reason(self, row: int) -> RecordError:
-        """Return what is wrong with a row that is not sound."""
+        """Return what is wrong with an unsound row."""
         place = int(self.places[row])
         if not 0 <= place <= len(self._raw) - record.FIXED_SIZE:
             return RecordError("expected a record, found the end of the file")
@@ -132,14 +132,14 @@ class Block:
         return RecordError(f"expected a record of {self._sizes[row]} bytes, found {self._head['size'][row]}")
 
     def take(self, rows: Ints) -> Block:
-        """Return the block of these rows only."""
+        """Return a block of these rows only."""
         sizes = None if self._sizes is None else self._sizes[rows]
         return Block(self._raw, self.places[rows], sizes, frames=self._frames)
 
     # ----------------------------------------------------------------------------------------- numbers, texts, bodies
 
     def field(self, name: str) -> npt.NDArray[Any]:
-        """Return a field of the fixed part, in this machine's order of bytes."""
+        """Return a field of the fixed part in native byte order."""
         shift = self._born_shift if name == "store_timestamp" else self._store_shift
         if name in ("store_timestamp", "reconsume_times", "prepared_offset") and shift is not None:
             kind, at = HEADER.fields[name][:2]  # type: ignore[index]
@@ -159,7 +159,7 @@ class Block:
         found = np.empty(len(at), object)
         for rows, size in ((np.flatnonzero(~long), 8), (np.flatnonzero(long), 20)):
             if len(rows):
-                # Few hosts are different: each is formatted once.
+                # There are few distinct hosts: format each once.
                 raws = np.ascontiguousarray(gather(self._raw, at[rows], f"V{size}")).view(f"S{size}")
                 _, first, which = np.unique(raws, return_index=True, return_inverse=True)
                 padded = gather(self._raw, at[rows][first], f"V{size}")
@@ -172,11 +172,11 @@ class Block:
         return texts(self._slices(*self._topic))
 
     def stored_body(self) -> pa.BinaryArray:
-        """Return the bodies as they are stored."""
+        """Return the bodies as stored."""
         return self._slices(*self._body)
 
     def body(self) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
-        """Return the bodies as they were sent, and which can't be had, with the reason (they are null)."""
+        """Return the bodies as sent, null where one can't be restored, and the reasons by row."""
         stored = self.stored_body()
         packed = np.flatnonzero(self.sound & ((self._head["sys_flag"] & record.COMPRESSED) != 0))
         bad: dict[int, RecordError] = {}
@@ -191,7 +191,7 @@ class Block:
         return replaced(stored, packed, values), bad
 
     def bad_checksums(self) -> dict[int, RecordError]:
-        """Return the rows whose stored body does not match its checksum."""
+        """Return the errors of rows whose stored body does not match its checksum."""
         begins, ends = self._body
         expected = self._head["body_crc"]
         view, crc32 = self._raw.data, zlib.crc32
@@ -265,7 +265,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "storedBody": (pa.binary(), Block.stored_body),
     "propertiesString": (pa.string(), lambda block: block.properties.stored()),
 }
-"""What can be read of a record, by the names of the Spark columns."""
+"""The columns that a record can fill, by their names in Spark."""
 
 FIXED_COLUMNS: Final = frozenset(
     (

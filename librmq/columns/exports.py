@@ -1,14 +1,14 @@
-"""Messages of a store as files for other tools: a folder of Parquet files, a file of CSV, or one of JSON lines.
+"""Messages of a store exported as a folder of Parquet files, one CSV file, or one file of JSON lines.
 
 ::
 
-    OUT/part-000000-0.parquet           Parquet: files of one or more steps, perhaps in folders like topic=orders/
-    OUT/part-000001-0.parquet.tmp       a step that is not committed
-    OUT/_librmq_export.json             what is exported so far; of a file OUT beside it, as OUT.librmq_export.json
+    OUT/part-000000-0.parquet           Parquet: one or more files for each step, perhaps in folders like topic=orders/
+    OUT/part-000001-0.parquet.tmp       file of an uncommitted step
+    OUT/_librmq_export.json             the state of the export; for a file OUT it is OUT.librmq_export.json
 
-An export goes on in steps. At the end of a step its data is flushed, then the state beside it is replaced: for each
-queue the first offset that is not exported, and how long the file is or which Parquet files become visible. An export
-that is killed, or called again later, goes on from there: a message is neither lost nor written twice.
+An export proceeds in steps. At the end of a step its data is flushed, then the state is replaced: for each queue the
+first offset that is not exported, and the length of the file or the Parquet files that become visible. An export that
+was killed, or is called again later, continues from that state: no message is lost or written twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNFINISHED: Final = ".tmp"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What a call of `export` has written: the file or folder, the rows that it added, and their files."""
+    """The result of a call of `export`: the file or folder, the number of rows added, and their files."""
 
     path: str
     rows: int
@@ -61,7 +61,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _State:
-    """What is exported so far, as it stands beside the data."""
+    """The state of an export, as stored beside the data."""
 
     form: str
     columns: tuple[str, ...]
@@ -70,7 +70,7 @@ class _State:
     size: int = 0
     steps: int = 0
     shown: tuple[str, ...] = ()
-    """Files of the last step, whose names lose `_UNFINISHED`."""
+    """Files of the last step; committing removes `_UNFINISHED` from their names."""
 
     @classmethod
     def read(cls, path: str, files: DiskFiles) -> _State | None:
@@ -98,22 +98,22 @@ def export(
     partition_by: Sequence[str] = (),
     **settings: Unpack[ReaderSettings],
 ) -> Exported:
-    """Write the messages of a store to ``out``; called again, add those that came since.
+    """Write the messages of a store to ``out``; a later call adds the messages stored since.
 
-    Parquet goes to a folder, CSV and JSON lines to one file, where a body that is no UTF-8 stands as ``body_b64``. The
-    progress of the export is kept beside the data, so an export that was killed goes on where it was.
+    Parquet goes to a folder; CSV and JSON lines go to one file, with ``body_b64`` for a body that is not UTF-8. The
+    state of the export is kept beside the data, so an export that was killed continues where it was.
 
     Args:
         store: The folder of the store.
         out: The folder or file, which need not exist.
-        format: ``parquet``, ``csv`` or ``jsonl``; unless given, what the name ends in, else Parquet.
-        partition_by: For Parquet, folders by ``topic``, ``queueId`` and ``date`` (of storing, UTC).
-        **settings: Which messages and columns, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
+        format: ``parquet``, ``csv`` or ``jsonl``; by default chosen by the suffix of ``out``, else Parquet.
+        partition_by: For Parquet: make folders by ``topic``, ``queueId`` and ``date`` (of storing, in UTC).
+        **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
 
     Raises:
         ConfigError: A setting is wrong, or ``out`` was begun with other columns.
-        DataLossError: Retention deleted messages that were not exported; with ``fail_on_data_loss=False`` the export
-            goes on behind them.
+        DataLossError: Retention deleted messages that were not exported. With ``fail_on_data_loss=False`` the export
+        continues after them.
         StoreLockedError: Another process exports to ``out``.
         StoreIOError: ``out`` cannot be written.
     """
@@ -136,16 +136,16 @@ def export(
         if state is None:
             _check_free(path, form)
             state = fresh
-            state.write(state_path, files)  # from now on what stands at the path is an export
+            state.write(state_path, files)  # marks the path as an export
         if (state.form, state.columns, state.partition_by) != (fresh.form, fresh.columns, fresh.partition_by):
             raise ConfigError(
                 f"out: {path} was begun as {state.form} with the columns {', '.join(state.columns)}, partitioned by "
-                f"{', '.join(state.partition_by) or 'nothing'}; go on with these, or export to another path"
+                f"{', '.join(state.partition_by) or 'nothing'}; use the same settings, or export to another path"
             )
         target: _ParquetFolder | _TextFile
         target = _ParquetFolder(path, state) if form == "parquet" else _TextFile(path, state)
         with PlannedStore.open(options.paths[0], options.wanted, options.mode, files) as planned:
-            # Those too whose entries a writer has not written yet, so that no folder tells of them.
+            # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
         starting = {
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
@@ -165,7 +165,7 @@ def export(
                 target.show(state)
         if not state.steps:
             target.write(iter(()), schema)
-        if options.wanted.end_ms is None:  # what was read and not wanted is not missed once it is deleted
+        if options.wanted.end_ms is None:  # else unwanted messages that are deleted later would count as lost
             for (topic, number), end in known.items():
                 own = source.offsets.setdefault(topic, {})
                 own[number] = max(own.get(number, 0), end)
@@ -186,7 +186,7 @@ def _format_of(path: str, asked: str | None) -> str:
 
 
 def _check_free(path: str, form: str) -> None:
-    """Refuse a path that holds something else than an export."""
+    """Refuse a path that holds anything but an export."""
     taken = (
         os.path.lexists(path) if form != "parquet" else any(not name.startswith("_librmq") for name in os.listdir(path))
     )
@@ -195,9 +195,9 @@ def _check_free(path: str, form: str) -> None:
 
 
 class _Steps:
-    """Batches in steps of some hundred MiB, and the queue offsets that were reached with each.
+    """Batches in steps of some hundred MiB, and the queue offsets after each step.
 
-    A thread reads the next batch while one is written.
+    A thread reads the next batch while the caller writes one.
     """
 
     def __init__(self, batches: pa.RecordBatchReader, offsets: Mapping[str, Mapping[str, int]]) -> None:
@@ -207,10 +207,10 @@ class _Steps:
         self._following: pa.RecordBatch | None = None
         self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
         self.rows = 0
-        """Of the last step."""
+        """The offsets at the end of the last step."""
 
     def more(self) -> bool:
-        """Return whether there is another step."""
+        """Return whether another step follows."""
         while self._following is None or not self._following.num_rows:
             self._following = self._next.result()
             if self._following is None:
@@ -239,7 +239,7 @@ class _Steps:
             pa.table(batch.select(list(_PLACE))).group_by(["topic", "queueId"]).aggregate([("queueOffset", "max")])
         )
         for row in reached.to_pylist():
-            if row["topic"] is not None:  # a damaged record may not say where it was
+            if row["topic"] is not None:  # a damaged record may have no topic
                 self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
 
 
@@ -251,7 +251,7 @@ class _ParquetFolder:
         self._partition_by = state.partition_by
         self._steps = state.steps
         self.show(state)
-        for folder, _, names in os.walk(path):  # of a step that was not committed
+        for folder, _, names in os.walk(path):  # delete the files of an uncommitted step
             for name in names:
                 if name.startswith("part-") and name.endswith(_UNFINISHED):
                     os.unlink(os.path.join(folder, name))
@@ -282,7 +282,7 @@ class _ParquetFolder:
             basename_template=f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}",
             partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
             existing_data_behavior="overwrite_or_ignore",
-            use_threads=False,  # keeps the order
+            use_threads=False,  # rows must keep their order
             min_rows_per_group=_GROUP_ROWS,
             max_partitions=1 << 16,
             file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
@@ -295,7 +295,7 @@ class _ParquetFolder:
         return made, 0
 
     def _flush_folders(self, names: Sequence[str]) -> None:
-        """Flush the folders of files, and those above: the state must not reach the device before their names."""
+        """Flush the folders of files and their parents, so that the names reach the device before the state."""
         folders: set[str] = set()
         for name in names:
             while name:
@@ -308,7 +308,7 @@ class _ParquetFolder:
         """Make the files of a committed step visible."""
         for name in state.shown:
             made = os.path.join(self._path, name)
-            with suppress(FileNotFoundError):  # it is visible already
+            with suppress(FileNotFoundError):  # already visible
                 os.replace(made, made.removesuffix(_UNFINISHED))
         self._flush_folders(state.shown)
 
@@ -322,7 +322,7 @@ class _TextFile:
         self._size = state.size
 
     def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
-        """Write a step behind what is committed; return the file's name and its new length."""
+        """Write a step after the committed data; return the file's name and its new length."""
         names = list(schema.names)
         found = os.path.getsize(self._path) if os.path.exists(self._path) else 0
         if found < self._size:
@@ -362,7 +362,7 @@ class _TextFile:
         return line
 
     def show(self, state: _State) -> None:
-        """Do nothing: the file is as long as the state says."""
+        """Do nothing: the state's length already covers the step."""
 
 
 def _is_bytes(name: str) -> bool:
@@ -370,7 +370,7 @@ def _is_bytes(name: str) -> bool:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in what JSON knows; bytes as text, those that are no UTF-8 as ``…_b64``."""
+    """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
     plain: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, datetime):

@@ -1,4 +1,4 @@
-"""What a reader wants of a store: topics, queues, offsets, times."""
+"""What a read selects of a store: topics, queues, offsets, times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Mode", "Offsets", "Predicate", "ReadOptions", "View", "Wanted", "che
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
 Offsets = Literal["earliest", "latest"] | Mapping[str, Any]
-"""Where to begin or end: by topic and queue id, perhaps by store before that; -2 earliest, -1 latest."""
+"""Offsets by topic and queue id, or by store, topic and queue id; -2 is the earliest, -1 the latest."""
 
 EARLIEST: Final = -2
 LATEST: Final = -1
@@ -24,27 +24,27 @@ LARGEST_OFFSET: Final = (1 << 63) - 1
 
 
 def nearest(name: str, known: Any) -> str:
-    """Return a hint at the known name that looks most like ``name``, or at all of them."""
+    """Return a hint: the known name most similar to ``name``, or all known names."""
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
     return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
 
 
 def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> str | None:
-    """Check the two filters of a read; return the tags, None where they let every message pass.
+    """Check the two filters of a read; return the tags, or None if they select every message.
 
     Args:
-        view: What is read: messages, queues or log.
+        view: The view to read: messages, queues or log.
         tags: A tag expression.
         sql: An SQL92 expression.
-        name: What the caller calls ``sql``, for the error.
+        name: The caller's name for ``sql``, used in the error.
 
     Raises:
-        ConfigError: The view has no properties for ``sql``.
+        ConfigError: The view has no properties, which ``sql`` needs.
         FilterSyntaxError: An expression does not compile.
     """
     if tags is not None:
-        from librmq.filter import TagFilter  # it brings a grammar, which few reads need
+        from librmq.filter import TagFilter  # loads a grammar that few reads need
 
         TagFilter(tags)
     if sql is not None:
@@ -58,7 +58,7 @@ def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> st
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which messages: what options and pushed filters say of topic, queue, offset, time and tag."""
+    """The messages that options and pushed-down filters select by topic, queue, offset, time and tag."""
 
     topics: frozenset[str] | None = None
     topic_pattern: str | None = None
@@ -67,15 +67,15 @@ class Wanted:
     end_offset: int = LARGEST_OFFSET
     begin_ms: int | None = None
     end_ms: int | None = None
-    """Stored before then."""
+    """Exclusive end of the store times."""
     tags: str | None = None
     queues: frozenset[tuple[str, int]] | None = None
-    """Only these, where not every queue of the topics is wanted."""
+    """The only wanted queues; None for all queues of the topics."""
     internal: bool = False
-    """Whether topics that the broker keeps for itself are wanted without being named."""
+    """Whether to read system topics that are not named."""
 
     def queue(self, topic: str, queue_id: int) -> bool:
-        """Return whether messages of the queue may be wanted."""
+        """Return whether the read can include messages of the queue."""
         if self.queue_ids is not None and queue_id not in self.queue_ids:
             return False
         if self.queues is not None:
@@ -92,13 +92,13 @@ class Wanted:
 
     @property
     def takes_all(self) -> bool:
-        """Return whether a whole read of the log wants every record, so that none has to be checked."""
+        """Return whether a read of the log wants every record, so that no record needs a check."""
         return self == Wanted(internal=True)
 
 
 @dataclass(frozen=True)
 class Predicate:
-    """A condition on rows: an expression of `pyarrow.compute`, and the columns that it looks at."""
+    """A condition on rows: a `pyarrow.compute` expression and the columns that it reads."""
 
     expression: Any
     columns: tuple[str, ...]
@@ -106,7 +106,7 @@ class Predicate:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of a read, checked."""
+    """The checked options of a read."""
 
     paths: tuple[str, ...]
     view: View = "messages"
@@ -121,4 +121,4 @@ class ReadOptions:
     max_offsets_per_trigger: int | None = None
     checksums: bool = True
     several: bool = False
-    """Whether more than one store may be meant, so that rows say which theirs is."""
+    """Whether several stores can be read, so that each row needs its store."""

@@ -1,6 +1,6 @@
-"""What a plan hands to the tasks that read: ranges of queue offsets, or a stretch of the log.
+"""The parts of a planned read: ranges of queue offsets, or a stretch of the log.
 
-Apart from the planner, so that a process that only reads loads no store.
+They are apart from the planner so that a process that only reads does not load the store.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["DataLossError", "Part", "Slice"]
 
 
 class DataLossError(StoreError):
-    """Wanted messages are no longer there; with ``failOnDataLoss`` false the rest is read."""
+    """Wanted messages are gone; with ``failOnDataLoss`` false the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some entries of a queue: from ``begin`` to ``end``, those from ``late_from`` on in ``late``, not in files."""
+    """Entries of a queue from ``begin`` to ``end``; those from ``late_from`` on are in ``late``, not in files."""
 
     topic: str
     queue_id: int
@@ -31,7 +31,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one task reads: entries of queues; or the log from a place to another, with the entries that lie there."""
+    """The work of one task: entries of queues, or a stretch of the log with the entries in it."""
 
     path: str
     log_file_size: int
@@ -39,4 +39,4 @@ class Part:
     slices: tuple[Slice, ...]
     walk: tuple[int, int] | None = None
     damage: tuple[Damage, ...] = ()
-    """Damage found while planning that does not raise."""
+    """Damage that planning found and that does not raise."""

@@ -1,11 +1,11 @@
-"""Which entries of which queues a read takes, worked out on the driver; nothing here looks at a body.
+"""Planning of a read: which entries of which queues to read, and how to cut them into tasks. It reads no bodies.
 
-A store is opened for reading as `MessageStore` does it, beside a writer or not, and closed again: what is planned is
-ranges of queue offsets, which workers read from the files by themselves. Entries that stand in no file yet (a writer
-brings queues up to date in batches; a crash left them behind) go with the plan, 20 bytes each.
+The planner opens a store as a read-only `MessageStore`, beside a writer or not, and closes it again. The plan consists
+of ranges of queue offsets, which workers read from the files. Entries that are in no file yet are part of the plan, 20
+bytes each: a writer updates queues in batches, and a crash can leave entries unwritten.
 
-All queues that are wanted are cut at the same places of the log, so that a task reads a stretch of the log and no
-other task reads it again; the places are quantiles of the wanted entries, and so the tasks are of a size.
+All wanted queues are cut at the same places of the log, so each stretch of the log is read by one task. The places are
+quantiles of the wanted entries, so all tasks are of similar size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["PlannedStore", "QueueRange", "Ranges", "plan"]
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
 Ranges = Sequence[tuple[QueueName, range]]
-"""Queue offsets of queues; a queue may have several ranges."""
+"""Offsets to read by queue; a queue can have several ranges."""
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
@@ -52,17 +52,17 @@ class QueueRange:
     late_from: int
     late: bytes
     entries: ConsumeQueue
-    """To look entries up in."""
+    """Reader of the queue's entries."""
 
     def place(self, queue_offset: int) -> int:
-        """Return where in the log the message of an entry is."""
+        """Return the physical offset in an entry."""
         entry = self.entries.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
 
 @dataclass(slots=True)
 class PlannedStore:
-    """A store as it stood when it was looked at."""
+    """A store at the time of planning."""
 
     path: str
     config: StoreConfig
@@ -76,9 +76,11 @@ class PlannedStore:
 
     @classmethod
     def open(cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None) -> PlannedStore:
-        """Look at the store in ``path``, and in it at the queues that may be wanted.
+        """Open the store in ``path``, and plan its wanted queues.
 
-        `NotAStoreError` where there is none; with ``FAILFAST`` `CorruptionError` for damage that shows.
+        Raises:
+            NotAStoreError: There is no store in ``path``.
+            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``.
         """
         files = files or DiskFiles()
         directory.check_kind(path, files)
@@ -95,7 +97,7 @@ class PlannedStore:
         return planned
 
     def refresh(self, wanted: Wanted, mode: Mode) -> None:
-        """Look again at what the store's writer has done meanwhile."""
+        """Plan again with what the writer has stored since."""
         if self._store is not None:
             self._store.refresh()
         self._look(wanted, mode)
@@ -120,7 +122,7 @@ class PlannedStore:
                         self.damage.append(_damage_of(error))
 
     def close(self) -> None:
-        """Close the store that was opened for the plan."""
+        """Close the store."""
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -142,7 +144,7 @@ class PlannedStore:
         begin = self._first_kept(queue, end)
         crashed = mode == "FAILFAST" and has_abort(files, self.path)
         if stored.max_offset > end and self._store.recovered and not crashed:
-            # Entries lead beyond where the log can be read, and no crash explains it (which a recovery would cut).
+            # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
             behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
             if any(self._is_record(stored, at) for at in behind):
                 if mode == "FAILFAST":
@@ -156,7 +158,7 @@ class PlannedStore:
         return QueueRange(begin, end, late_from, late, queue)
 
     def _first_kept(self, queue: ConsumeQueue, end: int) -> int:
-        """Return the first queue offset whose message the log still holds; ``end`` if retention took all of them.
+        """Return the first queue offset whose message is still in the log; ``end`` if retention deleted all of them.
 
         A queue keeps its last file, so the entries of a quiet topic outlive their messages.
         """
@@ -182,7 +184,7 @@ class PlannedStore:
     # ------------------------------------------------------------------------------------------------ where to begin
 
     def offset_of(self, name: QueueName, offsets: Offsets, usual: int) -> int:
-        """Return the queue offset that ``startingOffsets`` or ``endingOffsets`` name for a queue."""
+        """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue."""
         queue = self.queues[name]
         asked: Any = usual
         if offsets == "earliest":
@@ -194,7 +196,7 @@ class PlannedStore:
         return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
 
     def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of offsets that is for this store: of those by store its own, else all."""
+        """Return the offsets for this store: its own where they are by store, else all."""
         by_store = any(isinstance(below, Mapping) for ids in offsets.values() for below in ids.values())
         found: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
         return found
@@ -212,14 +214,14 @@ class PlannedStore:
         return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
 
     def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
-        """Return the store time of a message; None if it can't be read."""
+        """Return the store time of a message; None if it is unreadable."""
         entry = self.queues[name].entries.entry(queue_offset)
         if entry is None or self._store is None:
             return None
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
     def narrowed(self, wanted: Wanted, starting: Offsets, ending: Offsets, *, strict: bool) -> dict[QueueName, range]:
-        """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` for those that are gone."""
+        """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` if some of them are gone."""
         found: dict[QueueName, range] = {}
         for name, queue in self.queues.items():
             begin = self.offset_of(name, starting, EARLIEST)
@@ -242,12 +244,12 @@ class PlannedStore:
         queue = self.queues[name]
         if begin < queue.begin or max(begin, end) > queue.end:
             raise DataLossError(
-                f"{self.path}: topic {name[0]!r}, queue {name[1]}: offsets {begin} to {end} were asked for, "
-                f"{queue.begin} to {queue.end} are there (option failOnDataLoss=false reads what is)"
+                f"{self.path}: topic {name[0]!r}, queue {name[1]}: expected offsets {begin} to {end}, "
+                f"found {queue.begin} to {queue.end} (option failOnDataLoss=false reads the rest)"
             )
 
     def check_names(self, offsets: Offsets, option: str) -> None:
-        """Raise `ConfigError` for a topic in ``offsets`` that has none of the wanted queues in the store."""
+        """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want."""
         if isinstance(offsets, str):
             return
         for topic, ids in self._own(offsets).items():
@@ -264,9 +266,9 @@ class PlannedStore:
     def parts(
         self, ranges: Ranges, least: int, *, entries_only: bool = False, bytes_a_part: int = PARTITION_BYTES
     ) -> list[Part]:
-        """Cut the entries in ``ranges`` into tasks: at least ``least`` where there is enough.
+        """Cut the entries in ``ranges`` into at least ``least`` tasks, unless there are too few entries.
 
-        With ``entries_only`` the messages that they lead to are not looked at, and more of them go into a task.
+        With ``entries_only`` a task gets more entries, because it reads no messages.
         """
         samples, weights, rows = self._samples(ranges)
         if not rows:
@@ -289,7 +291,7 @@ class PlannedStore:
         return [self._part(tuple(slices)) for slices in parts if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
-        """Cut the whole log into tasks, each beginning with a record."""
+        """Cut the whole log into tasks, each of which starts at a record."""
         ranges = {name: found for name in self.queues if (found := self._in_log(name))}
         samples, weights, rows = self._samples(list(ranges.items()))
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
@@ -312,7 +314,7 @@ class PlannedStore:
         return made
 
     def _in_log(self, name: QueueName) -> range:
-        """Return the queue offsets of a queue whose messages lie in the wanted stretch of the log."""
+        """Return the offsets of a queue whose messages are in the wanted stretch of the log."""
         queue = self.queues[name]
         if not self._is_narrowed:
             return range(queue.begin, queue.end)
@@ -320,9 +322,9 @@ class PlannedStore:
         return range(first, bisect_left(range(queue.end), self.log_end, first, queue.end, key=queue.place))
 
     def narrow_log(self, wanted: Wanted) -> None:
-        """Leave out what lies in the log before the wanted times or behind them.
+        """Leave out the log before and after the wanted times.
 
-        Records without an entry lie between those with one, so the stretch ends with entries outside of the times.
+        Some records have no entry, so the stretch ends at entries outside of the wanted times.
         """
         begin, end = self.log_begin, self.log_end
         for name, queue in self.queues.items():
@@ -337,7 +339,7 @@ class PlannedStore:
         return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
 
     def damage_parts(self) -> list[Part]:
-        """Return a part that reports the damage, if any was found."""
+        """Return a part that reports the damage, or none."""
         return [replace(self._part(()), damage=tuple(self.damage))] if self.damage else []
 
     def _slice(self, name: QueueName, begin: int, end: int) -> Slice:
@@ -348,7 +350,7 @@ class PlannedStore:
         return Slice(*name, begin, end, late_from, late)
 
     def _samples(self, ranges: Ranges) -> tuple[list[tuple[int, int]], list[float], int]:
-        """Return places and sizes of sampled entries, the weight of each, and the number of all entries."""
+        """Return places and sizes of sampled entries, the weight of each, and the total number of entries."""
         samples, weights, rows = [], [], 0
         for name, wanted in ranges:
             rows += len(wanted)
@@ -367,25 +369,25 @@ def plan(
     bytes_a_part: int = PARTITION_BYTES,
     prune: Callable[[PlannedStore, Ranges, ReadOptions], Ranges] | None = None,
 ) -> list[Part]:
-    """Look at the stores that ``options`` name, one after the other, and cut the read into parts.
+    """Plan a read of each store in ``options``.
 
-    ``prune`` takes ranges away that hold no wanted row.
+    ``prune`` removes ranges that hold no wanted row.
 
     Raises:
-        ConfigError: An offset names a queue that there is not.
-        DataLossError: Wanted messages are gone, and ``options`` want that to be an error.
+        ConfigError: An offset names a queue that does not exist.
+        DataLossError: Wanted messages are gone, and ``options`` treat that as an error.
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
     parts: list[Part] = []
     least = -(-options.min_partitions // len(options.paths))
     wanted = options.wanted
-    # All entries help to find the records between them.
+    # Finding the records between entries needs the entries of all queues.
     looked_at = Wanted(internal=True) if options.view == "log" else wanted
     for path in options.paths:
         with PlannedStore.open(path, looked_at, options.mode, files) as store:
             parts += store.damage_parts()
             if options.view == "log":
-                if options.mode == "FAILFAST":  # else damaged entries may lead astray
+                if options.mode == "FAILFAST":  # in other modes a damaged entry can give a wrong place
                     store.narrow_log(wanted)
                 parts += store.log_parts(least, bytes_a_part=bytes_a_part)
                 continue
@@ -416,7 +418,7 @@ def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:
 
 
 def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
-    """Return the queue offset from which on the files lack what ``queue`` has."""
+    """Return the first queue offset at which the files differ from ``queue``."""
     end = min(queue.max_offset, stored.max_offset)
     found = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
     while end > queue.min_offset:

@@ -1,13 +1,13 @@
-"""A read by several processes: each decodes some parts, and one process takes their batches in order.
+"""A read by several processes: each decodes some parts, and the parent yields their batches in order.
 
 ::
 
     parent ── stdin ──> child      a pickle: options, schema, parts; then the pipe stays open while the parent lives
            <── stdout ──           frames: kind 1, length 8, bytes; a batch, the end of a part, or an error
 
-Children are programs of their own, not forks, so the parent may have threads and needs no ``__main__`` guard. A child
-ends when its stdin does, also if the parent was killed. Part ``n`` is read by child ``n`` modulo their number. A thread
-for each child reads ahead, by `_AHEAD_BYTES` at most.
+Children are separate programs, not forks, so the parent can have threads and needs no ``__main__`` guard. A child ends
+when its stdin closes, also if the parent was killed. Child ``n`` modulo their number reads part ``n``. A thread for
+each child reads ahead, at most `_AHEAD_BYTES`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHILD: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.process
 
 
 class ReadingProcessError(StoreError):
-    """A process that read a part of a store ended before its work did."""
+    """A process that reads parts of a store ended before its work did."""
 
 
 def read_in_processes(
@@ -57,7 +57,7 @@ def read_in_processes(
         ReadingProcessError: A process was killed.
     """
     if not sys.executable:
-        raise ConfigError("processes: this Python does not know its program (sys.executable); read with processes=1")
+        raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
     children: list[_Child] = []
     try:
         for number in range(min(count, len(parts))):
@@ -70,7 +70,7 @@ def read_in_processes(
 
 
 class _Child:
-    """A process that reads parts, and the thread that takes its batches."""
+    """A process that reads parts, and the thread that receives its batches."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part]) -> None:
         self._schema = schema
@@ -91,7 +91,7 @@ class _Child:
         self._thread = threading.Thread(target=self._run, args=(payload,), name="librmq columns", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # no thread can be started
+        except BaseException:  # for example, no thread can be started
             with self._program:
                 self._program.kill()
             raise
@@ -120,11 +120,11 @@ class _Child:
         self._program.wait()
         self._thread.join()
         for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):  # what was not written yet
+            with contextlib.suppress(OSError):  # of unwritten data
                 pipe.close()
 
     def _run(self, payload: bytes) -> None:
-        """Send the work, then take frames until the process ends."""
+        """Send the work, then receive frames until the process ends."""
         try:
             _widen(self._stdout)
             self._stdin.write(_LENGTH.pack(len(payload)) + payload)
@@ -136,16 +136,16 @@ class _Child:
                     break
                 if not self._put(kind, data):
                     return
-        except OSError:  # it ended early, as it does where its end closes
+        except OSError:  # the child ended early or was closed
             pass
-        except Exception as error:  # no memory: the reader must not wait for ever
+        except Exception as error:  # for example MemoryError; the reader must not wait forever
             self._put(_ERROR, bytearray(_pickled(error)))
             return
         status = self._program.wait()
         self._put(_ERROR, bytearray(_pickled(ReadingProcessError(f"a reading process ended with status {status}"))))
 
     def _put(self, kind: bytes, data: bytearray) -> bool:
-        """Hand on a frame once there is room; return False when nothing more is wanted."""
+        """Pass on a frame when there is room; return False if the reader has closed."""
         with self._changed:
             while self._frames and self._ahead + len(data) > _AHEAD_BYTES and not self._is_closed:
                 self._changed.wait()
@@ -159,12 +159,12 @@ def _widen(pipe: IO[bytes]) -> None:
     if sys.platform == "linux":
         import fcntl
 
-        with contextlib.suppress(OSError):  # above what the system allows
+        with contextlib.suppress(OSError):  # larger than the system allows
             fcntl.fcntl(pipe.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _error_of(data: bytes | bytearray) -> BaseException:
-    """Return an error from what `_pickled` made of it; its class may want other arguments than its text."""
+    """Return the error that `_pickled` encoded, without its constructor, which may need other arguments."""
     kind, arguments, fields = pickle.loads(data)
     error: BaseException = kind.__new__(kind, *arguments)
     error.__dict__.update(fields)
@@ -175,10 +175,10 @@ def _error_of(data: bytes | bytearray) -> BaseException:
 
 
 def serve() -> None:
-    """Read the parts that the parent sends, and write their batches to stdout; the program of a child."""
+    """Read the parts that the parent sends, and write their batches to stdout. This is the main program of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what else is printed does not get among the frames
+    os.dup2(2, 1)  # prints must not mix with the frames
     source = sys.stdin.buffer
     (size,) = _LENGTH.unpack(source.read(_LENGTH.size))
     parent, options, schema, parts = pickle.loads(source.read(size))
@@ -189,7 +189,7 @@ def serve() -> None:
             for batch in reading.read(part):
                 _send(out, _BATCH, batch.serialize())
             _send(out, _END, b"")
-    except BrokenPipeError:  # the parent has closed the read, or is gone
+    except BrokenPipeError:  # the parent closed the read or ended
         os._exit(0)
     except Exception as error:
         _send(out, _ERROR, _pickled(error))
@@ -203,7 +203,7 @@ def _send(out: Any, kind: bytes, data: Any) -> None:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an error as bytes; one that cannot be pickled goes as its text."""
+    """Return an error as bytes, or its text if it can't be pickled."""
     try:
         return pickle.dumps((type(error), error.args, error.__dict__))
     except Exception:
@@ -211,7 +211,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when the parent closes the pipe, or is gone though a fork of it holds the pipe."""
+    """End this process when the parent closes the pipe, or has ended while a fork of it still holds the pipe."""
     if os.name == "posix":
         import select
 

@@ -1,8 +1,8 @@
-"""The property strings of many records as columns: one named property, or all of them as maps.
+"""The property strings of many records as columns: one named property, or maps of all of them.
 
-The strings of a block stand side by side; each separator bounds a segment. A named property is found by the 8-byte
-words at the begins of segments. A row with anything unusual (text that is no UTF-8, a name twice) is read again by
-`record.decode_properties`.
+The strings of a block are laid side by side; each separator bounds a segment. A named property is found by the 8-byte
+words at the starts of segments. `record.decode_properties` decodes the unusual rows: text that is not UTF-8, or a name
+that occurs twice.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from librmq.message import record
 __all__ = ["Properties"]
 
 _MOST_COMPARED: Final = 24
-"""A row with more properties than these is read one by one; the others are compared with each other by arrays."""
+"""Rows with more properties are decoded one by one; array operations compare the properties of the others."""
 
 
 class Properties:
     """The stored properties of many messages."""
 
     def __init__(self, raw: Bytes, begins: Ints, ends: Ints) -> None:
-        """Read the properties that stand from each of ``begins`` to its end in ``raw``."""
+        """Read the properties from each of ``begins`` to its end in ``raw``."""
         self.rows = rows = len(begins)
         if rows and int(ends.max()) == len(raw):
             raw = np.append(raw, np.uint8(0))
-        # With the byte behind it, in which a separator is put: so that each segment ends with one.
+        # Include the byte after each, and overwrite it with a separator, so that each segment ends with one.
         offsets, data = offsets_and_bytes(slices(raw, begins, ends + 1))
         size = int(offsets[-1])
-        self._text = np.zeros(size + 8, np.uint8)  # and a word to look beyond the end
+        self._text = np.zeros(size + 8, np.uint8)  # one more word, for reads at the end
         self._text[:size] = data[:size]
         self._row_begins, row_ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64) - 1
         self._row_ends = row_ends
         self._text[row_ends] = 2
-        # Both separators, 01 and 02: the first behind a segment's begin is where its name ends, or its end.
+        # Both separators, 01 and 02. The first one after a segment's start ends its name, or the segment.
         separators = np.flatnonzero((self._text[:size] - np.uint8(1)) <= 1)
         closing = np.flatnonzero(self._text[separators] == 2)
         opening = np.concatenate(([0], closing[:-1] + 1)) if len(closing) else closing
@@ -65,7 +65,7 @@ class Properties:
         return slices(self._text, self._row_begins, self._row_ends)
 
     def _plain(self, row: int) -> dict[str, str]:
-        """Return a row read by the plain code."""
+        """Return a row decoded by `record.decode_properties`."""
         return record.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
 
     def value(self, name: str) -> pa.StringArray:
@@ -78,10 +78,10 @@ class Properties:
         values = texts(slices(self._text, begins, ends))
         unusual = self._unusual_names
         if len(rows) == self.rows and not len(unusual) and (rows[1:] > rows[:-1]).all():
-            return values  # every message has it, once
+            return values  # every message has the property once
         where = np.zeros(self.rows, np.int64)
         present = np.zeros(self.rows, np.bool_)
-        where[rows] = np.arange(len(rows))  # of a property that is there twice the last counts
+        where[rows] = np.arange(len(rows))  # if a property occurs twice, the last one counts
         present[rows] = True
         found = values.take(numbers(where, present))
         if not len(unusual):
@@ -92,7 +92,7 @@ class Properties:
         return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(numbers(where))
 
     def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
-        """Return row, begin and end of every value that is not empty behind ``needle`` at a segment's start."""
+        """Return row, begin and end of every non-empty value after ``needle`` at the start of a segment."""
         if self._words is None:
             self._words = gather(self._text, self._begins, ">u8").astype(np.uint64)
         head, size = needle[:8], len(needle)
@@ -106,13 +106,13 @@ class Properties:
 
     @cached_property
     def _unusual_names(self) -> Ints:
-        """Return rows that are no UTF-8: what their names are is seen only once they are decoded."""
+        """Return the rows that are not UTF-8, whose names are known only after decoding."""
         if not len(self._text) or int(self._text.max()) < 0x80:
             return np.zeros(0, np.int64)
         return np.flatnonzero(not_utf8(self._stored))
 
     def stored(self) -> pa.StringArray:
-        """Return the properties of each record as one text, as stored."""
+        """Return the properties of each record as stored, as one text."""
         return texts(self._stored)
 
     def map(self) -> pa.MapArray:
@@ -130,7 +130,7 @@ class Properties:
         plain = [self._plain(int(one)) for one in unusual]
         counts = np.bincount(row, minlength=self.rows)
         counts[unusual] = [len(one) for one in plain]
-        # Those read one by one stand behind the others; a stable order by row brings them to their places.
+        # Rows decoded singly are appended; a stable sort by row puts them in their places.
         row = np.concatenate((row, np.repeat(unusual, counts[unusual])))
         order = numbers(np.argsort(row, kind="stable"))
         names = pa.concat_arrays(
@@ -150,7 +150,7 @@ class Properties:
         return pa.MapArray.from_arrays(numbers(offsets), names, values)
 
     def _repeated(self, begins: Ints, split: Ints, row: Ints) -> Ints:
-        """Return rows in which a name may be there twice, or that have very many."""
+        """Return rows in which a name may occur twice, or that have very many properties."""
         if not len(begins):
             return begins
         lengths = split - begins

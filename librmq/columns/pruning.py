@@ -1,9 +1,9 @@
-"""Which queue offsets a predicate can match, decided by Arrow from what is known of a range without reading it.
+"""Pruning: which queue offsets a predicate can match, decided by Arrow from facts about a range, without reading it.
 
-A range of a queue has one topic and one queue id, and bounds of queue offset, physical offset and store time. Arrow
-takes such facts as the partition expression of a fragment, and drops fragments that contradict a filter. The fragments
-here name no file; they only carry the facts. A range that may match in part is cut into eighths, down to
-`_LEAST` entries, or until cutting decides nothing or takes too long.
+A range of a queue has one topic, one queue id, and bounds of queue offset, physical offset and store time. Arrow
+accepts such facts as the partition expression of a fragment, and drops fragments that contradict a filter. The
+fragments here have no files, only facts. A range that can match in part is cut into eighths, down to `_LEAST` entries,
+or until cutting decides nothing or takes too long.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["predicate_of", "pruned"]
 _LEAST: Final = 8
 _PIECES: Final = 8
 _MOST: Final = 1 << 14
-"""Ranges that are looked at in one step; of a predicate with more bounds the rest is left to the rows."""
+"""Most ranges to check in one step; ranges beyond it are left to the filter on rows."""
 _KNOWN: Final = frozenset(("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp"))
 
 _Range = tuple[QueueName, range]
 
 
 def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
-    """Return an expression with the columns that it looks at.
+    """Return an expression with the columns that it reads.
 
     Raises:
-        pyarrow.ArrowInvalid: The expression does not fit the columns of the view.
+        pyarrow.ArrowInvalid: The expression does not match the columns of the view.
     """
     known = sorted(columns_of(options.view))
     fields = [pa.field(name, TYPES[name]) for name in known]
@@ -50,20 +50,20 @@ def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
 
 
 def pruned(store: PlannedStore, ranges: Ranges, options: ReadOptions) -> Ranges:
-    """Return the parts of ``ranges`` that may hold rows for the predicate of ``options``."""
+    """Return the parts of ``ranges`` that can hold rows for the predicate of ``options``."""
     predicate = options.predicate
     if predicate is None or not _KNOWN & set(predicate.columns):
         return ranges
     facts = _Facts(store, frozenset(predicate.columns), pa.schema([(name, TYPES[name]) for name in predicate.columns]))
     found: list[_Range] = []
-    groups: list[list[_Range]] = [list(ranges)]  # each the pieces of one range; first, all queues
+    groups: list[list[_Range]] = [list(ranges)]  # each group holds the pieces of one range; at first, all queues
     first = True
     while groups:
         following: list[list[_Range]] = []
         for pieces, (possible, certain) in zip(groups, facts.matches(groups, predicate.expression), strict=True):
             open_ones = [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and not must]
             found += [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and must]
-            if len(open_ones) == len(pieces) and not first:  # cutting has decided nothing
+            if len(open_ones) == len(pieces) and not first:  # cutting decided nothing
                 found += open_ones
                 continue
             for name, wanted in open_ones:
@@ -76,7 +76,7 @@ def pruned(store: PlannedStore, ranges: Ranges, options: ReadOptions) -> Ranges:
 
 
 class _Facts:
-    """What is known of ranges of a store's queues, as expressions."""
+    """Facts about ranges of a store's queues, as expressions."""
 
     def __init__(self, store: PlannedStore, asked: frozenset[str], schema: pa.Schema) -> None:
         self._store = store
@@ -84,8 +84,8 @@ class _Facts:
         self._schema = schema
 
     def matches(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
-        """Return for the ranges of each group whether they may match, and whether all their rows do."""
-        import pyarrow.dataset as ds  # loads pandas, which a read without a filter does not need
+        """Return for the ranges of each group whether some of their rows can match, and whether all do."""
+        import pyarrow.dataset as ds  # loads pandas, which only filters need
         from pyarrow.fs import LocalFileSystem
 
         kind, nowhere = ds.IpcFileFormat(), LocalFileSystem()
@@ -137,7 +137,7 @@ def _cut(wanted: range) -> list[range]:
 
 
 def _joined(found: list[_Range]) -> list[_Range]:
-    """Return the ranges in order, those that touch as one."""
+    """Return the ranges in order, with adjacent ones joined."""
     joined: list[_Range] = []
     for name, wanted in sorted(found, key=lambda one: (one[0], one[1].start)):
         if joined and joined[-1][0] == name and joined[-1][1].stop == wanted.start:

@@ -1,8 +1,8 @@
-"""Reading of a partition: queue entries, or a range of the log, to Arrow batches. Runs in Spark's workers.
+"""Reading of a part, queue entries or a stretch of the log, to Arrow batches. Also runs in Spark's workers.
 
-Files are mapped and read without a lock. Pages are dropped after each batch, which bounds a task's memory. Rows are
-filtered before they are decoded, cheapest test first: the tag's hash in the entry, the header, named properties, the
-tag's text, the selector. Bodies and maps are decoded for the rows that remain.
+Files are mapped and read without a lock. Pages are released after each batch, which bounds the memory of a task. Rows
+are filtered before they are decoded, by the cheapest test first: the hash of the tag in the entry, the header, named
+properties, the text of the tag, the selector. Bodies and maps are decoded only for the remaining rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PLACE: Final = "\0place"
 
 
 def default_columns(options: ReadOptions) -> list[str]:
-    """Return the columns of a read for which no schema was given."""
+    """Return the columns of a read without a schema."""
     columns = list(_ENTRY_COLUMNS if options.view == "queues" else _DEFAULT)
     if options.several:
         columns.append("store")
@@ -73,7 +73,7 @@ def default_columns(options: ReadOptions) -> list[str]:
 
 @dataclass(slots=True)
 class _Rows:
-    """Entries of several queues, or records of the log (without queues)."""
+    """Entries of several queues, or records of the log without queues."""
 
     places: Ints
     sizes: Ints
@@ -91,14 +91,14 @@ class _Rows:
 
 
 def columns_of(view: View) -> set[str]:
-    """Return the names of the columns that a view has."""
+    """Return the names of a view's columns."""
     if view == "queues":
         return {*_ENTRY_COLUMNS, "store", CORRUPT}
     return set(TYPES) - ({"tagsCode"} if view == "log" else set())
 
 
 class Reading:
-    """Reads parts as ``options`` ask, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
+    """Reads parts as ``options`` say, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, files: Files | None = None) -> None:
         self._options = options
@@ -106,7 +106,7 @@ class Reading:
         self._files = files
 
     def read(self, part: Part) -> Iterator[pa.RecordBatch]:
-        """Return the rows of ``part``. `CorruptionError`, `DataLossError` as the options say."""
+        """Yield the rows of ``part``; `CorruptionError` and `DataLossError` as the options say."""
         return _Task(self._options, self._schema, part, self._files or DiskFiles()).batches()
 
 
@@ -121,7 +121,7 @@ class _Task:
         self._tags: TagFilter | None = None
         self._selector: Question | None = None
         if wanted.tags is not None:
-            from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
+            from librmq.filter import TagFilter  # loads a grammar that few reads need
 
             self._tags = TagFilter(wanted.tags)
         if options.selector is not None:
@@ -143,16 +143,16 @@ class _Task:
     def batches(self) -> Iterator[pa.RecordBatch]:
         if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
             raise NotAStoreError(
-                f"{self._part.path}: there is a store for the driver, none for this worker: both must have it under "
-                "this path"
+                f"{self._part.path}: the driver found a store, this worker does not: mount it under the same path on "
+                "both"
             )
         if self._part.damage:
             yield from self._told([(None, one) for one in self._part.damage])
         rows, gone = self._entries()
         if gone and self._options.fail_on_data_loss:
             raise DataLossError(
-                f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
-                "reads what is there)"
+                f"{self._part.path}: {gone[0]} was deleted after the read was planned (option "
+                "failOnDataLoss=false reads the rest)"
             )
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
@@ -169,7 +169,7 @@ class _Task:
         elif self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         size = self._part.log_file_size
-        # Spark takes few large batches in less time; what is variable in length is better decoded by the cacheful.
+        # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
         most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
         for chunk in _chunks(rows, size, most):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
@@ -185,13 +185,13 @@ class _Task:
                 yield self._batch(found, None)
 
     def _messages(self, rows: _Rows, start: int) -> Iterator[pa.RecordBatch]:
-        """Return the rows of one chunk, all of one file of the log."""
+        """Yield the rows of one chunk, which is within one log file."""
         raw = self._log_file(start)
         if raw is None:
             if self._options.fail_on_data_loss:
                 name = file_name(start)
                 raise DataLossError(
-                    f"{self._part.path}: commitlog/{name} is gone (option failOnDataLoss=false reads what is there)"
+                    f"{self._part.path}: commitlog/{name} was deleted (option failOnDataLoss=false reads the rest)"
                 )
             return
         block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
@@ -231,7 +231,7 @@ class _Task:
     def _matching(
         self, rows: _Rows, block: Block | None, bodies: pa.Array | None
     ) -> tuple[_Rows, Any, pa.Array | None]:
-        """Return the rows that the predicate takes; only the columns that it looks at are decoded."""
+        """Return the rows that the predicate selects; only the columns that it reads are decoded."""
         predicate = self._options.predicate
         if predicate is None:
             return rows, block, bodies
@@ -248,7 +248,7 @@ class _Task:
         )
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
-        """Return which rows pass, None for all; what costs least is asked first."""
+        """Return which rows pass, None for all; the cheapest test comes first."""
         wanted = self._options.wanted
         keep: Mask | None = None
         if wanted.begin_ms is not None or wanted.end_ms is not None:
@@ -318,11 +318,11 @@ class _Task:
         return block.column(name)
 
     def _told(self, found: list[tuple[_Rows | None, Damage]]) -> Iterator[pa.RecordBatch]:
-        """Raise, report or drop rows that can't be read, as the mode says."""
+        """Raise an error for unreadable rows, report or drop them, as the mode says."""
         mode = self._options.mode
         if mode == "FAILFAST":
             damage = found[0][1]
-            hint = "(mode PERMISSIVE goes on)"
+            hint = "(mode PERMISSIVE reads the rest)"
             raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what} {hint}")
         if mode == "DROPMALFORMED":
             return
@@ -371,13 +371,13 @@ class _Task:
         return self._file[2]
 
     def _forget(self) -> None:
-        """Release the pages of the log that were read so far, so that a task's memory stays bounded."""
+        """Release the pages of the log that were read, which bounds the memory of a task."""
         if self._file is not None and isinstance(buffer := self._file[1].buffer, mmap.mmap):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # where there is no such call
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the system may not have this call
                 buffer.madvise(mmap.MADV_DONTNEED)
 
     def _entries(self) -> tuple[_Rows, list[str]]:
-        """Return the entries of all slices in the order of the log, and the files that are no longer there."""
+        """Return the entries of all slices in log order, and the files that were deleted."""
         gone: list[str] = []
         found, queues, offsets = [], [], []
         for number, one in enumerate(self._part.slices):
@@ -420,16 +420,16 @@ class _Task:
         if one.late and at < one.end:
             yield max(at, one.late_from), np.frombuffer(one.late, ENTRY_DTYPE)
 
-    # -------------------------------------------------------------------------------------------------- the log, whole
+    # ----------------------------------------------------------------------------------------------- views of the log
 
     def _walk(self, known: _Rows, begin: int, end: int) -> tuple[_Rows, list[tuple[int, str]]]:
-        """Return every record from ``begin`` to ``end``: those that entries lead to, and those between them."""
+        """Return every record from ``begin`` to ``end``: those with entries, and those between them."""
         inside = (known.places >= begin) & (known.places < end) & (known.sizes > 0)
         places, first = np.unique(known.places[inside], return_index=True)
         ends = places + known.sizes[inside][first]
         found: list[Ints] = [places]
         bad: list[tuple[int, str]] = []
-        # Between the end of one that is known and the begin of the next; and before the first, and behind the last.
+        # Gaps: between the end of a known record and the start of the next, before the first, and after the last.
         gap_begins = np.concatenate(([begin], ends))
         gap_ends = np.concatenate((places, [end]))
         for at, upto in zip(
@@ -442,7 +442,7 @@ class _Task:
         return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
 
     def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> list[Ints]:
-        """Return the records from ``at`` to ``upto``, found in the log alone."""
+        """Return the records from ``at`` to ``upto``, found without entries."""
         found: list[Ints] = []
         size = self._part.log_file_size
         while at < upto:
@@ -462,7 +462,7 @@ class _Task:
 def _in(values: pa.Array, wanted: list[str]) -> Mask:
     import pyarrow.compute as pc
 
-    # By way of numbers, for the reason of `numbers`.
+    # Compare as numbers, for the reason given in `numbers`.
     found = pc.is_in(values, strings(wanted)).cast(pa.uint8())
     return (
         np.frombuffer(found.buffers()[1], np.bool_, len(found), found.offset) if len(found) else np.zeros(0, np.bool_)
@@ -470,14 +470,14 @@ def _in(values: pa.Array, wanted: list[str]) -> Mask:
 
 
 def _candidates(codes: Ints, tags: TagFilter) -> Mask:
-    """Return which entries may have one of the tags, by hash; an address of an extension unit may have any."""
+    """Return which entries can have one of the tags, by hash; an entry with an extension address can have any."""
     known = np.array(sorted(tags.codes), np.int64)
     found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
     return found
 
 
 def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
-    """Cut rows where a file ends, or where a batch has rows or bytes enough."""
+    """Cut rows at the ends of files, and where a batch has enough rows or bytes."""
     if not len(rows):
         return
     starts = rows.places // file_size

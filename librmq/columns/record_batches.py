@@ -1,4 +1,4 @@
-"""Read a store as Arrow: a stream of record batches, or a dataset into which DuckDB and Polars push their filters.
+"""Read a store as Arrow: a stream of record batches, or a dataset to which DuckDB and Polars push their filters.
 
 >>> batches = reader("data", topic="orders", columns=["queueOffset", "body"])  # doctest: +SKIP
 >>> table = batches.read_all()  # doctest: +SKIP
@@ -29,15 +29,15 @@ __all__ = ["ReaderSettings", "Stores", "batches_of", "reader", "scan", "selectio
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """The folder of a store, or several."""
 _SHARED_PART_BYTES: Final = 8 << 20
-"""Bytes of the log in a part where several processes read: small enough to be decoded ahead."""
+"""Bytes of the log in a part when several processes read: small enough to decode ahead."""
 _MOST_PROCESSES: Final = 256
 
 
 class ReaderSettings(TypedDict, total=False):
-    """Which rows and columns to read, and how."""
+    """Settings of a read: which rows and columns, and how."""
 
     topic: str | Iterable[str] | re.Pattern[str] | None
-    """A name, several, or a pattern for the whole name. Unless given, all but the topics of the broker's own."""
+    """A name, several, or a pattern for the whole name. By default all user topics."""
     queue: int | Iterable[int] | None
     """Queue ids."""
     tags: str | None
@@ -45,38 +45,39 @@ class ReaderSettings(TypedDict, total=False):
     sql: str | None
     """An SQL92 expression over properties, decided as the broker does."""
     filter: Any
-    """An expression of `pyarrow.compute` over the columns of the view."""
+    """A `pyarrow.compute` expression over the columns of the view."""
     columns: Sequence[str] | None
-    """The names of the columns to give; others are not decoded."""
+    """The names of the columns to return; others are not decoded."""
     since: datetime | int | None
-    """Stored then or later: a time with a time zone, or milliseconds since 1970."""
+    """Earliest store time: a time with a time zone, or milliseconds since 1970."""
     until: datetime | int | None
-    """Stored before then."""
+    """Exclusive end of the store times."""
     offsets: range | Mapping[tuple[str, int], range | int] | None
-    """Queue offsets: a range for every queue; or by topic and queue id a range, or the first one. Of a mapping, queues
-    that it does not name are left out."""
+    """Queue offsets: one range for every queue, or a mapping from topic and queue id to a range or the first offset.
+    Only
+    queues in the mapping are read."""
     view: View
-    """``messages`` (what queues lead to), ``queues`` (their entries alone) or ``log`` (every record)."""
+    """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record)."""
     processes: int
-    """How many processes read; with 1 it is this one."""
+    """The number of reading processes; with 1 only this one."""
     mode: Mode
-    """Of damage: ``FAILFAST`` raises, ``PERMISSIVE`` gives a row that says what is wrong, ``DROPMALFORMED`` skips."""
+    """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason, ``DROPMALFORMED`` skips the row."""
     fail_on_data_loss: bool
-    """Whether to raise if ``offsets`` of a mapping are gone, rather than read what is there."""
+    """Whether to raise if offsets named in a mapping are gone, instead of reading the rest."""
     checksums: bool
     """Whether to compare bodies with their checksums."""
     files: Files | None
-    """Where the files are; the disk by default."""
+    """Where the files are; by default on the disk."""
 
 
 def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchReader:
     """Return the messages of a store, or several, as a stream of record batches.
 
-    Without settings these are all user messages. Columns are named as in Spark: ``topic``, ``queueId``,
+    By default these are all user messages. Columns have the names of Spark's source: ``topic``, ``queueId``,
     ``queueOffset``, ``physicalOffset``, ``storeTimestamp``, ``body`` and so on. The read takes no lock and changes no
-    byte. It holds what was acknowledged at the call; a store that was not closed is read as recovery would leave it.
-    Topics, queues, offsets and times choose what is read at all; the other conditions are evaluated before bodies are
-    decoded. Rows come in the order of the log, at most a few batches at a time in memory.
+    byte. It includes all messages acknowledged before the call; a store that was not closed is read as recovery would
+    leave it. Topics, queues, offsets and times limit what is read; the other conditions are evaluated before bodies are
+    decoded. Rows come in log order, and memory holds a few batches at a time.
 
     Args:
         store: The folder of a store, or several; the column ``store`` then says which.
@@ -84,18 +85,18 @@ def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchR
 
     Raises:
         ConfigError: A setting, a column or a value is wrong.
-        FilterSyntaxError: ``tags`` or ``sql`` is no expression.
+        FilterSyntaxError: ``tags`` or ``sql`` does not compile.
         NotAStoreError: There is no store.
-        CorruptionError: The store is damaged; also while batches are read.
-        DataLossError: Offsets that were asked for are gone.
+        CorruptionError: The store is damaged; also raised while batches are read.
+        DataLossError: Requested offsets are gone.
     """
     return batches_of(*selection(store, settings))
 
 
 def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield what ``options`` choose of their stores as record batches, in this process, one part after the other.
+    """Yield the rows that ``options`` select as record batches, part by part, in this process.
 
-    ``columns`` are names of `TYPES`; `default_columns` unless given. What they do not name is not decoded.
+    ``columns`` are names from `TYPES`, by default `default_columns`. Other columns are not decoded.
     """
     names = default_columns(options) if columns is None else columns
     schema = pa.schema([(name, TYPES[name]) for name in names])
@@ -103,10 +104,10 @@ def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator
 
 
 def selection(store: Stores, settings: ReaderSettings) -> tuple[ReadOptions, pa.Schema, int, Files | None]:
-    """Return settings checked: options, schema, number of processes, files."""
+    """Check the settings; return options, schema, number of processes and files."""
     for name in settings:
         if name not in ReaderSettings.__annotations__:
-            raise ConfigError(f"{name:.80}: no setting of reader; {nearest(name, ReaderSettings.__annotations__)}")
+            raise ConfigError(f"{name:.80}: unknown setting of reader; {nearest(name, ReaderSettings.__annotations__)}")
     paths = [store] if isinstance(store, str | os.PathLike) else list(store)
     if not paths:
         raise ConfigError("store: expected the folder of a store, found none")
@@ -125,7 +126,7 @@ def selection(store: Stores, settings: ReaderSettings) -> tuple[ReadOptions, pa.
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
         raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
     if files is not None and processes > 1:
-        raise ConfigError("files: other processes read from the disk only; read with processes=1")
+        raise ConfigError("files: several processes can only read from the disk; read with processes=1")
     return options, schema, processes, files
 
 

@@ -1,9 +1,9 @@
-"""Where records begin in a stretch of the log, found in the log alone.
+"""Search for the starts of records in a stretch of the log, without queue entries.
 
-A record says where the next one begins, so that one chain leads through all of them, a step at a time. Many chains,
-each from a guess (the first magic behind an evenly spaced place), are followed in lock step instead, by arrays; a chain
-counts where the one before it ends on its begin. A guess can be wrong, as a body may hold what looks like a record: the
-plain chain then goes on until it meets one that was guessed right.
+A record's size leads to the next record, so one chain reaches all of them, step by step. To use arrays instead, many
+chains are followed in lock step, each from a guess: the first magic after an evenly spaced place. A chain counts if the
+chain before it ends at its start. A guess can be wrong, because a body can contain what looks like a record; then the
+plain walk continues until it meets a right guess.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from librmq.message import record
 __all__ = ["record_starts"]
 
 WINDOW: Final = 64 << 20
-"""Bytes of the log to scan before the records found are returned."""
+"""Bytes of the log to scan before the found records are yielded."""
 _STRETCH: Final = 64 << 10
-"""From one guess to the next."""
+"""Distance between guesses."""
 _NEAR: Final = 4096
 _MAGIC: Final = record.MESSAGE_MAGIC.to_bytes(4, "big")
 _MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
@@ -30,9 +30,9 @@ _SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",
 
 
 def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list[tuple[int, str]]]]:
-    """Yield where records begin in ``raw``, a log file, from ``begin`` to ``end``, some MiB at a time.
+    """Yield the starts of records in ``raw``, a log file, from ``begin`` to ``end``, some MiB at a time.
 
-    With it the places where none could be read, and why; what lies between there and ``end`` is left out.
+    Each item also has the places without a readable record, and why; the scan skips from there to ``end``.
     """
     at = begin
     while at < end:
@@ -54,9 +54,9 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
 def _plain(
     raw: Bytes, place: int, upto: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
 ) -> tuple[Ints, int]:
-    """Walk the records from ``place`` to ``upto`` or to one that is ``known``; return them and where that is.
+    """Walk the records from ``place`` to ``upto`` or to a ``known`` one; return them and where the walk ended.
 
-    What is no record ends all: it leads to ``end``.
+    At bytes that are not a record the walk ends, and returns ``end``.
     """
     view, size, places = raw.data, len(raw), []
     unpack = _SIZE_AND_MAGIC.unpack_from
@@ -84,7 +84,7 @@ def _plain(
             if place in known and place > begin:
                 break
         elif magic == record.BLANK_MAGIC or (not length and not magic and not raw[place:end].any()):
-            place = end  # nothing more in this file, or zeros behind the last record
+            place = end  # a blank, or zeros after the last record
         else:
             try:
                 record.frame(view, place, size)
@@ -97,18 +97,18 @@ def _plain(
 
 
 class _Chains(NamedTuple):
-    """Chains of usual records, each from a guess."""
+    """Chains of plain records, each from a guess."""
 
     known: dict[int, int]
-    """Where chains of a record and more begin, and which they are."""
+    """Start of each chain that has a record, and its number."""
     places: Ints
-    """Of the records of all chains, chain by chain."""
+    """Starts of the records of all chains, chain by chain."""
     firsts: Ints
-    """Index in ``places`` of each chain's first record; one more item holds the number of records."""
+    """Index in ``places`` of each chain's first record; the last item is the number of records."""
     ends: Ints
-    """End of each chain: at or beyond the start of the next one, or at bytes that are not a plain record."""
+    """End of each chain: at or after the start of the next one, or at bytes that are not a plain record."""
     broken: Ints
-    """The chains that do not end where the next one begins."""
+    """The chains that do not end where the next one starts."""
 
     @classmethod
     def follow(cls, raw: Bytes, begin: int, end: int) -> _Chains:
@@ -152,7 +152,7 @@ class _Chains(NamedTuple):
 
 
 def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
-    """Return ``begin``, and after each stride of bytes the first offset that looks like a record."""
+    """Return ``begin``, and after each stride the first offset that looks like a record."""
     guesses = [begin]
     for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
         for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):

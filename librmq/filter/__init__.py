@@ -1,4 +1,7 @@
-"""Filters by tag, SQL92 expression, bloom bitmap or predicate, without a store or a broker."""
+"""Filters by tag, SQL92 expression, bloom bitmap or predicate, without a store or a broker.
+
+`registrations.py` makes the bitmap of a message, from the filters of all groups on its topic.
+"""
 
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.explain import Explanation

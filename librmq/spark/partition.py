@@ -1,4 +1,4 @@
-"""A part of a read, which Spark sends from the driver to a worker."""
+"""The partition that Spark sends to a worker: a part that `librmq.columns.planner` has planned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PartPartition"]
 
 @dataclass
 class PartPartition(InputPartition):
-    """One task's work."""
+    """The work of one task."""
 
     part: Part
 

@@ -116,7 +116,7 @@ def test_offsets_of_queues(path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({"topics": "A"}, ConfigError, "topics: no setting of reader; did you mean topic"),
+        ({"topics": "A"}, ConfigError, "topics: unknown setting of reader; did you mean topic"),
         ({"view": "queue"}, ConfigError, "view: expected one of messages, queues, log, found 'queue'"),
         ({"columns": ["bodi"]}, ConfigError, "no column 'bodi'; did you mean body"),
         ({"view": "queues", "columns": ["body"]}, ConfigError, "the view queues has no column 'body'"),
