@@ -340,7 +340,7 @@ def delayed_messages(count: int) -> Run:
                 for message in made:
                     broker.store.append(message)
                 with broker.runner.lock:
-                    broker._deliveries.schedule.run_due(broker.runner.now_ms() + 2_000)
+                    broker._parts.deliveries.schedule.run_due(broker.runner.now_ms() + 2_000)
             if sum(1 for _ in broker.messages("T")) != count:
                 raise RuntimeError("not all were delivered")
         return count / watch.seconds

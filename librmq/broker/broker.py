@@ -15,41 +15,32 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import datetime, timedelta
-from typing import Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, Turns
 from librmq.broker.dead_letters import retry_of
-from librmq.broker.deliveries import Deliveries
-from librmq.broker.handlers import Handlers
 from librmq.broker.iteration import consumed
-from librmq.broker.readers import StoreReaders
-from librmq.broker.transactions import BrokerTransactions, DiscardHook
-from librmq.clock import Clock, SystemClock, moves_by_itself
+from librmq.broker.life import BrokerLife
+from librmq.broker.parts import BrokerParts
+from librmq.broker.transactions import DiscardHook
+from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig, to_seconds
 from librmq.errors import (
     BrokerError,
-    BrokerUnreachableError,
     ConfigError,
-    DiskFullError,
-    FlushFailedError,
     GroupBehindError,
     NoRouteError,
-    RmqError,
-    StoreClosedError,
     StoreError,
-    StoreFullError,
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
 from librmq.message.message import StoredMessage, dead_letter_topic
-from librmq.message.topics import HALF_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -67,7 +58,6 @@ from librmq.protocol import (
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["Broker"]
 
@@ -87,8 +77,14 @@ class Broker:
     """Takes the turns of the broker and of its clients."""
     store: MessageStore
     config: BrokerConfig
+    cluster_name: str
     metrics: Metrics | None
+    _life: BrokerLife
+    _parts: BrokerParts
+    _context: BrokerContext
+    _by_request: dict[type, Callable[[Any], Any]]
     _own_runner: ThreadRunner | None
+    _temporary: TemporaryFolder | None
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a broker is opened: Broker.open(path), or Broker.temporary() for a test")
@@ -133,7 +129,7 @@ class Broker:
             raise ConfigError(f"Broker.open(path, {type(config).__name__}(…)): expected {which}")
         if runner is not None and clock is not None:
             raise ConfigError("Broker.open: runner= has a clock of its own: leave clock= out, or runner=")
-        config, files = config or BrokerConfig(), files or DiskFiles()
+        folder, config, files = os.fspath(path), config or BrokerConfig(), files or DiskFiles()
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
         with ExitStack() as undo:
@@ -143,10 +139,15 @@ class Broker:
                 undo.callback(own.shutdown)
             while True:
                 broker = object.__new__(cls)
-                broker._own_runner, broker.metrics = own, metrics
-                turns = Turns(runner, name, broker)
+                broker._own_runner, broker._temporary, broker.metrics = own, None, metrics
+                broker.name, broker.runner, broker.config, broker.cluster_name = name, runner, config, cluster_name
+                broker._life = life = BrokerLife(name, folder)
                 try:
-                    broker._open(os.fspath(path), config, turns, cluster_name, store_config, files)
+                    broker._parts = parts = BrokerParts(
+                        life, Turns(runner, name, life), folder, cluster_name, config, store_config, files, metrics
+                    )
+                    broker.store, broker._context = parts.store, parts.context
+                    broker._by_request = parts.handlers.by_request
                     undo.pop_all()
                     return broker
                 except StoreLockedError:
@@ -186,56 +187,6 @@ class Broker:
         broker._temporary = folder
         return broker
 
-    def _open(
-        self,
-        path: str,
-        config: BrokerConfig,
-        turns: Turns,
-        cluster_name: str,
-        store_config: StoreConfig | None,
-        files: Files,
-    ) -> None:
-        runner = self.runner = turns.runner
-        self.name = turns.name
-        self.cluster_name = cluster_name
-        self.config = config
-        self.dead = self.was_killed = False
-        self._why_dead = "was closed"
-        self._temporary: TemporaryFolder | None = None
-        self._watchers: list[Callable[[], None]] = []
-        now_ms = runner.now_ms()
-        by_hand = not moves_by_itself(runner.clock)
-        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
-        registrations = tables.registrations(now_ms)
-        store = self.store = MessageStore.open(
-            path,
-            store_config,
-            files=files,
-            clock=runner.clock,
-            background=not by_hand,
-            filters=registrations,
-        )
-        try:
-            context = self._context = BrokerContext(
-                turns, cluster_name, config, store, self.metrics, tables, registrations, self._changed
-            )
-            self._housekeeping = turns.step("flushes its store", store.run_due)
-            self._deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
-            self._transactions = BrokerTransactions(context, self._deliveries.arrivals)
-            store.readers = StoreReaders(
-                context, self._deliveries.schedule, self._transactions, self._deliveries.timers
-            )
-            self._handlers = Handlers(context, self._deliveries, self._transactions, self._check_open)
-            self._show_gauges()
-            with runner.lock:
-                self._deliveries.start()
-                if (HALF_TOPIC, 0) in store.queues:
-                    self._transactions.prepared()
-            _open_brokers.add(self)
-        except BaseException:
-            store.close()
-            raise
-
     # ---- endpoint and route
 
     def call(self, request: Request[R], /) -> R:
@@ -243,7 +194,7 @@ class Broker:
 
         `BrokerUnreachableError` once the broker is closed.
         """
-        handler = self._handlers.by_request.get(type(request))
+        handler = self._by_request.get(type(request))
         if handler is None:
             raise BrokerError(
                 ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.name} does not know {type(request).__name__}"
@@ -251,23 +202,8 @@ class Broker:
         try:
             answer: R = handler(request)
         except StoreError as error:
-            raise self._refusal(error) from error
+            raise self._life.refusal(error) from error
         return answer
-
-    def _refusal(self, error: StoreError) -> RmqError:
-        """Return what clients get for an error of the store."""
-        if isinstance(error, StoreClosedError):
-            return BrokerUnreachableError(f"{self.name} is closed: {self._closed() if self.dead else error}")
-        if isinstance(error, DiskFullError | StoreFullError | FlushFailedError):
-            return BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}")
-        return BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreError as error:
-            raise self._refusal(error) from error
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
@@ -294,26 +230,9 @@ class Broker:
         Raises:
             BrokerUnreachableError: the broker is closed, so that nothing changes any more.
         """
-        with self._errors():
-            self._check_open()
-
-        def end() -> None:
-            if changed in self._watchers:
-                self._watchers.remove(changed)
-
-        self._watchers.append(changed)
-        return end
-
-    def _changed(self) -> None:
-        for changed in list(self._watchers):
-            changed()
-
-    def _check_open(self) -> None:
-        if self.dead:
-            raise StoreClosedError(self._closed())
-
-    def _closed(self) -> str:
-        return f"{self.store.path}: this handle {self._why_dead}"
+        with self._life.errors():
+            self._life.check_open()
+        return self._life.watch(changed)
 
     # ---- for people
 
@@ -352,12 +271,12 @@ class Broker:
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id: an offset id, or the unique id that a producer gave; None if none has."""
-        with self._errors():
+        with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the messages of a topic that have ``key`` as unique id or among their keys, in log order."""
-        with self._errors():
+        with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
@@ -393,20 +312,20 @@ class Broker:
             ConfigError: ``to`` is none of these.
             BrokerError: the topic or the queue does not exist.
         """
-        with self._errors(), self.runner.lock:
-            self._check_open()
-            return self._handlers.progress.move(group, topic, to, queue_id)
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
+            return self._parts.handlers.progress.move(group, topic, to, queue_id)
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return the clients that the broker knows, by id, with their groups."""
-        with self._errors(), self.runner.lock:
-            self._check_open()
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
             return self._context.registry.clients()
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if there is none."""
-        with self._errors(), self.runner.lock:
-            self._check_open()
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
             return self._context.registry.connections(group)
 
     def join(self, timeout: float | timedelta = 30) -> None:
@@ -424,9 +343,9 @@ class Broker:
         clock = self.runner.clock
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
         while True:
-            with self._errors(), self.runner.lock:
-                self._check_open()
-                behind = self._handlers.progress.behind()
+            with self._life.errors(), self.runner.lock:
+                self._life.check_open()
+                behind = self._parts.handlers.progress.behind()
                 if behind:  # by messages that no filter lets through, it may be
                     self._context.holds.answer_passed()
             if not behind:
@@ -454,8 +373,8 @@ class Broker:
             FilterSyntaxError: the expression does not compile.
             MessageIllegalError: the topic or the group has a name that is refused.
         """
-        with self._errors():
-            self._check_open()
+        with self._life.errors():
+            self._life.check_open()
         return consumed(self, topic, group, tags, sql)
 
     def forget(self, client_id: str) -> None:
@@ -464,8 +383,8 @@ class Broker:
 
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients that the broker knows, sorted."""
-        with self._errors(), self.runner.lock:
-            self._check_open()
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
             return self._context.registry.client_ids()
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
@@ -485,78 +404,56 @@ class Broker:
     @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Called with each half message that a check gives up, and how often it had been checked."""
-        return self._transactions.discard_hooks
+        return self._parts.transactions.discard_hooks
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """What a consumer group has given up."""
-        with self._errors():
-            self._check_open()
+        with self._life.errors():
+            self._life.check_open()
         return list(self.messages(dead_letter_topic(group)))
 
     # ---- turns and life
 
-    def _wake_housekeeping(self) -> None:
-        """There is something to flush: where time is moved by hand a step does it."""
-        if self._housekeeping.at is None:
-            at = self.runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
-            with self.runner.lock:
-                self.runner.wake(self._housekeeping, at)
+    @property
+    def dead(self) -> bool:
+        """Whether it answers no calls any more."""
+        return self._life.dead
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether `abandon` ended it."""
+        return self._life.was_killed
 
     def close(self) -> None:
         """Save all and close the store; clients have been shut down before. Closing again does nothing."""
         if not self._end(was_killed=False):
             return
-        now_ms = self.runner.now_ms()
         with ExitStack() as last:
             last.callback(self._release)
             if self._temporary is not None:
-                self._end_writing()
+                self._parts.end_writing()
                 last.callback(self.store.abandon, why="was closed")  # no other handle opens it
                 return
             last.callback(self.store.close)
-            last.callback(self._end_writing)
-            with self.runner.lock, ExitStack() as saves:  # each of them, whatever becomes of the others
-                saves.callback(self._context.saving.save_all, now_ms, self._closed())
-                saves.callback(self._transactions.save)
-                self._deliveries.save()
-
-    def _end_writing(self) -> None:
-        """Return when nothing is being written, and nothing will be."""
-        self._context.writing.end(self._closed())
-        self._deliveries.let_go(self._closed())
+            last.callback(self._parts.end_writing)
+            self._parts.save()
 
     def abandon(self) -> None:
         """Release everything without saving, as a killed process does; the next open recovers the store."""
         if self._end(was_killed=True):
-            self._end_writing()
+            self._parts.end_writing()
             try:
                 self.store.abandon()
             finally:
                 self._release()
-
-    def _show_gauges(self) -> None:
-        metrics = self.metrics
-        if metrics is not None:
-            store, held = self.store, self._context.holds.by_queue
-            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
-            metrics.gauge("log_bytes", lambda: store.log.end)
-            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
-
-    def _hide_gauges(self) -> None:
-        if self.metrics is not None:
-            for name in ("held_pulls", "log_bytes", "disk_used"):
-                self.metrics.gauge(name, None)
 
     def _end(self, *, was_killed: bool) -> bool:
         """Take no more calls; false if that was so already."""
         with self.runner.lock:
             if self.dead:
                 return False
-            self.dead, self.was_killed = True, was_killed
-            _open_brokers.discard(self)
-            self._context.holds.by_queue.clear()
-            self._hide_gauges()
-            self._changed()
+            self._parts.stop()
+            self._life.end(was_killed=was_killed)
             return True
 
     def _release(self) -> None:
@@ -582,17 +479,3 @@ class Broker:
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
-
-
-_open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for broker in list(_open_brokers):
-        broker.dead, broker._why_dead = True, "was opened before a fork: open the broker again in the child"
-        broker._context.writing.let_go(broker._closed())
-    _open_brokers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -1,16 +1,32 @@
-"""Resending of dead letters to the group that gave them up."""
+"""Retries and dead letters: how a message on which a consumer failed is stored again.
+
+A failed message goes to the retry topic of its group, delayed. After too many deliveries, or when the listener says so,
+it becomes a dead letter: it goes to the group's dead-letter topic, which no consumer reads. `retry_of` sends it from
+there to the group once more.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from librmq.errors import ConfigError
-from librmq.message import Message, StoredMessage, record, retry_topic
-from librmq.message.topics import DEAD_LETTER_PREFIX
-from librmq.protocol import LOCAL_HOST, SendMessage
+from librmq.broker.context import BrokerContext
+from librmq.broker.groups import Group
+from librmq.errors import BrokerError, ConfigError, CorruptionError
+from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
+from librmq.store import AppendResult
+from librmq.store.engine.dispatch import parse_level
 
-__all__ = ["retry_of"]
+__all__ = ["FailedMessages", "retry_of"]
 
+_WAIT: Final = record.PROPERTY_WAIT
+_DELAY: Final = record.PROPERTY_DELAY
+_RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
+_CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
+_MOST_PROPERTIES: Final = 30_000  # of a message whose dead letter has room for the cause
+_FIRST_RETRY_LEVEL: Final = 3
 _OF_THE_LAST_TIME: Final = (
     record.PROPERTY_DELAY,
     record.PROPERTY_REAL_TOPIC,
@@ -18,6 +34,91 @@ _OF_THE_LAST_TIME: Final = (
     record.PROPERTY_RECONSUME_TIME,
     record.PROPERTY_WAIT,
 )
+
+
+class FailedMessages:
+    """The messages on which consumers of one broker failed. Thread-safe."""
+
+    def __init__(self, context: BrokerContext, put: Callable[..., AppendResult]) -> None:
+        """``put(message, queue_id, …)`` stores a message."""
+        self._runner = context.runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._metrics = context.metrics
+        self._put = put
+
+    def send_back(self, request: SendBack) -> SentBack | None:
+        """Store a message again on which a consumer failed: for later, or as a dead letter."""
+        with self._runner.lock:
+            group = self._groups.get(request.group)
+            if group.retry_queues <= 0:
+                return None
+            retries = self._topics.ensure(retry_topic(group.name), group.retry_queues)
+        if not retries.permission & PERM_WRITE:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {retries.name!r} may not be written")
+        name, queue_id = retries.name, retries.next_queue()
+        message = self._look_up(request.physical_offset)
+        times = message.reconsume_times
+        properties = dict(message.properties)
+        properties.setdefault(_RETRY_TOPIC, message.topic)
+        properties[_WAIT] = "false"
+        most = _most_retries(group, request)
+        is_dead = times >= most or request.delay_level < 0
+        if is_dead:
+            name, queue_id = self._dead_letters_of(group), 0
+            properties[_DELAY] = "0"
+            if request.cause and len(message.properties_raw) < _MOST_PROPERTIES:
+                properties[_CAUSE] = request.cause
+        else:
+            properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
+        properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        made = Message(name, message.stored_body, flag=message.flag)
+        made.properties = properties
+        stored = self._put(
+            made,
+            queue_id,
+            message.born_timestamp_ms,
+            message.born_host,
+            message.sys_flag,
+            times + 1,
+            store_host=message.store_host,
+        )
+        if self._metrics is not None:
+            kind = "dead_letters" if is_dead else "send_backs"
+            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
+        if is_dead:
+            return SentBack(True, most)
+        levels = self._store.levels
+        level = levels.cap(parse_level(properties[_DELAY]))
+        return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
+
+    def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
+        """Make a dead letter of what a consumer itself sends to its retry topic too often; return its queue."""
+        with self._runner.lock:
+            group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
+        if request.reconsume_times < _most_retries(group, request):
+            return queue_id
+        message.topic = self._dead_letters_of(group)
+        return 0
+
+    def _dead_letters_of(self, group: Group) -> str:
+        with self._runner.lock:
+            return self._topics.ensure(dead_letter_topic(group.name)).name
+
+    def _look_up(self, physical_offset: int) -> StoredMessage:
+        try:
+            message = self._store.message_at(physical_offset)
+        except CorruptionError as error:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message there: {error}") from error
+        if message is None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
+        return message
+
+
+def _most_retries(group: Group, request: SendBack | SendMessage) -> int:
+    """Return how often a message is delivered again before it is a dead letter."""
+    return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
 def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:

@@ -79,7 +79,7 @@ class Handlers:
         answer, locked, durable = self._answer, self._locked, self._durable
         answer(SendMessage, sending.send)
         answer(SendBatch, sending.send_batch)
-        answer(SendBack, sending.send_back)
+        answer(SendBack, sending.failed.send_back)
         answer(EndTransaction, transactions.end)
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)

@@ -1,4 +1,4 @@
-"""Storing of messages: from producers, sent back by consumers, and written by the broker itself.
+"""Storing of messages: from producers, and written by the broker itself.
 
 Mirrors ``SendMessageProcessor``. The properties of a stored message are those that 4.9 stores, in its order. Appending
 takes no lock of the runner; only waking the pulls that wait for the message does.
@@ -12,28 +12,25 @@ from typing import Any, Final
 
 from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
+from librmq.broker.dead_letters import FailedMessages
 from librmq.broker.delayed_sends import DelayedSends, names_time
 from librmq.broker.topics import Topic
-from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError, MessageIllegalError
+from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
 from librmq.java.numbers import java_int
-from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
+from librmq.message import Message, record
 from librmq.message.hosts import Host
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
 from librmq.protocol import (
-    PERM_WRITE,
     ResponseCode,
-    SendBack,
     SendBatch,
     SendMessage,
     SendResponse,
     SendStatus,
-    SentBack,
 )
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import is_timed
 from librmq.scheduling.timer_settings import DELAY_MS, DELIVER_MS
 from librmq.store import AppendResult
-from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["Sending"]
 
@@ -43,11 +40,6 @@ _CLUSTER: Final = record.PROPERTY_CLUSTER
 _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
-_RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
-_ORIGIN_MESSAGE_ID: Final = record.PROPERTY_ORIGIN_MESSAGE_ID
-_CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
-_MOST_PROPERTIES: Final = 30_000  # of a message whose dead letter has room for the cause
-_FIRST_RETRY_LEVEL: Final = 3
 _MOST_ODD_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 
@@ -82,6 +74,7 @@ class Sending:
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
+        self.failed = FailedMessages(context, self.put)
         host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
@@ -112,7 +105,7 @@ class Sending:
             stored_queue_id = 0
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
-            stored_queue_id = self._send_to_retry(made, queue_id, request)
+            stored_queue_id = self.failed.redirect(made, queue_id, request)
         elif name == HOP_TOPIC:
             stored_queue_id = self._send_to_relay(made, request)
         elif names_time(properties) and is_timed(properties):
@@ -216,73 +209,6 @@ class Sending:
         properties[record.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
         message.topic = HALF_TOPIC
         return sys_flag & ~record.TRANSACTION_MASK
-
-    def _send_to_retry(self, message: Message, queue_id: int, request: SendMessage) -> int:
-        """A consumer sends a message to its own retry topic: too often, and it is a dead letter. Gives the queue."""
-        with self._runner.lock:
-            group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
-            most = group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
-            if request.reconsume_times < most:
-                return queue_id
-            message.topic = self._table.ensure(dead_letter_topic(group.name)).name
-            return 0
-
-    # ---- consumers
-
-    def send_back(self, request: SendBack) -> SentBack | None:
-        """Store a message again on which a consumer failed: for later, or as dead letter."""
-        with self._runner.lock:
-            group = self._groups.get(request.group)
-            if group.retry_queues <= 0:
-                return None
-            retries = self._table.ensure(retry_topic(group.name), group.retry_queues)
-        if not retries.permission & PERM_WRITE:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {retries.name!r} may not be written")
-        name, queue_id = retries.name, retries.next_queue()
-        message = self._look_up(request.physical_offset)
-        times = message.reconsume_times
-        most = group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
-        properties = dict(message.properties)
-        properties.setdefault(_RETRY_TOPIC, message.topic)
-        properties[_WAIT] = "false"
-        is_dead = times >= most or request.delay_level < 0
-        if is_dead:
-            with self._runner.lock:
-                name, queue_id = self._table.ensure(dead_letter_topic(group.name)).name, 0
-            properties[_DELAY] = "0"
-            if request.cause and len(message.properties_raw) < _MOST_PROPERTIES:
-                properties[_CAUSE] = request.cause
-        else:
-            properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
-        properties.setdefault(_ORIGIN_MESSAGE_ID, message.offset_id)
-        made = Message(name, message.stored_body, flag=message.flag)
-        made.properties = properties
-        stored = self.put(
-            made,
-            queue_id,
-            message.born_timestamp_ms,
-            message.born_host,
-            message.sys_flag,
-            times + 1,
-            store_host=message.store_host,
-        )
-        if self._metrics is not None:
-            kind = "dead_letters" if is_dead else "send_backs"
-            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
-        if is_dead:
-            return SentBack(True, most)
-        levels = self._store.levels
-        level = levels.cap(parse_level(properties[_DELAY]))
-        return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
-
-    def _look_up(self, physical_offset: int) -> StoredMessage:
-        try:
-            message = self._store.message_at(physical_offset)
-        except CorruptionError as error:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message there: {error}") from error
-        if message is None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
-        return message
 
     # ---- storing
 

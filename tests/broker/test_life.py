@@ -55,10 +55,10 @@ def test_what_happens_is_counted() -> None:
     for state in (TransactionState.COMMIT, TransactionState.ROLLBACK):
         where = broker.call(SendMessage("p", half, 0, runner.now_ms(), HOST))
         broker.call(EndTransaction("p", state, where.queue_offset, where.physical_offset, ""))
-    broker._handlers.sending._check_busy("T")
+    broker._parts.handlers.sending._check_busy("T")
     runner.manual_clock.advance(seconds=2)
     with pytest.raises(BrokerBusyError):
-        broker._handlers.sending._check_busy("T")
+        broker._parts.handlers.sending._check_busy("T")
     found = metrics.snapshot()
     runner.advance(2_000)
     later = metrics.snapshot()

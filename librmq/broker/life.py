@@ -1,0 +1,111 @@
+"""The life of one broker: open, closed, killed, or inherited by a child process; and what its callers get then."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    DiskFullError,
+    FlushFailedError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+)
+from librmq.protocol import ResponseCode
+
+__all__ = ["BrokerLife"]
+
+
+class BrokerLife:
+    """Whether one broker answers. The owner of its turns, which do not run once it is dead."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.dead = False
+        """Whether it answers no calls any more."""
+        self.was_killed = False
+        self.release_lock: Callable[[], object] = _nothing
+        """Called in a child process after a fork, in which no thread would release what writing has locked."""
+        self._name = name
+        self._path = path
+        self._why = "was closed"
+        self._watchers: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Note that the broker is open. A fork ends it in the child."""
+        _open.add(self)
+
+    def end(self, *, was_killed: bool) -> None:
+        """Note that the broker takes no more calls, and tell its watchers. Under the runner's lock."""
+        self.dead, self.was_killed = True, was_killed
+        _open.discard(self)
+        self.changed()
+
+    def inherited(self) -> None:
+        """Note that this is a copy in a child process."""
+        self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
+        self.release_lock()
+
+    @property
+    def why_dead(self) -> str:
+        """What is wrong with the handle, if it is dead."""
+        return f"{self._path}: this handle {self._why}"
+
+    def check_open(self) -> None:
+        """Raise `StoreClosedError` once the broker is dead."""
+        if self.dead:
+            raise StoreClosedError(self.why_dead)
+
+    def refusal(self, error: StoreError) -> RmqError:
+        """Return what clients get for an error of the store."""
+        if isinstance(error, StoreClosedError):
+            return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
+        if isinstance(error, DiskFullError | StoreFullError | FlushFailedError):
+            return BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self._name}: {error}")
+        return BrokerError(ResponseCode.SYSTEM_ERROR, f"{self._name}: {error}")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors of the store as clients get them."""
+        try:
+            yield
+        except StoreError as error:
+            raise self.refusal(error) from error
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` when topics change and at the end; return a function that ends that."""
+
+        def end() -> None:
+            if changed in self._watchers:
+                self._watchers.remove(changed)
+
+        self._watchers.append(changed)
+        return end
+
+    def changed(self) -> None:
+        """Tell the watchers that topics or their queues are others, or that the broker has ended."""
+        for changed in list(self._watchers):
+            changed()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+_open: Final[weakref.WeakSet[BrokerLife]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for life in list(_open):
+        life.inherited()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

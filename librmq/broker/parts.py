@@ -1,0 +1,103 @@
+"""The parts of one open broker, and how they are put together over its store."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from librmq.broker.config import BrokerConfig
+from librmq.broker.context import BrokerContext, Turns
+from librmq.broker.deliveries import Deliveries
+from librmq.broker.handlers import Handlers
+from librmq.broker.life import BrokerLife
+from librmq.broker.readers import StoreReaders
+from librmq.broker.transactions import BrokerTransactions
+from librmq.clock import moves_by_itself
+from librmq.config import StoreConfig
+from librmq.files.seam import Files
+from librmq.message.topics import HALF_TOPIC
+from librmq.metrics import Metrics
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+
+__all__ = ["BrokerParts"]
+
+
+class BrokerParts:
+    """What answers the requests of one broker, and what it does by time."""
+
+    def __init__(
+        self,
+        life: BrokerLife,
+        turns: Turns,
+        path: str,
+        cluster_name: str,
+        config: BrokerConfig,
+        store_config: StoreConfig | None,
+        files: Files,
+        metrics: Metrics | None,
+    ) -> None:
+        """Open the store and the tables, and start the steps. Raises what `MessageStore.open` does."""
+        self._life = life
+        self._runner = runner = turns.runner
+        self._metrics = metrics
+        by_hand = not moves_by_itself(runner.clock)
+        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
+        registrations = tables.registrations(runner.now_ms())
+        store = self.store = MessageStore.open(
+            path, store_config, files=files, clock=runner.clock, background=not by_hand, filters=registrations
+        )
+        try:
+            context = self.context = BrokerContext(
+                turns, cluster_name, config, store, metrics, tables, registrations, life.changed
+            )
+            life.release_lock = lambda: context.writing.let_go(life.why_dead)
+            self._housekeeping = turns.step("flushes its store", store.run_due)
+            self.deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
+            self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
+            store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
+            self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open)
+            self._show_gauges()
+            with runner.lock:
+                self.deliveries.start()
+                if (HALF_TOPIC, 0) in store.queues:
+                    self.transactions.prepared()
+            life.begin()
+        except BaseException:
+            store.close()
+            raise
+
+    def _wake_housekeeping(self) -> None:
+        """There is something to flush: where time is moved by hand a step does it."""
+        if self._housekeeping.at is None:
+            at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+            with self._runner.lock:
+                self._runner.wake(self._housekeeping, at)
+
+    def stop(self) -> None:
+        """Forget held pulls and hide the gauges. Under the runner's lock."""
+        self.context.holds.by_queue.clear()
+        if self._metrics is not None:
+            for name in ("held_pulls", "log_bytes", "disk_used"):
+                self._metrics.gauge(name, None)
+
+    def save(self) -> None:
+        """Save all progress, each part whatever becomes of the others."""
+        now_ms = self._runner.now_ms()
+        with self._runner.lock, ExitStack() as saves:
+            saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
+            saves.callback(self.transactions.save)
+            self.deliveries.save()
+
+    def end_writing(self) -> None:
+        """Return when nothing is being written, and nothing will be."""
+        self.context.writing.end(self._life.why_dead)
+        self.deliveries.let_go(self._life.why_dead)
+
+    def _show_gauges(self) -> None:
+        metrics = self._metrics
+        if metrics is not None:
+            store, held = self.store, self.context.holds.by_queue
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("log_bytes", lambda: store.log.end)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
