@@ -14,12 +14,12 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.client.producer_config import ProducerConfig, ProducerSettings
-from librmq.client.publish_routes import PublishRoutes, TopicQueues
-from librmq.client.queue_selectors import BrokerLatencies, QueueSelector
+from librmq.client.publish_routes import PublishRoutes
+from librmq.client.queue_selectors import QueueSelector
+from librmq.client.send_attempts import SendAttempts
 from librmq.client.send_result import SendContext, SendHook, SendResult
 from librmq.config import to_seconds
 from librmq.errors import (
-    BrokerBusyError,
     BrokerError,
     BrokerUnreachableError,
     ClientStateError,
@@ -34,12 +34,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumerData,
     Request,
-    ResponseCode,
     Route,
-    SendBatch,
-    SendMessage,
-    SendResponse,
-    SendStatus,
 )
 
 __all__ = [
@@ -55,26 +50,8 @@ __all__ = [
 
 R = TypeVar("R")
 _log = logging.getLogger("librmq.producer")
-_RETRIED: Final = frozenset(
-    (
-        ResponseCode.TOPIC_NOT_EXIST,
-        ResponseCode.SERVICE_NOT_AVAILABLE,
-        ResponseCode.SYSTEM_ERROR,
-        ResponseCode.NO_PERMISSION,
-        ResponseCode.NO_BUYER_ID,
-        ResponseCode.NOT_IN_CURRENT_UNIT,
-    )
-)
-_COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 _WAIT: Final = record.PROPERTY_WAIT
-_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
-_RUNNING: Final = State.RUNNING
-
-
-_new_result = tuple.__new__  # in half the time
-
-
 Body = bytes | bytearray | memoryview | str
 """Type of a body; text is sent as UTF-8."""
 
@@ -127,12 +104,11 @@ class Producer:
         self.route = route
         self.hooks: list[SendHook] = list(hooks)
         self.metrics = metrics
-        self._latencies = BrokerLatencies(route.runner.now_ms) if self.config.avoid_slow_brokers else None
         self._runner = route.runner
-        self._now_ms = route.runner.now_ms
         self._routes = PublishRoutes(self.client, group, self.config.default_topic_queues)
-        self._topics, self._endpoints = self._routes.topics, self._routes.endpoints  # asked by every send
+        self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
+        self._attempts = SendAttempts(self._routes, self.config, self._life, self._start_or_refuse, self.hooks, metrics)
         self._unwatch: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------------------------------------------ life
@@ -233,10 +209,10 @@ class Producer:
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(made.topic)
-            return self._send_to(made, self._routes.given(made.topic, queue), timeout_ms)
+            return self._attempts.to(made, self._routes.given(made.topic, queue), timeout_ms)
         if selector is not None:
-            return self._send_to(made, self._selected(made, selector, arg), timeout_ms)
-        return self._send_in_turn(made, timeout_ms)
+            return self._attempts.to(made, self._selected(made, selector, arg), timeout_ms)
+        return self._attempts.in_turn(made, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
@@ -248,8 +224,8 @@ class Producer:
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._send_to(batch[0], self._routes.given(batch[0].topic, queue), self._usual_timeout_ms, batch)
-        return self._send_in_turn(batch[0], self._usual_timeout_ms, batch)
+            return self._attempts.to(batch[0], self._routes.given(batch[0].topic, queue), self._usual_timeout_ms, batch)
+        return self._attempts.in_turn(batch[0], self._usual_timeout_ms, batch)
 
     def send_oneway(
         self,
@@ -273,9 +249,9 @@ class Producer:
         elif queue is not None:
             chosen = self._routes.given(made.topic, queue)
         else:
-            chosen = self._next(self._queues(made.topic), None)
+            chosen = self._attempts.next_queue(self._attempts.queues(made.topic), None)
         try:
-            self._send_to(made, chosen, self._usual_timeout_ms)
+            self._attempts.to(made, chosen, self._usual_timeout_ms)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning("group %s: a one-way message to %s was not stored: %s", self.group, chosen, error)
 
@@ -301,7 +277,7 @@ class Producer:
         Raises:
             NoRouteError: No broker has the topic, and none makes it.
         """
-        return self._queues(topic).queues
+        return self._attempts.queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
 
@@ -332,154 +308,11 @@ class Producer:
             properties[_WAIT] = "true"
         return made
 
-    def _send_in_turn(
-        self, message: Message, timeout_ms: float, batch: tuple[Message, ...] | None = None
-    ) -> SendResult:
-        begin_ms = self._now_ms()
-        queues = self._topics.get(message.topic) or self._queues(message.topic)
-        rest_ms = timeout_ms
-        last_broker: str | None = None
-        failure: Exception | None = None
-        result: SendResult | None = None
-        for attempt in range(self.config.retries + 1):
-            if attempt:
-                rest_ms = begin_ms + timeout_ms - self._now_ms()
-                if rest_ms < 0:
-                    raise SendTimeoutError(
-                        f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
-                    ) from failure
-            queue = self._next(queues, last_broker)
-            last_broker = queue.broker_name
-            if attempt and self.metrics is not None:
-                self.metrics.count("send_retries", topic=queue.topic)
-            try:
-                result = self._send_to(message, queue, rest_ms, batch, attempt)
-            except BrokerBusyError:
-                raise
-            except BrokerError as error:
-                if error.code not in _RETRIED:
-                    raise
-                failure = error
-            except BrokerUnreachableError as error:
-                failure = error
-            else:
-                if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
-                    return result
-        if result is not None:
-            return result
-        assert failure is not None
-        raise failure
-
-    def _next(self, queues: TopicQueues, last_broker: str | None) -> MessageQueue:
-        if self._latencies is not None:
-            return self._latencies.choose(queues.queues, queues.turns)
-        return queues.turns.choose(queues.queues, last_broker)
-
-    def _send_to(
-        self,
-        message: Message,
-        queue: MessageQueue,
-        timeout_ms: float,
-        batch: tuple[Message, ...] | None = None,
-        attempt: int = 0,
-    ) -> SendResult:
-        """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
-        if self._life.state is not _RUNNING:
-            self._start_or_refuse()
-        self._runner.point(f"send {queue.topic}")
-        client = self.client
-        default_queues = self.config.default_topic_queues
-        request: SendMessage | SendBatch
-        if batch is None:
-            sent, sys_flag = message, 0
-            if len(message.body) >= self.config.compress_from:
-                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-                sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
-            request = SendMessage(
-                self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
-            )
-        else:
-            request = SendBatch(self.group, batch, queue.queue_id, self._now_ms(), client.host, default_queues)
-        after = []
-        if self.hooks:
-            context = SendContext(self.group, message, queue, attempt)
-            after = [then for hook in self.hooks if (then := hook(context)) is not None]
-        try:
-            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
-            response: SendResponse = endpoint.call(request)
-            took_ms = self._now_ms() - request.born_timestamp_ms
-            if took_ms > timeout_ms:
-                raise SendTimeoutError(
-                    f"topic {message.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
-                    f" the message is stored"
-                )
-        except Exception as error:
-            self._told(queue, request, "ERROR")
-            self._run_hooks(after, None, error)
-            raise
-        if self.metrics is not None or self._latencies is not None:
-            self._told(queue, request, response.status.value)
-        if batch is None:
-            chosen = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
-            result = _new_result(
-                SendResult,
-                (
-                    response.status,
-                    message.properties[_UNIQUE_KEY],
-                    response.offset_ids[0],
-                    chosen,
-                    response.queue_offset,
-                    response.transaction_id,
-                ),
-            )
-        else:
-            result = SendResult(
-                response.status,
-                ",".join(one.properties[_UNIQUE_KEY] for one in batch),
-                ",".join(response.offset_ids),
-                queue._replace(queue_id=response.queue_id),
-                response.queue_offset,
-            )
-        if after:
-            self._run_hooks(after, result, None)
-        return result
-
-    def _run_hooks(
-        self,
-        after: Iterable[Callable[[SendResult | None, Exception | None], None]],
-        result: SendResult | None,
-        error: Exception | None,
-    ) -> None:
-        for then in after:
-            try:
-                then(result, error)
-            except Exception:  # a stored message stays stored
-                _log.exception("group %s: a hook has failed after a send", self.group)
-
-    def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
-        """Count a try, and note its broker's latency."""
-        took_ms = self._now_ms() - request.born_timestamp_ms
-        if self._latencies is not None:
-            self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
-        if self.metrics is not None:
-            messages = request.messages if isinstance(request, SendBatch) else (request.message,)
-            self.metrics.count("sends", topic=queue.topic, status=status)
-            self.metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
-            self.metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)
-
     def _start_or_refuse(self) -> None:
         with self._runner.lock:
             if self._life.state is State.CREATED:
                 self._life.start(self._join)
         self._life.check_running("send")
-
-    def _queues(self, topic: str) -> TopicQueues:
-        found = self._topics.get(topic)
-        if found is not None:
-            return found
-        if not self._life.is_running:
-            self._start_or_refuse()
-        return self._routes.queues(topic)
 
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
         if not self._life.is_running:

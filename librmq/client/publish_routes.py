@@ -31,10 +31,10 @@ class PublishRoutes:
         self.endpoints: dict[str, Endpoint] = {}
         """The brokers likewise."""
         self._topics_before: dict[str, TopicQueues] = {}  # the route can have changed since
-        self._client = client
+        self.client = client
         self._route = client.route
         self._runner = client.runner
-        self._group = group
+        self.group = group
         self.default_topic_queues = default_topic_queues
         self._version = 0
 
@@ -78,14 +78,12 @@ class PublishRoutes:
         if not queues:
             known = ", ".join(self._route.broker_names()) or "none"
             why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
-            raise NoRouteError(
-                f"topic {topic!r}, asked for by producer group {self._group!r}: {why} (brokers: {known})"
-            )
+            raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == tuple(queues):
             found = before  # another topic has changed, so this one keeps its turn
         else:
-            count, random = len(queues), self._client.random
+            count, random = len(queues), self.client.random
             begin = 0 if random is None else random.randrange(count)
             first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
             found = TopicQueues(tuple(queues), RoundRobin(first))

@@ -204,7 +204,7 @@ class TransactionProducer(Producer):
         made = self._prepare(message, None, {})
         made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
         made.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
-        return made, self._send_in_turn(made, self._usual_timeout_ms)
+        return made, self._attempts.in_turn(made, self._usual_timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
         """Tell the broker, which asks where it does not hear."""

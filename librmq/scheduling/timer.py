@@ -21,8 +21,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 from librmq.errors import (
     LASTING,
@@ -39,9 +38,9 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
-from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
+from librmq.scheduling.timer_progress import TimerProgress
 from librmq.scheduling.timer_settings import (
     DELAY_MS,
     DELAY_SEC,
@@ -83,14 +82,6 @@ class _Emptying:
         self.units = units
         """Physical offset, size, write time and magic of each unit; the next delivery is the last one."""
         self.deleted = deleted
-
-
-class _Reached(NamedTuple):
-    """Progress of the timer."""
-
-    changes: int
-    """Number of changes up to then."""
-    checkpoint: TimerCheckpoint
 
 
 class Timers:
@@ -139,30 +130,19 @@ class Timers:
         self._delivered = delivered
         self._retry_at_ms: int | None = None
         self._states = StateLog(_log, "the timer")
-        self._changes = self._saved_changes = 0
-        self._saver = FlushAside(
-            "the timer's progress",
-            flush=self._write,
-            reached=self._reached,
-            note=self._saved,
-            now_ms=store.clock.now_ms,
-            save_every_s=settings.save_every_s,
-            retry_s=settings.retry_s,
-            aside=aside,
-        )
         self._emptying: _Emptying | None = None
         size = timer_log_size(store.path, self._files)
         if size is not None and size != settings.timer_log_file_size:
             raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {settings.timer_log_file_size}")
         now_ms = store.clock.now_ms()
         found = TimerCheckpoint.read(store.path, self._files)
-        self._checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._floor(now_ms))
         self._write_ms = self._floor(now_ms)
-        self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
-        self._queue_offset = self._checkpoint.queue_offset
         self._slots = TimerSlots(
             store.path, 2 * settings.slots_total, self._precision_ms, settings.timer_log_file_size, self._files
         )
+        checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
+        self._progress = TimerProgress(store, self._slots, settings, checkpoint, aside)
+        self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
         if found is not None or self._slots.has_wheel or size is not None:
             self._recover()
 
@@ -172,20 +152,22 @@ class Timers:
     def _recover(self) -> None:
         """Continue from the checkpoint, or from the beginning if it cannot belong to this log."""
         slots = self._slots
-        position = slots.end_of_units_below(self._store.log.end, self._checkpoint.log_position)
-        if not slots.recover(position, self._read_ms):
+        position = slots.end_of_units_below(self._store.log.end, self._progress.checkpoint.log_position)
+        if not slots.recover(position, self._progress.read_ms):
             _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
-            self._queue_offset, self._read_ms = 0, self._write_ms
-            slots.recover(0, self._read_ms)
+            self._progress.queue_offset, self._progress.read_ms = 0, self._write_ms
+            slots.recover(0, self._progress.read_ms)
         elif slots.was_cut and slots.last_unit is not None:
             # After a crash 5.3.3's queue offset can be ahead of the flushed timer log.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == TIMER_TOPIC:
-                self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
+                self._progress.queue_offset = min(self._progress.queue_offset, message.queue_offset + 1)
         _, end = self._store.queue_range(TIMER_TOPIC, _QUEUE)
-        if self._queue_offset > end:  # a crash took messages: the next ones get their queue offsets
-            _log.warning("the timer's queue offset was %d, beyond the queue's end: set to %d", self._queue_offset, end)
-            self._queue_offset = end
+        if self._progress.queue_offset > end:  # a crash took messages: the next ones get their queue offsets
+            _log.warning(
+                "the timer's queue offset was %d, beyond the queue's end: set to %d", self._progress.queue_offset, end
+            )
+            self._progress.queue_offset = end
 
     # ------------------------------------------------------------------------------------------------------ putting
 
@@ -251,9 +233,9 @@ class Timers:
         """
         write_ms = self._floor(now_ms)
         if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read
-            self._read_ms = min(self._read_ms, write_ms)
+            self._progress.read_ms = min(self._progress.read_ms, write_ms)
             self._retry_at_ms = None
-            self._saver.put_back(now_ms)
+            self._progress.put_back(now_ms)
         self._write_ms = write_ms
         if self._retry_at_ms is not None:
             if now_ms < self._retry_at_ms:
@@ -262,7 +244,7 @@ class Timers:
         try:
             if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
                 return now_ms
-            save_ms = self._saver.run_due(now_ms)
+            save_ms = self._progress.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
@@ -270,7 +252,7 @@ class Timers:
             self._states.failing(*_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
             return self._retry_at_ms
         self._states.works(*_DELIVERY)
-        next_slot_ms = self._slots.next_ms(self._read_ms)
+        next_slot_ms = self._slots.next_ms(self._progress.read_ms)
         dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, save_ms) if due is not None]
         return min(dues, default=None)
 
@@ -280,11 +262,11 @@ class Timers:
         while True:
             emptying = self._emptying
             if emptying is None:
-                time_ms = self._slots.next_ms(self._read_ms)
+                time_ms = self._slots.next_ms(self._progress.read_ms)
                 if time_ms is None or time_ms >= self._write_ms:
-                    self._read_ms = max(self._read_ms, self._write_ms)
+                    self._progress.read_ms = max(self._progress.read_ms, self._write_ms)
                     return True
-                self._read_ms = time_ms
+                self._progress.read_ms = time_ms
                 emptying = self._emptying = self._begin_slot(time_ms)
             units = emptying.units
             while units:
@@ -295,10 +277,10 @@ class Timers:
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
-            if self._read_ms == emptying.time_ms:  # otherwise the clock was set back meanwhile
-                self._read_ms += self._precision_ms
+            if self._progress.read_ms == emptying.time_ms:  # otherwise the clock was set back meanwhile
+                self._progress.read_ms += self._precision_ms
             self._emptying = None
-            self._changes += 1
+            self._progress.changes += 1
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first, and read the deleting ones at once."""
@@ -352,7 +334,7 @@ class Timers:
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return
-        self._changes += 1
+        self._progress.changes += 1
         if not rolls and self._delivered is not None:
             self._delivered(message, result)
 
@@ -381,25 +363,25 @@ class Timers:
         queue = self._store.queue(TIMER_TOPIC, _QUEUE)
         if queue is None:
             return True
-        corrected = min(max(self._queue_offset, queue.min_offset), queue.max_offset)
-        if corrected != self._queue_offset:
-            if self._queue_offset or queue.min_offset:
-                _log.error("the timer's queue offset was %d, and is set to %d", self._queue_offset, corrected)
-            self._queue_offset = corrected
+        corrected = min(max(self._progress.queue_offset, queue.min_offset), queue.max_offset)
+        if corrected != self._progress.queue_offset:
+            if self._progress.queue_offset or queue.min_offset:
+                _log.error("the timer's queue offset was %d, and is set to %d", self._progress.queue_offset, corrected)
+            self._progress.queue_offset = corrected
         left = self._settings.most_at_once
-        while self._queue_offset < queue.max_offset:
+        while self._progress.queue_offset < queue.max_offset:
             if left <= 0:
                 return False
-            found = self._store.read(TIMER_TOPIC, _QUEUE, self._queue_offset, _READ)
+            found = self._store.read(TIMER_TOPIC, _QUEUE, self._progress.queue_offset, _READ)
             for message in found.messages:
                 self._fill(message, now_ms)
-                self._queue_offset = message.queue_offset + 1
-                self._changes += 1
+                self._progress.queue_offset = message.queue_offset + 1
+                self._progress.changes += 1
                 left -= 1
             if not found.messages:
-                if found.next_offset <= self._queue_offset:
+                if found.next_offset <= self._progress.queue_offset:
                     return True
-                self._queue_offset = found.next_offset
+                self._progress.queue_offset = found.next_offset
         return True
 
     def _fill(self, message: StoredMessage, now_ms: int) -> None:
@@ -431,57 +413,26 @@ class Timers:
             afresh=self._emptying is not None and self._emptying.time_ms == out_ms,
         )
 
-    # ------------------------------------------------------------------------------------------------------- saving
+    # ------------------------------------------------------------------------------------------------ saving, asking
 
     def save(self) -> None:
         """Write the checkpoint if anything has changed, after a flush of everything that it covers.
 
         Raises the errors of `MessageStore.flush`.
         """
-        if self._slots.has_wheel and self._read_ms != self._checkpoint.read_time_ms:
-            self._changes += 1  # time alone needs no save
-        self._saver.save()
+        self._progress.save()
 
     def let_go(self, why: str) -> None:
         """Stop writing for this reason, and wait until no write is running. Thread-safe."""
-        self._saver.let_go(why)
-
-    def _reached(self) -> _Reached | None:
-        """Return the progress to save, None if nothing has changed."""
-        if self._changes == self._saved_changes:
-            return None
-        before = self._checkpoint
-        checkpoint = replace(
-            before,
-            read_time_ms=self._read_ms,
-            log_position=self._slots.log.end,
-            queue_offset=self._queue_offset,
-            master_queue_offset=self._queue_offset,
-        )
-        if self._queue_offset != before.queue_offset:
-            checkpoint.version_counter += 1
-            checkpoint.version_timestamp_ms = self._store.clock.now_ms()
-        return _Reached(self._changes, checkpoint)
-
-    def _write(self, reached: _Reached) -> None:
-        """Flush everything that a checkpoint covers, and write the checkpoint. Thread-safe."""
-        self._store.flush()
-        self._slots.flush()
-        reached.checkpoint.write(self._store.path, self._files)
-
-    def _saved(self, reached: _Reached) -> None:
-        """Release everything before a written checkpoint."""
-        self._checkpoint = reached.checkpoint
-        self._slots.log.trim(self._store.log.begin)
-        self._saved_changes = reached.changes  # after the steps that can fail, so that they are tried again
+        self._progress.let_go(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.
 
         They are given by queue offset. A cancelling message waits as long as the one that it cancels.
         """
-        queue, next_offset = self._store.queue(TIMER_TOPIC, _QUEUE), self._queue_offset
-        waiting = self._slots.waiting_below(before, self._read_ms)
+        queue, next_offset = self._store.queue(TIMER_TOPIC, _QUEUE), self._progress.queue_offset
+        waiting = self._slots.waiting_below(before, self._progress.read_ms)
 
         def has_passed(queue_offset: int) -> bool:
             entry = None if queue is None else queue.entry(queue_offset)

@@ -1,0 +1,216 @@
+"""Tries of a send: to the next queue in turn, and on failure to another broker, within one timeout.
+
+Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from librmq.client.identity import LifeCycle, State
+from librmq.client.producer_config import ProducerConfig
+from librmq.client.publish_routes import PublishRoutes, TopicQueues
+from librmq.client.queue_selectors import BrokerLatencies
+from librmq.client.send_result import SendContext, SendHook, SendResult
+from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, SendTimeoutError
+from librmq.message import record
+from librmq.message.message import Message, MessageQueue
+from librmq.metrics import Metrics
+from librmq.protocol import ResponseCode, SendBatch, SendMessage, SendResponse, SendStatus
+
+__all__ = ["SendAttempts"]
+
+_log = logging.getLogger("librmq.producer")
+_RETRIED: Final = frozenset(
+    (
+        ResponseCode.TOPIC_NOT_EXIST,
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        ResponseCode.SYSTEM_ERROR,
+        ResponseCode.NO_PERMISSION,
+        ResponseCode.NO_BUYER_ID,
+        ResponseCode.NOT_IN_CURRENT_UNIT,
+    )
+)
+_COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
+_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
+_RUNNING: Final = State.RUNNING
+
+_new_result = tuple.__new__  # in half the time
+
+
+class SendAttempts:
+    """The tries of one producer's sends. Thread-safe."""
+
+    def __init__(
+        self,
+        routes: PublishRoutes,
+        config: ProducerConfig,
+        life: LifeCycle,
+        start: Callable[[], None],
+        hooks: list[SendHook],
+        metrics: Metrics | None,
+    ) -> None:
+        """``start()`` starts a new producer, and raises if it was shut down."""
+        self._client = routes.client
+        self._group = routes.group
+        self._config = config
+        self._life = life
+        self._start = start
+        self._hooks = hooks
+        self._metrics = metrics
+        self._runner = self._client.runner
+        self._now_ms = self._runner.now_ms
+        self._latencies = BrokerLatencies(self._now_ms) if config.avoid_slow_brokers else None
+        self._routes = routes
+        self._topics, self._endpoints = routes.topics, routes.endpoints  # asked by every send
+
+    def queues(self, topic: str) -> TopicQueues:
+        """Return the queues of a topic, for which the producer has to run.
+
+        Raises:
+            NoRouteError: No broker has the topic, and none makes it.
+        """
+        found = self._topics.get(topic)
+        if found is not None:
+            return found
+        if not self._life.is_running:
+            self._start()
+        return self._routes.queues(topic)
+
+    def in_turn(self, message: Message, timeout_ms: float, batch: tuple[Message, ...] | None = None) -> SendResult:
+        """Send a message, or a batch with this first message, to the next queue, and to others if that fails."""
+        begin_ms = self._now_ms()
+        queues = self._topics.get(message.topic) or self.queues(message.topic)
+        rest_ms = timeout_ms
+        last_broker: str | None = None
+        failure: Exception | None = None
+        result: SendResult | None = None
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                rest_ms = begin_ms + timeout_ms - self._now_ms()
+                if rest_ms < 0:
+                    raise SendTimeoutError(
+                        f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
+                    ) from failure
+            queue = self.next_queue(queues, last_broker)
+            last_broker = queue.broker_name
+            if attempt and self._metrics is not None:
+                self._metrics.count("send_retries", topic=queue.topic)
+            try:
+                result = self.to(message, queue, rest_ms, batch, attempt)
+            except BrokerBusyError:
+                raise
+            except BrokerError as error:
+                if error.code not in _RETRIED:
+                    raise
+                failure = error
+            except BrokerUnreachableError as error:
+                failure = error
+            else:
+                if result.status is _OK or not self._config.retry_another_broker_when_not_ok:
+                    return result
+        if result is not None:
+            return result
+        assert failure is not None
+        raise failure
+
+    def next_queue(self, queues: TopicQueues, last_broker: str | None) -> MessageQueue:
+        """Return the queue of the next try, on another broker than the last one if there is one."""
+        if self._latencies is not None:
+            return self._latencies.choose(queues.queues, queues.turns)
+        return queues.turns.choose(queues.queues, last_broker)
+
+    def to(
+        self,
+        message: Message,
+        queue: MessageQueue,
+        timeout_ms: float,
+        batch: tuple[Message, ...] | None = None,
+        attempt: int = 0,
+    ) -> SendResult:
+        """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
+        if self._life.state is not _RUNNING:
+            self._start()
+        self._runner.point(f"send {queue.topic}")
+        client = self._client
+        default_queues = self._config.default_topic_queues
+        request: SendMessage | SendBatch
+        if batch is None:
+            sent, sys_flag = message, 0
+            if len(message.body) >= self._config.compress_from:
+                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
+                sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
+            request = SendMessage(
+                self._group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
+            )
+        else:
+            request = SendBatch(self._group, batch, queue.queue_id, self._now_ms(), client.host, default_queues)
+        after = []
+        if self._hooks:
+            context = SendContext(self._group, message, queue, attempt)
+            after = [then for hook in self._hooks if (then := hook(context)) is not None]
+        try:
+            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
+            response: SendResponse = endpoint.call(request)
+            took_ms = self._now_ms() - request.born_timestamp_ms
+            if took_ms > timeout_ms:
+                raise SendTimeoutError(
+                    f"topic {message.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
+                    f" the message is stored"
+                )
+        except Exception as error:
+            self._told(queue, request, "ERROR")
+            self._run_hooks(after, None, error)
+            raise
+        if self._metrics is not None or self._latencies is not None:
+            self._told(queue, request, response.status.value)
+        if batch is None:
+            chosen = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
+            result = _new_result(
+                SendResult,
+                (
+                    response.status,
+                    message.properties[_UNIQUE_KEY],
+                    response.offset_ids[0],
+                    chosen,
+                    response.queue_offset,
+                    response.transaction_id,
+                ),
+            )
+        else:
+            result = SendResult(
+                response.status,
+                ",".join(one.properties[_UNIQUE_KEY] for one in batch),
+                ",".join(response.offset_ids),
+                queue._replace(queue_id=response.queue_id),
+                response.queue_offset,
+            )
+        if after:
+            self._run_hooks(after, result, None)
+        return result
+
+    def _run_hooks(
+        self,
+        after: Iterable[Callable[[SendResult | None, Exception | None], None]],
+        result: SendResult | None,
+        error: Exception | None,
+    ) -> None:
+        for then in after:
+            try:
+                then(result, error)
+            except Exception:  # a stored message stays stored
+                _log.exception("group %s: a hook has failed after a send", self._group)
+
+    def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
+        """Count a try, and note its broker's latency."""
+        took_ms = self._now_ms() - request.born_timestamp_ms
+        if self._latencies is not None:
+            self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
+        if self._metrics is not None:
+            messages = request.messages if isinstance(request, SendBatch) else (request.message,)
+            self._metrics.count("sends", topic=queue.topic, status=status)
+            self._metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
+            self._metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)
