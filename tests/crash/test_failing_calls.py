@@ -67,7 +67,7 @@ class Session:
             except (StoreIOError, FlushFailedError) as error:
                 self.raised.append(error)
                 self.stopped |= isinstance(error, FlushFailedError)
-                if self.store is None or self.store._closed is not None:
+                if self.store is None or self.store.is_closed:
                     self.store, self.stopped = None, False
             if self.store is not None:
                 self.recorded.deleted.append((before, self.store.log.begin))

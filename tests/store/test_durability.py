@@ -70,10 +70,10 @@ def open_store(
         store.append(Message("First", b""))
         store.run_due(START_MS)
         store.flush()
-        store._thread.stop()
+        store._handle.thread.stop()
         if more.get("background"):
-            store._thread.allow()
-        store._housekeeping.alarm = -1  # as before the first
+            store._handle.thread.allow()
+        store._handle.housekeeping.alarm = -1  # as before the first
     if isinstance(files, HeldFiles):
         files.flushes = 0
         files.flushed = threading.Semaphore(0)
@@ -161,14 +161,14 @@ def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
         first.start()
         files.begun.acquire()
         appended = threading.Barrier(9)
-        take, stood = store._durability.commit.reach, store.log.end
+        take, stood = store._handle.durability.commit.reach, store.log.end
 
         def reach(physical_offset: int) -> None:
             if physical_offset > stood:
                 appended.wait()  # so that all eight stand in the log
             take(physical_offset)
 
-        monkeypatch.setattr(store._durability.commit, "reach", reach)
+        monkeypatch.setattr(store._handle.durability.commit, "reach", reach)
         producers = [threading.Thread(target=store.append, args=(message(number), 1)) for number in range(8)]
         for producer in producers:
             producer.start()
@@ -267,7 +267,7 @@ def test_who_moves_a_manual_clock_flushes_the_log() -> None:
         clock.move_to(due)
         store.run_due(due)
         assert files.flushes > 0
-        assert store._durability.commit.flushed == store.log.end
+        assert store._handle.durability.commit.flushed == store.log.end
         assert store_threads() == []
 
 
@@ -449,13 +449,13 @@ def test_nothing_is_acknowledged_by_a_store_that_was_let_go(let_go: Callable[[Me
 def test_a_sync_append_that_meets_abandon_is_not_acknowledged() -> None:
     files = HeldFiles()
     store = open_store(files, SYNC)
-    reach = store._durability.commit.reach
+    reach = store._handle.durability.commit.reach
 
     def meet(physical_offset: int) -> None:
         store.abandon()  # in another thread, between the append and its flush
         reach(physical_offset)
 
-    store._durability.commit.reach = meet  # type: ignore[method-assign]
+    store._handle.durability.commit.reach = meet  # type: ignore[method-assign]
     with pytest.raises(StoreClosedError):
         store.append(message())
     assert files.flushes == 0
@@ -566,7 +566,7 @@ def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> No
     assert len(store_threads()) == 1
     end(store)
     assert store_threads() == []
-    store._thread.wake()  # an append that stood in the log before the end
+    store._handle.thread.wake()  # an append that stood in the log before the end
     assert store_threads() == []
 
 
@@ -664,7 +664,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         held = threading.Event()
 
         def hold():
-            with store._appender.lock, store._appender.flushing, store._durability.commit._guard:
+            with store._appender.lock, store._appender.flushing, store._handle.durability.commit._guard:
                 held.set()
                 released.wait()
 

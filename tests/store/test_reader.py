@@ -22,7 +22,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.live.live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
-from librmq.store.live.reader import Following
+from librmq.store.live.reader import ReadOnlyView
 from tests.budget import examples
 from tests.stores import (
     EVER,
@@ -867,18 +867,18 @@ def test_many_threads_read_beside_a_writer(tmp_path: Path) -> None:
 def test_a_handle_of_its_own_is_enough(tmp_path: Path) -> None:
     """Works alone: parts that follow a store, without the store's class."""
     folder = str(tmp_path / "store")
-    seen: list[Following] = []
+    seen: list[ReadOnlyView] = []
     with MessageStore.open(folder, SMALL) as writer:
-        following = Following(folder, None, DiskFiles(), ManualClock(), None, seen.append)
-        assert seen == [following]
+        view = ReadOnlyView(folder, None, DiskFiles(), ManualClock(), None, seen.append)
+        assert seen == [view]
         writer.append(Message("TopicA", b"1"))
-        assert following.refresh()
-        raw = following.parts.log.read(0)
+        assert view.refresh()
+        raw = view.parts.log.read(0)
         assert raw is not None
         assert StoredMessage(raw).body == b"1"
-    assert following.refresh()
-    assert following.parts.queues["TopicA", 0].max_offset == 1
-    following.parts.close()
+    assert view.refresh()
+    assert view.parts.queues["TopicA", 0].max_offset == 1
+    view.parts.close()
 
 
 def test_died_is_shown_as_it_is_in_memory(pair: Pair) -> None:

@@ -36,12 +36,12 @@ from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
 from librmq.store.recovery.open import load
 from librmq.store.recovery.plan import RecoveryMode
 
-__all__ = ["Following"]
+__all__ = ["ReadOnlyView"]
 
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 
-class Following:
+class ReadOnlyView:
     """The parts of a store that is only read, brought up to date by `refresh`. Thread-safe."""
 
     config: StoreConfig
@@ -58,7 +58,7 @@ class Following:
         files: Files,
         clock: Clock,
         bitmap_of: BitmapOf | None,
-        opened: Callable[[Following], object],
+        opened: Callable[[ReadOnlyView], object],
     ) -> None:
         """Open the store in ``path``; ``opened`` is called now, and whenever ``config`` or ``parts`` are others."""
         self._path = path

@@ -1,0 +1,350 @@
+"""The life of an open store: opening, recovery, what is due by time, closing, and the end of a handle after a fork."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import suppress
+from logging import getLogger
+
+from librmq.clock import Clock, moves_by_itself
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.errors import FlushFailedError, ReadOnlyError, StoreClosedError, StoreIOError
+from librmq.files.damage import Damage
+from librmq.files.disk import TemporaryFolder
+from librmq.files.seam import FileLock, Files, make_folders
+from librmq.message.delay_levels import DelayLevels
+from librmq.runtime.critical import critical
+from librmq.store.engine.append import Appender
+from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.durability import Durability
+from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.queue_table import QueueTable
+from librmq.store.engine.read import Transfer
+from librmq.store.engine.store_lock import forget_locks, lock_store, unlock_store
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
+from librmq.store.format.kept_config import write_kept_config
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.live.reader import ReadOnlyView
+from librmq.store.recovery.clean_shutdown import write_closed_state
+from librmq.store.recovery.open import describe_recovery, load
+from librmq.store.recovery.plan import RecoveryMode
+from librmq.store.upkeep.retention import Retention
+from librmq.store.upkeep.unread import Readers
+
+__all__ = ["StoreHandle"]
+
+_log = getLogger("librmq.store")
+
+
+class StoreHandle:
+    """A store that is open in this process, with the parts that a recovery or a refresh replaces. Thread-safe."""
+
+    config: StoreConfig
+    levels: DelayLevels
+    transfer: Transfer
+    log: CommitLog
+    queues: QueueTable
+    index: KeyIndex
+    checkpoint: Checkpoint
+    durability: Durability
+    retention: Retention
+    housekeeping: Housekeeping
+
+    def __init__(
+        self, path: str, files: Files, clock: Clock, bitmap_of: BitmapOf | None, *, read_only: bool, in_background: bool
+    ) -> None:
+        """Prepare a handle that takes no calls yet; `open` makes it take them."""
+        self.path = path
+        self.files = files
+        self.clock = clock
+        self.read_only = read_only
+        self.readers: Readers | None = None
+        """What tells retention which messages are not consumed."""
+        self.recovered: list[Damage] = []
+        self.view: ReadOnlyView | None = None
+        self.closed: str | None = "was not opened"
+        """Why no calls are taken; None while they are."""
+        self.temporary: TemporaryFolder | None = None
+        """The folder to delete when the store is released."""
+        self.thread = HousekeepingThread(path, self._run_due, clock)
+        self.appender = Appender(clock, self._refusal, self.thread.wake)
+        self._bitmap_of = bitmap_of
+        self._in_background = in_background
+        self._file_lock: FileLock | None = None
+
+    # --------------------------------------------------------------------------------------------------------- opening
+
+    def open(self, config: StoreConfig | None, *, thorough: bool, wait_s: float) -> None:
+        """Lock, open and recover the store; see `MessageStore.open`."""
+        path, files = self.path, self.files
+        kind = directory.check_kind(path, files, writable=not self.read_only)
+        was_killed, begin_ms = False, 0
+        try:
+            if not self.read_only:
+                if kind is directory.StoreKind.NEW:
+                    with critical:
+                        make_folders(files, path)
+                self._file_lock = lock_store(self, path, files, wait_s)
+                was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
+            if config is not None:
+                directory.check_config(path, config, files)
+            if self.read_only:
+                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
+            else:
+                self._configure(config or directory.infer_config(path, files))
+                self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
+                if config is not None or kind is directory.StoreKind.NEW:
+                    write_kept_config(path, self.config, files)
+            if was_killed:
+                took_ms = self.clock.now_ms() - begin_ms
+                _log.warning("%s", describe_recovery(path, self.log.end, self.recovered, took_ms))
+        except BaseException:
+            with critical:
+                self._release()
+            raise
+        self._take_calls()
+        _open_handles.add(self)
+
+    def _configure(self, config: StoreConfig) -> None:
+        self.config = config
+        self.levels = DelayLevels.parse(config.message_delay_level)
+        self.transfer = Transfer(config)
+        self.appender.configure(config, self.levels)
+
+    def _load(self, mode: RecoveryMode) -> None:
+        """Open the parts for writing and make them agree."""
+        bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
+        parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
+        with critical:
+            self._take(parts)
+        self.recovered = self.recovered + parts.cuts
+
+    def _show(self, view: ReadOnlyView) -> None:
+        """Take the parts of a read-only view, which are other objects now."""
+        self._configure(view.config)
+        with critical:
+            self._take(view.parts)
+        self.recovered = view.parts.cuts
+
+    def _take(self, parts: Parts) -> None:
+        appender = self.appender
+        self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
+        self.durability = Durability(parts, appender, self._check_lock)
+        self.retention = Retention(
+            self.log,
+            lambda: list(parts.queues.values()),
+            self.index,
+            self.config,
+            self.files,
+            self.path,
+            lock=appender,
+            settled=lambda: self.durability.settled,
+            flush_log=lambda: self.durability.commit.reach(self.log.end),
+            watch_disk=moves_by_itself(self.clock),
+            readers=lambda: self.readers,
+            find_queue=lambda topic, queue_id: self.written_queues().find((topic, queue_id)),
+        )
+        self.housekeeping = Housekeeping(
+            self.config,
+            self.log,
+            self.durability.commit,
+            self.durability.flush,
+            lambda: parts.dispatcher.entries + len(parts.dispatcher.records),
+            self._expire,
+            self.clock.now_ms(),
+        )
+        appender.take(parts, self.durability.commit, self.housekeeping)
+
+    def _check_lock(self) -> None:
+        if self._file_lock is not None:
+            self._file_lock.check()
+
+    def _take_calls(self) -> None:
+        """Take the calls of users from now on."""
+        self.closed = None
+        self.appender.accepts = not self.read_only
+        if self._in_background:
+            self.thread.allow()
+
+    # ------------------------------------------------------------------------------------------------------ while open
+
+    def refresh(self) -> bool:
+        """See what another process has written; see `MessageStore.refresh`."""
+        self.check_open()
+        return self.view is not None and self.view.refresh()
+
+    def written_queues(self) -> QueueTable:
+        """Return the queues with the entries of all that was appended before, as far as the disk has room."""
+        if self.closed is None:
+            self.appender.write_entries_that_fit()
+        return self.queues
+
+    def up_to_date(self) -> Parts:
+        """Return the parts, with everything in them that was acknowledged before the call."""
+        self.refresh()
+        self.appender.drain()
+        return self.appender.open_parts()
+
+    def flush(self) -> int:
+        """Flush all that was appended before; see `MessageStore.flush`."""
+        self.check_writable()
+        self.appender.check_reentry()
+        with critical, self.appender.flushing:  # a recovery replaces `durability`
+            return self.durability.flush()
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Do what is due by time; see `MessageStore.run_due`."""
+        self.check_writable()
+        with critical:
+            return self._run_due(now_ms)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        return self.housekeeping.run_due(now_ms)  # a recovery replaces it
+
+    def _expire(self, now_ms: int) -> int | None:
+        """Take the step of retention, which finds whether the disk has room for messages."""
+        try:
+            return self.retention.run_due(now_ms)
+        finally:
+            appender, commit = self.appender, self.durability.commit
+            with appender.lock:
+                refused = self.closed is not None or commit.failure is not None
+                appender.accepts = not refused and not self.retention.refuses_writes
+                if commit.failure is not None:  # meanwhile
+                    appender.accepts = False
+
+    def recover(self) -> list[Damage]:
+        """Open the parts again and make them agree with the whole log; see `MessageStore.recover`."""
+        appender = self.appender
+        appender.check_reentry()
+        self.thread.stop()
+        with appender.flushing, appender.lock:
+            lock_holder = appender
+            self.check_writable()
+            with critical:
+                appender.catch_up()
+                self.closed, appender.accepts = "could not be recovered", False  # unless it is
+                self._close_parts()
+            before = len(self.recovered)
+            try:
+                self._load(RecoveryMode.LIVING)
+                self._take_calls()
+            except BaseException:
+                with critical:
+                    self.closed, appender.accepts = "could not be recovered", False
+                    self._release()
+                raise
+            del lock_holder  # which `check_reentry` looks at
+            return self.recovered[before:]
+
+    # --------------------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Flush the store, mark it as cleanly closed and release it; see `MessageStore.close`."""
+        with critical:
+            if not self._end("is closed"):
+                self._release()  # what a signal has left of an open or a recovery
+                return
+            try:
+                if not self.read_only:
+                    self.durability.flush()
+                    for queue in self.queues.opened():
+                        queue.flush()  # retention deletes files of queues that no append wrote to
+                    write_closed_state(self.path, self.files, self.log, self.queues, self.index)
+                    clear_abort(self.files, self.path)
+            finally:
+                self._release()
+
+    def abandon(self, why: str) -> None:
+        """Release the store as a dying process does; see `MessageStore.abandon`."""
+        with critical:
+            if not self._end(why):
+                self._release()
+                return
+            try:
+                if not self.read_only:
+                    with suppress(StoreIOError), self.appender.lock:  # a reader may be writing entries too
+                        self.appender.catch_up()
+            finally:
+                self._release()
+
+    def forget(self) -> None:
+        """Leave the store to the parent, in a child process after a fork."""
+        self.closed = "was opened before a fork: reopen the store in the child"
+        self.thread.forget()
+        self._file_lock = None  # so that closing waits for no thread of the parent's
+        self.appender.forget()
+        self.durability.commit.forget(f"{self.path}: this handle {self.closed}")
+
+    def _end(self, why: str) -> bool:
+        """Take no more calls; return False if that was so already."""
+        self.appender.check_reentry()
+        with self.appender.lock:
+            if self.closed is not None:
+                return False
+            self.closed, self.appender.accepts = why, False
+        self.thread.stop()
+        return True
+
+    def _close_parts(self) -> None:
+        appender = self.appender
+        with appender.flushing:
+            parts, appender.parts = appender.parts, None
+            if parts is not None:
+                self.durability.commit.stop(f"{self.path}: the log was released before this had reached the device")
+                parts.close()
+
+    def _release(self) -> None:
+        try:
+            self._close_parts()
+        finally:
+            if self._file_lock is not None:
+                unlock_store(self._file_lock)
+                self._file_lock = None
+            if self.temporary is not None:
+                self.temporary.delete()
+
+    # -------------------------------------------------------------------------------------------------------- refusals
+
+    def check_open(self) -> None:
+        """Refuse a call to a handle that is closed."""
+        if self.closed is not None:
+            raise self.unusable()
+
+    def check_writable(self) -> None:
+        """Refuse a call to a handle that is closed, or open for reading only."""
+        if self.closed is not None or self.read_only:
+            raise self.unusable()
+
+    def _refusal(self) -> Exception:
+        """Return why nothing can be appended."""
+        if self.closed is None and not self.read_only:
+            if self.durability.commit.failure is not None:
+                return FlushFailedError(self.durability.commit.failure)
+            if self.retention.refuses_writes:
+                return self.retention.refusal()
+        return self.unusable()
+
+    def unusable(self) -> Exception:
+        """Return the error of a handle that is closed, or open for reading only."""
+        if self.closed is not None:
+            return StoreClosedError(f"{self.path}: this handle {self.closed}")
+        return ReadOnlyError(f"{self.path}: this handle only reads")
+
+
+_open_handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for handle in list(_open_handles):
+        handle.forget()
+    _open_handles.clear()
+    forget_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
