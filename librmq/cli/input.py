@@ -28,12 +28,12 @@ __all__ = [
 
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
-_AGO: Final = re.compile(r"-(\d{1,12})(ms|s|m|h|d)")
+_AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
 def parse_time(text: str, clock: Clock) -> int:
-    """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``-2h``.
+    """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``2h``.
 
     Raises:
         InputError: the text is none of these.
@@ -47,8 +47,8 @@ def parse_time(text: str, clock: Clock) -> int:
         return max(0, round(datetime.fromisoformat(text).timestamp() * 1000))
     except (ValueError, OverflowError, OSError):
         raise InputError(
-            f"not a time: {text!r}; expected milliseconds since 1970, ISO 8601 such as 2024-05-01T08:00:00Z, "
-            "or how long ago such as -2h"
+            f"not a time: {text!r}; expected milliseconds since 1970, a date such as '2026-11-20 08:00' or "
+            "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
 
 

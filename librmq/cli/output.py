@@ -1,4 +1,4 @@
-"""Output of rows: JSON lines for programs, tables for people."""
+"""Output of rows: JSON lines for programs, tables for people, and files of CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, TextIO
 
-from librmq.errors import MissingExtraError
+from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, escape, printable
 
-__all__ = ["JsonLines", "Output", "complain", "json_line", "open_output"]
+__all__ = ["Enough", "JsonLines", "Output", "RowWriter", "complain", "json_line", "open_output", "whole_number"]
 
 DAMAGED: Final = 1
 """Exit status: the store is damaged."""
 BAD_INPUT: Final = 2
 """Exit status: bad usage or bad input."""
+EMPTY: Final = 3
+"""Exit status: there was no row, and ``--fail-empty`` was given."""
 INTERRUPTED: Final = 130
 """Exit status: ended by Ctrl-C."""
 
@@ -24,8 +26,8 @@ _UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
-class Output(Protocol):
-    """Receiver of a command's rows."""
+class RowWriter(Protocol):
+    """A form of output."""
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row, now or when its table is full."""
@@ -38,6 +40,43 @@ class Output(Protocol):
     def close(self) -> None:
         """Print all remaining rows."""
         ...
+
+
+class Enough(Exception):
+    """As many rows are printed as were asked for: the command ends."""
+
+
+class Output:
+    """Receiver of a command's rows, which counts them."""
+
+    def __init__(self, writer: RowWriter, limit: int | None = None, stream: TextIO | None = None) -> None:
+        """``stream`` is closed with the output."""
+        self.writer = writer
+        self.rows = 0
+        self._limit = limit
+        self._stream = stream
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Print a row, now or when its table is full.
+
+        Raises:
+            Enough: It is the last one that was asked for.
+        """
+        self.writer.row(row)
+        self.rows += 1
+        if self.rows == self._limit:
+            raise Enough
+
+    def flush(self) -> None:
+        """Pass on every row so far; a table may wait until it is full."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Print all remaining rows."""
+        self.writer.close()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def json_line(row: Mapping[str, Any]) -> str:
@@ -62,14 +101,39 @@ class JsonLines:
     close = flush
 
 
-def open_output(form: str | None, stream: TextIO) -> Output:
-    """Return output in ``form`` (``table`` or ``jsonl``), or without one in the form that suits ``stream``.
+def open_output(form: str | None, stream: TextIO, path: str | None = None, limit: str | None = None) -> Output:
+    """Return output in ``form``, or without one in the form that suits ``path``, else ``stream``.
 
     If the extra for tables is missing, a terminal gets JSON lines and a hint.
 
     Raises:
-        MissingExtraError: The form is ``table``, and the extra for tables is missing.
+        InputError: ``limit`` is no number, or ``path`` cannot be written.
+        MissingExtraError: The extra for the form is missing.
     """
+    most = None if limit is None else whole_number("--limit", limit)
+    if path is not None:
+        ending = path.rpartition(".")[2].lower()
+        form = form or {"csv": "csv", "parquet": "parquet", "txt": "table"}.get(ending, "jsonl")
+    if form == "parquet":
+        if path is None:
+            raise InputError("--format parquet: name a file with -o, as Parquet is no text")
+        from librmq.cli.row_files import ParquetRows
+
+        return Output(ParquetRows(path), most)
+    own = None
+    if path is not None:
+        try:
+            own = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from None
+    return Output(_writer(form, stream), most, own)
+
+
+def _writer(form: str | None, stream: TextIO) -> RowWriter:
+    if form == "csv":
+        from librmq.cli.row_files import CsvRows
+
+        return CsvRows(stream)
     if form == "jsonl" or (form is None and not stream.isatty()):
         return JsonLines(stream)
     try:
@@ -81,6 +145,17 @@ def open_output(form: str | None, stream: TextIO) -> Output:
         complain(f"hint: {missing}")
         return JsonLines(stream)
     return Table(stream)
+
+
+def whole_number(name: str, text: str) -> int:
+    """Return a number above 0 from the text of an option.
+
+    Raises:
+        InputError: The text is none.
+    """
+    if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number from 1 to 999999999, found {text!r:.80}")
 
 
 def complain(message: str) -> None:

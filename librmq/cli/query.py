@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from librmq.cli.input import field, parse_time, read_rows, standard_input
-from librmq.cli.output import Output
+from librmq.cli.output import Output, whole_number
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.clock import SystemClock
@@ -36,7 +36,7 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
             raise InputError("a search by key needs both --topic and --key")
         begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
         end = _LARGEST if arguments.end is None else parse_time(arguments.end, clock)
-        most = _count(arguments.max)
+        most = whole_number("--max", arguments.max)
         with open_store(arguments) as store:
             found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
             _print(store, found, output)
@@ -45,12 +45,6 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         with open_store(arguments) as store:
             _print(store, store.find_by_id(arguments.id), output)
     return 0
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
-        return int(text)
-    raise InputError(f"--max: expected a whole number from 1 to 999999999, found {text!r}")
 
 
 def _check_id(text: str) -> None:

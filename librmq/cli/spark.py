@@ -32,6 +32,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         for name, pipeline in PIPELINES.items():
             output.row({"pipeline": name, "about": pipeline.about, "settings": dict(pipeline.settings)})
         return 0
+    if not arguments.stores:
+        raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
     session = _session(arguments)
     frame = _refused(lambda: run(session, arguments.name, arguments.stores, _settings(arguments.set)))
     if arguments.out is None:

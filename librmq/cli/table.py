@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import chain
 from typing import Any, Final, TextIO
 
@@ -15,7 +15,7 @@ import rich.text
 
 from librmq.message.printable import printable
 
-__all__ = ["Table"]
+__all__ = ["Table", "local_time"]
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], object]]
@@ -25,15 +25,21 @@ _WIDTH_OF_FILES: Final = 10_000  # nothing is folded
 _LONGEST_CELL: Final = 200
 
 
+def local_time(time_ms: int) -> str | int:
+    """Return a time in the machine's zone, which it names; the number where no calendar has the time."""
+    try:
+        text = datetime.fromtimestamp(time_ms / 1000).astimezone().isoformat(" ", "milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return time_ms
+    return f"{text.removesuffix('+00:00')}Z" if text.endswith("+00:00") else text
+
+
 def _time(name: str) -> Callable[[Row], object]:
     def show(row: Row) -> object:
         time_ms = row.get(name)
         if not isinstance(time_ms, int):
             return time_ms
-        try:
-            return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(" ", "milliseconds").removesuffix("+00:00")
-        except (ValueError, OverflowError, OSError):
-            return time_ms
+        return local_time(time_ms)
 
     return show
 
@@ -53,7 +59,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("size", _of("size")),
         *_QUEUE,
         ("queue offset", _of("queue_offset")),
-        ("stored (UTC)", _time("store_timestamp")),
+        ("stored", _time("store_timestamp")),
         ("tags", _property("TAGS")),
         ("keys", _property("KEYS")),
         ("unique id", _property("UNIQ_KEY")),
@@ -126,7 +132,12 @@ class Table:
         rows, self._rows = self._rows, []
         if not rows:
             return
-        columns = _COLUMNS.get(self._kind) or [(name, _of(name)) for name in dict.fromkeys(chain(*rows))]
+        columns = _COLUMNS.get(self._kind) or [
+            (title, _time(name))
+            if (title := name.removesuffix("_timestamp_ms").removesuffix("_ms")) != name
+            else (name, _of(name))
+            for name in dict.fromkeys(chain(*rows))
+        ]
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
         values = [[show(row) for _, show in columns] for row in rows]
         for place, (title, _) in enumerate(columns):

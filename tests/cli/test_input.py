@@ -52,7 +52,7 @@ def test_a_time_without_a_zone_is_local() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "yesterday", "-2w", "2h", "9223372036854775808", "1e9", "-1", "٣", "99999999-01-01"]
+    "text", ["", "yesterday", "-2w", "2 h", "9223372036854775808", "1e9", "-1", "٣", "99999999-01-01"]
 )
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(InputError, match="not a time"):

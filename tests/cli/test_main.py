@@ -167,7 +167,7 @@ def test_the_file_to_write_is_named_by_either_option(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert [command for command in COMMANDS if f"    {command} " not in shown] == []
+    assert [command for command in COMMANDS if f"\n  {command} " not in shown] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

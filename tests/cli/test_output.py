@@ -55,10 +55,10 @@ def test_programs_get_json_lines_and_people_tables() -> None:
     pytest.importorskip("rich")
     from librmq.cli.table import Table
 
-    assert isinstance(open_output(None, io.StringIO()), JsonLines)
-    assert isinstance(open_output("jsonl", Terminal()), JsonLines)
-    assert isinstance(open_output(None, Terminal()), Table)
-    assert isinstance(open_output("table", io.StringIO()), Table)
+    assert isinstance(open_output(None, io.StringIO()).writer, JsonLines)
+    assert isinstance(open_output("jsonl", Terminal()).writer, JsonLines)
+    assert isinstance(open_output(None, Terminal()).writer, Table)
+    assert isinstance(open_output("table", io.StringIO()).writer, Table)
 
 
 def test_without_rich_a_terminal_gets_json_lines_and_a_hint(
@@ -66,7 +66,7 @@ def test_without_rich_a_terminal_gets_json_lines_and_a_hint(
 ) -> None:
     monkeypatch.delitem(sys.modules, "librmq.cli.table", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert isinstance(open_output(None, Terminal()), JsonLines)
+    assert isinstance(open_output(None, Terminal()).writer, JsonLines)
     said = capsys.readouterr().err
     assert said.startswith("hint: ")
     assert said.endswith("pip install 'librmq[cli]'\n")
@@ -120,7 +120,7 @@ def test_messages_are_shown_in_columns() -> None:
             "3",
             "17",
             "2026-11-20",
-            "04:54:52.064",
+            "04:54:52.064Z",
             "TagA",
             "k1",
             "k2",
@@ -134,7 +134,7 @@ def test_messages_are_shown_in_columns() -> None:
             "3",
             "17",
             "2026-11-20",
-            "04:54:52.064",
+            "04:54:52.064Z",
             "TagA",
             "k1",
             "k2",

@@ -1,0 +1,106 @@
+"""Arguments of the command line: which command is meant, its options, and the help on one screen."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from librmq.cli.commands import COMMANDS, SECTIONS
+from librmq.cli.commands.options import CONFIG, FORMAT, Command
+from librmq.cli.output import BAD_INPUT, complain
+
+__all__ = ["parse", "parser_of"]
+
+_AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
+_END: Final = (
+    "Every command has an example: librmq COMMAND --help. Exit status: 0 success, 1 the store is damaged,\n"
+    "2 bad usage or input, 3 no row (with --fail-empty), 130 interrupted."
+)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line says, with ``command`` as the `Command` that it names.
+
+    Raises:
+        SystemExit: The command line is wrong, or asked only for help or the version.
+    """
+    top = _Parser(prog="librmq", add_help=False, allow_abbrev=False, usage="librmq COMMAND STORE [options]")
+    FORMAT.add_to(top)
+    top.add_argument("-h", "--help", action="store_true")
+    top.add_argument("--version", action="store_true")
+    top.add_argument("command", metavar="COMMAND", nargs="?")
+    top.add_argument("rest", nargs=argparse.REMAINDER)
+    given = top.parse_args(words)
+    if given.version:
+        from librmq import __version__
+
+        print(f"librmq {__version__}")
+        raise SystemExit(0)
+    if given.help:
+        print(_help())
+        raise SystemExit(0)
+    if given.command is None:
+        top.error("name a command; librmq --help lists them")
+    command = COMMANDS.get(given.command)
+    if command is None:
+        near = difflib.get_close_matches(given.command, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "librmq --help lists them"
+        top.error(f"there is no command {given.command[:80]!r}; {hint}")
+    before = argparse.Namespace(format=getattr(given, "format", None), config=None, command=command)
+    return parser_of(command).parse_args(_join_times(given.rest), before)
+
+
+def parser_of(command: Command) -> argparse.ArgumentParser:
+    """Return the parser of a command's arguments."""
+    parser = _Parser(
+        prog=f"librmq {command.name}",
+        description=textwrap.fill(command.description or f"{command.summary[:1].upper()}{command.summary[1:]}.", 100),
+        epilog=f"example: librmq {command.name} {command.example}".rstrip(),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if command.store:
+        parser.add_argument("store", metavar="STORE", help="the folder of the store")
+        CONFIG.add_to(parser)
+    for one in command.options:
+        one.add_to(parser)
+    if command.output:
+        group = parser.add_argument_group("output")
+        for one in command.output:
+            one.add_to(group)
+    return parser
+
+
+def _help() -> str:
+    """Return the help of all commands, with an example of each."""
+    lines = ["usage: librmq COMMAND STORE [options]", "", "Looks into a RocketMQ store, checks, repairs and fills it."]
+    examples = {name: f"{name} {one.example}".rstrip() for name, one in COMMANDS.items()}
+    width = min(42, max(map(len, examples.values())))
+    for title, commands in SECTIONS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {examples[one.name]:<{width}}  {one.summary}" for one in commands]
+    return "\n".join([*lines, "", _END])
+
+
+def _join_times(words: Sequence[str]) -> list[str]:
+    """Join ``--begin -2h`` to ``--begin=-2h``, because the parser would take ``-2h`` for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--begin", "--end", "--since", "--until", "--to") and _AGO.fullmatch(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print an error with control characters escaped, and exit with status 2."""
+        self.print_usage(sys.stderr)
+        complain(f"{self.prog}: error: {message}")
+        raise SystemExit(BAD_INPUT)

@@ -1,0 +1,20 @@
+"""Names, summaries, examples and arguments of all commands; loads nothing that a command needs to run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from librmq.cli.commands import change, files, look, tools
+from librmq.cli.commands.options import Command
+
+__all__ = ["COMMANDS", "SECTIONS"]
+
+SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
+    "Look": look.COMMANDS,
+    "Change": change.COMMANDS,
+    "Files": files.COMMANDS,
+    "Tools": tools.COMMANDS,
+}
+"""The commands by the headings of the help."""
+COMMANDS: Final[dict[str, Command]] = {one.name: one for section in SECTIONS.values() for one in section}
+"""The commands by name."""

@@ -1,0 +1,105 @@
+"""Options that commands share, each declared once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+__all__ = ["CHANGES", "CONFIG", "LISTED", "OUTPUT", "SELECTION", "TIMES", "Command", "Option", "option"]
+
+TIME_HELP: Final = (
+    "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
+    "or how long ago (90s, 30m, 2h, 7d)"
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a command, as `argparse` takes it."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, object]
+
+    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+        """Declare the argument."""
+        parser.add_argument(*self.names, **cast(Any, self.settings))
+
+
+def option(*names: str, **settings: object) -> Option:
+    """Return an option with the names and settings of `argparse`."""
+    return Option(names, settings)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it is called, where its function is, and what it takes."""
+
+    name: str
+    module: str
+    """The module of `librmq.cli` with the function of this name."""
+    summary: str
+    example: str
+    """Arguments that work on the store in ``tests/data``, which the help shows."""
+    options: tuple[Option, ...] = ()
+    description: str = ""
+    store: bool = True
+    """Whether the first argument is the folder of a store."""
+    makes_store: bool = False
+    """Whether the store need not exist."""
+    output: tuple[Option, ...] = ()
+    """`LISTED`, `OUTPUT`, or none for a command that prints text or has its own."""
+
+    @property
+    def function(self) -> str:
+        """The name of the function in the module."""
+        return f"{self.name}_" if self.name in ("filter", "import") else self.name.replace("-", "_")
+
+
+FORMAT: Final = option(
+    "--format",
+    choices=("table", "jsonl", "csv", "parquet"),
+    default=argparse.SUPPRESS,
+    help="a table for people (the default on a terminal), JSON lines (the default in a pipe), CSV or Parquet",
+)
+OUTPUT: Final = (
+    FORMAT,
+    option("-o", "--out", metavar="FILE", help="write to this file; its ending names the format if --format does not"),
+)
+"""For a command that prints rows."""
+LISTED: Final = (
+    *OUTPUT,
+    option("--limit", metavar="N", help="end after N rows"),
+    option("--fail-empty", action="store_true", help="exit with status 3 if there is no row"),
+)
+"""For a command that prints a list."""
+
+CONFIG: Final = option(
+    "--config",
+    metavar="FILE",
+    default=argparse.SUPPRESS,
+    help="settings as JSON, for those that the store's files do not tell",
+)
+CHANGES: Final = (option("--dry-run", action="store_true", help="print what would change, and change nothing"),)
+"""For a command that changes a store."""
+
+TIMES: Final = (
+    option("--since", metavar="TIME", help=f"stored at this time or later; {TIME_HELP}"),
+    option("--until", metavar="TIME", help="stored before this time"),
+)
+TOPIC: Final = option("--topic", metavar="TOPIC", help="messages of this topic")
+TAG: Final = option("--tag", metavar="TAGS", help="messages with one of these tags, such as 'created || paid'")
+SQL: Final = option("--sql", metavar="EXPR", help="messages whose properties match an SQL92 expression")
+SELECTION: Final = (
+    TOPIC,
+    option("--queue", metavar="ID", help="messages of this queue"),
+    option("--offset", metavar="N[-M]", help="with --topic and --queue: this queue offset, or from N to M, or from N-"),
+    option("--key", metavar="KEY", help="messages with this key or unique id"),
+    option("--id", metavar="ID", help="the message with this offset id or unique id"),
+    TAG,
+    SQL,
+    option("--grep", metavar="REGEX", help="messages whose body matches a regular expression"),
+    *TIMES,
+)
+"""Which messages a command takes."""

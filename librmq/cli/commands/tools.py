@@ -1,0 +1,100 @@
+"""Commands for other programs, and commands that need no store."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from librmq.cli.commands.options import OUTPUT, Command, option
+
+__all__ = ["COMMANDS"]
+
+_STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores")
+_MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
+
+COMMANDS: Final = (
+    Command(
+        "report",
+        "spark",
+        "write a page with plots about stores, with Spark",
+        "store --out report.html",
+        (
+            _STORES,
+            option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html)"),
+            _MASTER,
+        ),
+        store=False,
+    ),
+    Command(
+        "spark",
+        "spark",
+        "run a pipeline over stores with Spark",
+        "list",
+        (
+            option("action", metavar="ACTION", choices=("list", "run"), help="list the pipelines, or run one"),
+            option("name", metavar="NAME", nargs="?", help="run: the pipeline"),
+            option("stores", metavar="STORE", nargs="*", help="run: the folders of the stores"),
+            option("-o", "--out", metavar="FOLDER", help="write the rows there as Parquet, not to the output"),
+            option("--overwrite", action="store_true", help="replace an existing folder"),
+            option("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline"),
+            _MASTER,
+        ),
+        description="Runs a pipeline over one store or a cluster's; `librmq spark list` lists them (extra: spark).",
+        store=False,
+        output=OUTPUT[:1],
+    ),
+    Command(
+        "doctor",
+        "spark",
+        "report what is missing to run Spark here",
+        "",
+        (option("--start", action="store_true", help="also start a session"), _MASTER),
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "ask",
+        "query",
+        "answer queries from standard input",
+        "store < questions.jsonl",
+        description="Answers queries, one JSON object a line: index_query, get_message, offset_by_time.",
+        output=OUTPUT,
+    ),
+    Command(
+        "filter",
+        "filters",
+        "evaluate filter expressions, or explain one",
+        "--explain 'price > 5' price=7",
+        (
+            option("--dialect", choices=("4.9", "5.3"), default="4.9", help="the grammar (4.9)"),
+            option("--strict", action="store_true", help="refuse text after a whole expression, which brokers ignore"),
+            option(
+                "--explain",
+                nargs="?",
+                const=True,
+                metavar="EXPR",
+                help="explain this expression; without one, each case on standard input",
+            ),
+            option("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties"),
+        ),
+        description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
+        "says which term of an expression decides about a message with the given properties, and why.",
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "allocate",
+        "allocation",
+        "allocate queues, or select one",
+        "< cases.jsonl",
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "bloom",
+        "filters",
+        "print the bit positions of strings in a bitmap",
+        "< strings.jsonl",
+        store=False,
+        output=OUTPUT,
+    ),
+)

@@ -1,0 +1,62 @@
+"""Commands called in this process, on the store of the project's own data."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from librmq.cli import main
+from tests.reference import COMPACT, unpack_compact
+
+
+class Answer(NamedTuple):
+    """What a command left: its exit status, and what it printed and said."""
+
+    status: int
+    out: str
+    said: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows, where JSON lines were printed."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Shell:
+    """A current folder with commands."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self._capsys = capsys
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, *words: object, given: str | bytes = b"") -> Answer:
+        """Run a command with ``given`` on standard input."""
+        data = given.encode() if isinstance(given, str) else given
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        self._capsys.readouterr()
+        status = main([str(word) for word in words])
+        shown = self._capsys.readouterr()
+        return Answer(status, shown.out, shown.err)
+
+
+def unpack_store(into: Path) -> Path:
+    """Put the store of the project's own data into ``into / "store"``."""
+    unpack_compact(COMPACT, into / "data")
+    (into / "data" / "store-basic" / "store").rename(into / "store")
+    return into / "store"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The content of all files below a folder, by relative path, but for the lock."""
+    return {
+        os.path.relpath(path, folder): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }

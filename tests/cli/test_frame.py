@@ -1,0 +1,123 @@
+"""What all commands share: help with an example each, forms of output, limits, the store that a path means."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.cli.commands import COMMANDS
+from tests.cli.stand import Shell, files_of
+
+NEEDS_SPARK = ("spark", "report", "doctor")
+NEEDS_ARROW = ("export",)
+
+
+def test_help_fits_one_screen(shell: Shell) -> None:
+    answer = shell("--help")
+    assert answer.status == 0
+    lines = answer.out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    assert [name for name in COMMANDS if f"\n  {name}" not in answer.out] == []
+
+
+def test_version(shell: Shell) -> None:
+    assert shell("--version") == (0, f"librmq {librmq.__version__}\n", "")
+
+
+def test_an_unknown_command_is_answered_with_a_near_one(shell: Shell) -> None:
+    answer = shell("queus", "store")
+    assert (answer.status, answer.out) == (2, "")
+    assert "there is no command 'queus'; did you mean queues?" in answer.said
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in NEEDS_SPARK])
+def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> None:
+    if name in NEEDS_ARROW and find_spec("pyarrow") is None:
+        pytest.skip("needs the extra arrow")
+    shown = shell(name, "--help").out
+    example = shown.rpartition("example: ")[2].strip()
+    first, _, given = example.partition(" < ")
+    words = shlex.split(first)
+    assert words[:2] == ["librmq", name]
+    before = files_of(shell.folder / "store")
+    answer = shell(*words[1:])
+    assert (answer.status, "a bug" in answer.said) == (0, False), answer.said
+    assert given or answer.out or name == "timers"
+    if name not in ("topic", "group", "reset", "skip", "dead-letters", "import"):
+        assert files_of(shell.folder / "store") == before
+
+
+# --- forms
+
+
+def test_rows_can_be_csv(shell: Shell) -> None:
+    rows = shell("queues", "store").rows
+    found = list(csv.DictReader(io.StringIO(shell("queues", "store", "--format", "csv").out)))
+    assert found == [{name: str(value) for name, value in row.items()} for row in rows]
+
+
+def test_csv_holds_objects_as_json(shell: Shell) -> None:
+    row = shell("dump", "store", "--limit", 1).rows[0]
+    (found,) = csv.DictReader(io.StringIO(shell("dump", "store", "--limit", 1, "--format", "csv").out))
+    assert json.loads(found["properties"]) == row["properties"]
+
+
+def test_rows_can_be_a_file_of_parquet(shell: Shell) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = shell("queues", "store").rows
+    assert shell("queues", "store", "-o", "queues.parquet") == (0, "", "")
+    assert parquet.read_table("queues.parquet").to_pylist() == rows
+    assert shell("queues", "store", "--format", "parquet").status == 2
+
+
+@pytest.mark.parametrize(("name", "begins"), [("q.jsonl", '{"topic"'), ("q.csv", "topic,"), ("q", '{"topic"')])
+def test_the_file_names_the_form(shell: Shell, name: str, begins: str) -> None:
+    assert shell("queues", "store", "--out", name) == (0, "", "")
+    assert Path(name).read_text("utf-8").startswith(begins)
+
+
+def test_a_file_that_cannot_be_written_is_named(shell: Shell) -> None:
+    answer = shell("queues", "store", "-o", "absent/file")
+    assert answer.status == 2
+    assert "absent/file: No such file" in answer.said
+
+
+def test_limit_ends_a_list(shell: Shell) -> None:
+    rows = shell("queues", "store").rows
+    assert shell("queues", "store", "--limit", 2).rows == rows[:2]
+    assert shell("queues", "store", "--limit", 2, "--format", "csv").out.count("\n") == 3
+    assert "--limit: expected a whole number" in shell("queues", "store", "--limit", "0").said
+
+
+def test_no_row_is_no_error_unless_asked_for(shell: Shell) -> None:
+    words = ["query", "store", "--topic", "OrderTopic", "--key", "none"]
+    assert shell(*words) == (0, "", "")
+    assert shell(*words, "--fail-empty") == (3, "", "")
+    assert shell("queues", "store", "--fail-empty").status == 0
+
+
+# --- the store that a path means
+
+
+def test_a_store_below_the_path_is_found_and_named(shell: Shell) -> None:
+    expected = shell("queues", "store").out
+    for path in (".", shell.folder, shell.folder / "store" / "commitlog"):
+        answer = shell("queues", path)
+        assert (answer.status, answer.out) == (0, expected)
+        assert answer.said.startswith("note: the store is ")
+        assert answer.said.endswith("store\n")
+
+
+def test_several_stores_below_the_path_are_listed(shell: Shell) -> None:
+    (shell.folder / "other" / "commitlog").mkdir(parents=True)
+    answer = shell("queues", ".")
+    assert (answer.status, answer.out) == (2, "")
+    assert "2 stores lie below it (./other, ./store)" in answer.said
