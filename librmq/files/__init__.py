@@ -25,5 +25,5 @@ _MODULES = {
     "overlay": ("OverlayFiles",),
     "seam": ("Buffer", "FolderEntry", "File", "FileLock", "Files"),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

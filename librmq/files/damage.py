@@ -1,4 +1,4 @@
-"""Damage to the files of a store, as a value: `verify` finds it, a recovery mends it."""
+"""Damage to the files of a store, as a value: `verify` finds it, recovery repairs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Damage"]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with ``bytes`` of ``file`` from ``offset`` on (physical for the log, else within the file)."""
+    """A defect of ``bytes`` of ``file`` from ``offset`` on (physical for the log, else within the file)."""
 
     file: str
     offset: int

@@ -1,4 +1,4 @@
-"""Real files, mapped."""
+"""Mapped files on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from librmq.files.seam import File, FileLock, FolderEntry, named
 __all__ = ["DiskFiles", "TemporaryFolder"]
 
 _BINARY: Final = getattr(os, "O_BINARY", 0)
-# No link is followed to a file that is written: it might lead out of the store.
+# Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
@@ -34,16 +34,16 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 def _advise() -> Callable[[Any, int, int, int], None]:
     """Return ``advise(mapping, begin, size, advice)``, which advises the kernel about a mapping's pages.
 
-    The mapping's own method would stop all threads of the interpreter meanwhile. A kernel that does not know the
-    advice does nothing, and what follows is slower.
+    The method of the mapping would hold the interpreter's lock meanwhile. A kernel that does not know the advice
+    ignores it, and later accesses are slower.
     """
-    import ctypes  # only writers need it
+    import ctypes  # only writers need this slow import
 
     call = ctypes.CDLL(None).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def advise(mapping: Any, begin: int, size: int, advice: int) -> None:
-        first = ctypes.c_char.from_buffer(mapping)  # holds the mapping where it is
+        first = ctypes.c_char.from_buffer(mapping)  # keeps the mapping at its address
         call(ctypes.addressof(first) + begin, size, advice)
 
     return advise
@@ -51,20 +51,20 @@ def _advise() -> Callable[[Any, int, int, int], None]:
 
 @cache
 def _syncfs() -> Callable[[int], int] | None:
-    """Return Linux's call that flushes a file system, where it reports failures: from 5.8 on."""
+    """Return Linux's call that flushes a file system, if it reports failures: since Linux 5.8."""
     if sys.platform != "linux":
         return None
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release is None or (int(release[1]), int(release[2])) < (5, 8):
         return None
-    import ctypes  # rarely needed
+    import ctypes  # slow to import, rarely needed
 
     call: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     return call
 
 
 class DiskFiles:
-    """Real files, mapped. Thread-safe."""
+    """Mapped files on disk. Thread-safe."""
 
     is_shared = True
     fills_by_itself = True
@@ -109,13 +109,13 @@ class DiskFiles:
             raise
         if keep_descriptor:
             return File(path, buffer, status.st_size, writable, descriptor)
-        os.close(descriptor)  # the mapping has a duplicate of its own
+        os.close(descriptor)  # the mapping keeps its own duplicate
         return File(path, buffer, status.st_size, writable)
 
     def reserve(self, file: File, begin: int, end: int) -> None:
-        if not hasattr(os, "posix_fallocate"):  # macOS and Windows: pages are found at the write
+        if not hasattr(os, "posix_fallocate"):  # macOS and Windows allocate blocks at the write
             return
-        # Whole pages: the first write to one wants blocks behind all of it, however small blocks are.
+        # Allocate whole pages: the first write to a page needs all of its blocks.
         begin -= begin % mmap.PAGESIZE
         end += -end % mmap.PAGESIZE
         with self._descriptor(file, "allocate") as descriptor:
@@ -136,22 +136,22 @@ class DiskFiles:
             _advise()(file.buffer, begin, end - begin, advice)
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        if not sys.platform.startswith("linux"):  # elsewhere a mapping need not show what is written
+        if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
             file.buffer[at : at + len(data)] = data
             return
         with self._descriptor(file, "write") as descriptor:
             if not 0 <= at <= file.size - len(data):
-                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit {file.size}")
-            # Through the mapping pages would be made one by one, small ones, each zeroed before it is written.
+                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit into {file.size} bytes")
+            # Writing through the mapping would fault in small pages one by one, and zero each first.
             done, view = 0, memoryview(data)
             while done < len(data):
                 done += os.pwrite(descriptor, view[done:], at + done)
-            # Linux begins to write out what is said not to be needed; what is not out yet it keeps.
+            # This advice makes Linux start writing the pages out; it drops none that is still dirty.
             os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
 
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
-            if sys.platform != "linux" and file.writable:  # elsewhere a file need not know what its mapping shows
+            if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
                 file.buffer.flush()
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
@@ -190,9 +190,9 @@ class DiskFiles:
                         status = one.stat()
                     except OSError as error:
                         if one.is_symlink():
-                            raise CorruptionError(one.path, 0, "name", "a link that leads nowhere") from error
+                            raise CorruptionError(one.path, 0, "name", "the target of this link is missing") from error
                         if isinstance(error, FileNotFoundError):
-                            continue  # deleted meanwhile
+                            continue  # deleted since the folder was listed
                         raise
                     folder = stat.S_ISDIR(status.st_mode)
                     size = 0 if folder else status.st_size
@@ -239,7 +239,7 @@ class DiskFiles:
                 return False
             path = os.path.realpath(path)
         folder = os.path.dirname(path)
-        beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # in a folder of other names
+        beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # the folder limits names
         try:
             with named("copy", path):
                 with open(path, "rb") as source, _new_file(beside) as file:
@@ -256,7 +256,7 @@ class DiskFiles:
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         with named("read", path):
-            if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
+            if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
                 raise CorruptionError(path, 0, "name", "expected a regular file")
             with open(path, "rb") as file:
                 data = file.read(limit + 1)
@@ -309,7 +309,7 @@ class DiskFiles:
             while end < file.size:
                 end = os.lseek(descriptor, os.lseek(descriptor, end, seek_data), seek_hole)
         except OSError as error:
-            return end if error.errno == errno.ENXIO else file.size  # ENXIO: nothing but holes follow
+            return end if error.errno == errno.ENXIO else file.size  # ENXIO: only holes follow
         finally:
             if 0 <= descriptor != file.descriptor:
                 os.close(descriptor)
@@ -323,20 +323,20 @@ class DiskFiles:
     def used_ratio(self, path: str) -> float:
         with named("look at the disk of", path):
             usage = shutil.disk_usage(path)
-        # As df counts: what only the superuser may fill counts neither as used nor as free.
+        # Count like df: space reserved for the superuser is neither used nor free.
         within_reach = usage.used + usage.free
         return usage.used / within_reach if within_reach else 0.0
 
 
 def _new_file(path: str) -> BinaryIO:
-    """Make an empty file in the place of a leftover, or of a link, of that name."""
+    """Make an empty file, replacing a leftover file or link of that name."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644), "wb")
 
 
 class TemporaryFolder:
-    """A folder of its own, deleted by `delete` or at the end of the process that made it, but by no child of a fork."""
+    """A new folder, deleted by `delete` or at the end of the process that made it, but not by a forked child."""
 
     def __init__(self) -> None:
         self.name = tempfile.mkdtemp(prefix="librmq-")

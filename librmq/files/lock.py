@@ -57,7 +57,7 @@ class DiskLock:
                 self._descriptor, self._key = self._take(path)
 
     def _take(self, path: str) -> tuple[int, _Key]:
-        """Return the locked file's descriptor, -1 where the file was replaced meanwhile, and what identifies it."""
+        """Return the descriptor of the locked file (-1 if the file was replaced meanwhile) and the file's identity."""
         if not _may_be_opened(path):
             raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
         try:
@@ -94,7 +94,7 @@ class DiskLock:
             raise StoreLockedError(f"{path}: locked by {holder}") from None
 
     def check(self) -> None:
-        """Check that the lock file is still the one that was locked: by another one, another writer may be let in.
+        """Check that the lock file was not replaced, since another writer could lock the new one.
 
         Raises:
             StoreIOError: it was deleted or replaced.
@@ -104,13 +104,13 @@ class DiskLock:
             raise StoreIOError("keep the lock", self._path, what)
 
     def release(self) -> None:
-        """Give the lock back; doing so again does nothing."""
+        """Release the lock; a repetition does nothing."""
         with _held_guard:
             if self._descriptor >= 0:
                 descriptor, self._descriptor = self._descriptor, -1
                 _held.pop(self._key, None)
                 try:
-                    if sys.platform != "win32":  # a child between fork and exec may have a copy of the descriptor
+                    if sys.platform != "win32":  # a child between fork and exec can have a copy of the descriptor
                         _set_lock(descriptor, fcntl.F_UNLCK)
                 finally:
                     os.close(descriptor)
@@ -135,7 +135,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_holder(path: str) -> str | None:
-    """Return what holds the lock of the file ``path``, None where nothing does. Changes nothing."""
+    """Return the holder of the lock of the file ``path``, None if it is free. Changes nothing."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def lock_holder(path: str) -> str | None:
         if sys.platform == "win32":
             return None
         with named("look at the lock", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be anything, a pipe too
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
             try:
                 return _conflict(descriptor, status)
             finally:
@@ -156,7 +156,7 @@ def lock_holder(path: str) -> str | None:
 
 
 def _may_be_opened(path: str) -> bool:
-    """Return whether no lock of this process is on the file, which closing it again might end."""
+    """Return whether this process has no lock on the file, which closing the file could end."""
     try:
         return _key_of(os.stat(path)) not in _held
     except OSError:
@@ -181,7 +181,7 @@ def _set_lock(descriptor: int, kind: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(kind))
             return
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel, or a file system, that does not know them
+            if error.errno != errno.EINVAL:  # EINVAL: the kernel or the file system lacks such locks
                 raise
     fcntl.lockf(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
 
@@ -193,7 +193,7 @@ def _flock(kind: int) -> bytes:
 
 
 def _conflict(descriptor: int, status: os.stat_result) -> str | None:
-    """Return who holds a lock of the first byte, None if it is free."""
+    """Return the holder of a lock of the first byte, None if it is free."""
     found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
     pid, kind = (found[2], found[3]) if sys.platform == "darwin" else (found[4], found[0])
     if kind == fcntl.F_UNLCK:
@@ -204,7 +204,7 @@ def _conflict(descriptor: int, status: os.stat_result) -> str | None:
 
 
 def _find_holder(key: _Key) -> int:
-    """Return the process that has a locked descriptor of the file, 0 where none can be seen."""
+    """Return the process that has a locked descriptor of the file, 0 if none is visible."""
     known = _found.get(key)
     if known is not None and _has_lock(*known, key):
         return known[0]
@@ -212,7 +212,7 @@ def _find_holder(key: _Key) -> int:
     with suppress(OSError):
         for name in os.listdir("/proc"):
             if name.isdigit():
-                with suppress(OSError):  # it ended meanwhile, or is another user's
+                with suppress(OSError):  # the process ended meanwhile or belongs to another user
                     for descriptor in map(int, os.listdir(f"/proc/{name}/fd")):
                         if _has_lock(int(name), descriptor, key):
                             _found[key] = int(name), descriptor

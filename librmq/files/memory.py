@@ -25,7 +25,7 @@ class MemoryFiles:
         self._locks: set[str] = set()
         self._guard = threading.RLock()
         self.disk_used_ratio = 0.0
-        """What `used_ratio` answers, to be set by tests; 0.0: no disk."""
+        """Result of `used_ratio`, which tests can set; 0.0 stands for no disk."""
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with self._guard:
@@ -174,7 +174,7 @@ class MemoryFiles:
     def _new_buffer(self, path: str, size: int) -> Buffer:
         if sys.platform == "win32":
             return mmap.mmap(-1, size)
-        # Private: half the cost of a shared one, and no child of a fork is to write to its parent's.
+        # A private mapping costs half of a shared one, and a forked child can't write to its parent's.
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @staticmethod
@@ -192,7 +192,7 @@ class _MemoryLock:
         self._path = path
 
     def check(self) -> None:
-        """Nothing but this process reaches files in memory."""
+        """Do nothing: only this process reaches files in memory."""
 
     def release(self) -> None:
         self._locks.discard(self._path)

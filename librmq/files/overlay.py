@@ -40,10 +40,10 @@ class _PrivateBuffer(mmap.mmap):
 
 
 class OverlayFiles(MemoryFiles):
-    """The files of the disk with changes of its own, which are gone with the object. Thread-safe.
+    """The files of the disk with changes in memory, which are lost with the object. Thread-safe.
 
-    Only pages that are changed take memory. The lock of a store is refused while another writer holds it, and taken
-    within this object only. A folder of the disk can't be renamed.
+    Only changed pages take memory. The lock of a store is refused while another writer holds it, and is taken only
+    within this object. A folder on the disk can't be renamed.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class OverlayFiles(MemoryFiles):
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
 
     def _keep(self, buffer: _PrivateBuffer) -> None:
-        """Take a file over that was changed, unless it was deleted meanwhile."""
+        """Keep a file that was changed, unless it was deleted meanwhile."""
         with self._guard:
             if self._mapped.get(buffer.path) is buffer:
                 self._files[buffer.path] = File(buffer.path, buffer, len(buffer), True)
 
     def _below(self, path: str) -> bool:
-        """Whether the file or folder at ``path`` is the one on the disk."""
+        """Return whether the file or folder at ``path`` is the one on the disk."""
         while path not in self._gone:
             parent = os.path.dirname(path)
             if parent == path or not parent:
@@ -73,7 +73,7 @@ class OverlayFiles(MemoryFiles):
                 return super().open(path, writable=writable)
             buffer = self._mapped.get(path)
             if buffer is None:
-                size = self._disk.open(path).size  # which tells whatever is wrong with it
+                size = self._disk.open(path).size  # raises if the file is invalid
                 try:
                     with open(path, "rb") as file:
                         buffer = _PrivateBuffer(path, file.fileno(), size, self)

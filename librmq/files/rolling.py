@@ -1,4 +1,4 @@
-"""A rolling sequence of files of equal length, few of them mapped at a time.
+"""A rolling sequence of files of equal length, of which few are mapped at a time.
 
 ::
 
@@ -6,8 +6,8 @@
     folder/00000000000000065536   bytes file_size .. 2 * file_size      (file_size = 65536)
     ...
 
-A position counts bytes from the start of the sequence; a file is named by the position of its first byte, in 20
-digits. Mirrors 4.9.4's ``MappedFileQueue`` and ``MappedFile``.
+A position counts bytes from the start of the sequence. A file is named by the position of its first byte, in 20 digits.
+Mirrors ``MappedFileQueue`` and ``MappedFile`` of 4.9.4.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ _LARGEST_RESERVE: Final = 1 << 20
 
 
 def file_name(position: int) -> str:
-    """The name of the file that starts at ``position``."""
+    """Return the name of the file that starts at ``position``."""
     return f"{position:020d}"
 
 
 class MappingPool:
-    """Bounds how many files several sequences keep mapped together; the one mapped longest ago goes first.
+    """Bounds the number of files that several sequences keep mapped together; the oldest mapping goes first.
 
-    A file that is let go stays mapped while a reader holds it, and is mapped again when it is next asked for.
-    Thread-safe.
+    A file dropped from the pool stays mapped while a reader holds it, and is mapped again at its next use. Thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,7 +47,7 @@ class MappingPool:
         self._guard = threading.Lock()
 
     def mapped(self, queue: MappedFileQueue, start: int) -> None:
-        """Note that ``queue`` has mapped its file at ``start``; lets the oldest mappings go."""
+        """Note that ``queue`` has mapped its file at ``start``, and drop the oldest mappings beyond the limit."""
         with self._guard:
             self._order.append((queue, start))
             while len(self._order) > self._limit:
@@ -59,11 +58,11 @@ class MappingPool:
 class MappedFileQueue:
     """The files of one folder.
 
-    One thread may create, write and delete while any number read. Opening lists the folder and checks names and
-    lengths; no file is opened before it is asked for.
+    One thread can create, write and delete files while others read. Opening lists the folder and checks names and
+    lengths; it opens no file.
 
-    ``durable`` keeps a descriptor open with each mapping, so that a failed flush is seen by the file that was written,
-    and has a file made, or deleted, on the device before the next: after a crash there is no gap between them.
+    ``durable`` keeps a descriptor open with each mapping, so that a flush reports a failure to this writer. It also
+    flushes each creation or deletion to the device before the next one, so that a crash leaves no gap between files.
     """
 
     __slots__ = (
@@ -94,8 +93,9 @@ class MappedFileQueue:
     ) -> None:
         """List the folder, which need not exist yet.
 
-        `CorruptionError` for a name that is no position, a position that does not follow from the one before, or a
-        file of another length.
+        Raises:
+            CorruptionError: a name is not a position, a position does not follow the one before, or a file has another
+                length.
         """
         self.folder = folder
         self.file_size = file_size
@@ -104,15 +104,15 @@ class MappedFileQueue:
         self._pool = pool
         self._durable = durable
         self.keeps_descriptors = durable
-        """Whether a descriptor stays open with each mapping that is made from now on."""
+        """Whether new mappings keep a descriptor open."""
         self.mapped: dict[int, File] = {}
-        """The files that are mapped now, by start; to look into only."""
+        """The mapped files by start; for inspection only."""
         self._reserved: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._changed_folders: set[str] = set()
         self._guard = threading.Lock()
         self.starts: list[int] = self._list()
-        """Where the files start, ascending."""
+        """The starts of the files, ascending."""
 
     def _list(self) -> list[int]:
         starts: list[int] = []
@@ -127,7 +127,7 @@ class MappedFileQueue:
         return starts
 
     def _wrong_name(self, entry: FolderEntry, following: int | None) -> str | None:
-        """Return what was expected instead of a wrong name, None if a file of that name may start at ``following``."""
+        """Return the expected name, or None if a file of that name can start at ``following``."""
         name = entry.name
         if entry.is_folder or len(name) != 20 or not (name.isascii() and name.isdigit()):
             return "expected a file named by its start in 20 digits"
@@ -144,19 +144,19 @@ class MappedFileQueue:
         return self._files.list(self.folder)
 
     def refresh(self) -> None:
-        """List the folder again: for readers beside a writer in another process."""
+        """List the folder again, for readers beside a writer in another process."""
         with self._guard:
             self.starts = self._list()
 
     @property
     def begin(self) -> int:
-        """The position of the first byte, 0 when there is no file."""
+        """The position of the first byte, 0 if there is no file."""
         starts = self.starts
         return starts[0] if starts else 0
 
     @property
     def end(self) -> int:
-        """The position behind the last file's last byte, 0 when there is no file."""
+        """The position after the last file, 0 if there is no file."""
         starts = self.starts
         return starts[-1] + self.file_size if starts else 0
 
@@ -165,22 +165,22 @@ class MappedFileQueue:
         return os.path.join(self.folder, file_name(start))
 
     def path_at(self, position: int) -> str:
-        """The path of the file that holds, or would hold, ``position``."""
+        """Return the path of the file for ``position``, which need not exist."""
         return self.path(position - position % self.file_size)
 
     def start_of(self, position: int) -> int | None:
-        """Where the file that holds ``position`` starts; None when no file holds it."""
+        """Return the start of the file that contains ``position``, None if there is none."""
         starts = self.starts
         if not starts or not starts[0] <= position < starts[-1] + self.file_size:
             return None
         return starts[bisect_right(starts, position) - 1]
 
     def file(self, start: int) -> File:
-        """The file that starts at ``start``, mapped."""
+        """Return the file that starts at ``start``, mapped."""
         return self.mapped.get(start) or self._map(start)
 
     def file_at(self, position: int) -> File | None:
-        """The file that holds ``position``, None when no file does."""
+        """Return the file that contains ``position``, None if there is none."""
         start = self.start_of(position)
         if start is None:
             return None
@@ -204,20 +204,20 @@ class MappedFileQueue:
         return file
 
     def unmap(self, start: int) -> None:
-        """Let a mapping go; called by the pool."""
+        """Drop a mapping; the pool calls this."""
         self.mapped.pop(start, None)
 
     def unmap_all(self) -> None:
-        """Let all mappings go."""
+        """Drop all mappings."""
         self.mapped.clear()
 
-    # ------------------------------------------------------------------------------------------------ the writer's
+    # ------------------------------------------------------------------------------------------------ for the writer
 
     def create(self, start: int) -> File:
-        """Add the file that starts at ``start``: the next one, or any multiple of the file size to begin with."""
+        """Add the file that starts at ``start``: the next one, or any multiple of the file size if there is none."""
         self._check_writable()
         if start % self.file_size or (self.starts and start != self.end):
-            raise ValueError(f"{self.folder}: no file can start at {start}, the next starts at {self.end}")
+            raise ValueError(f"{self.folder}: expected {self.end} as the start of the next file, found {start}")
         changed = {self.folder}
         if not self.starts:
             changed.update(folders_to_name(self._files, self.folder))
@@ -228,7 +228,7 @@ class MappedFileQueue:
         except StoreIOError as error:
             if error.errno != errno.EEXIST:
                 raise
-            self._files.delete(path)  # there is one writer: it was interrupted before it knew of the file
+            self._files.delete(path)  # left by an interrupted call; there is only one writer
             file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
         with self._guard:
             self._changed_folders |= changed
@@ -247,9 +247,9 @@ class MappedFileQueue:
         return file
 
     def reserve(self, start: int, begin: int, end: int) -> int:
-        """Make sure of blocks behind bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.
+        """Allocate blocks for bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.
 
-        Returns up to where they are sure now; call it before writing beyond that.
+        Return the end of the allocated bytes; call this before a write beyond it.
         """
         reserved = self._reserved.get(start)
         if reserved is not None and end <= reserved:
@@ -263,43 +263,43 @@ class MappedFileQueue:
         return upto
 
     def data_end(self, start: int) -> int:
-        """Return where the file at ``start`` has nothing but zeros behind, as far as that is known without a look."""
+        """Return a position in the file at ``start`` after which all bytes are known to be zero, without reading."""
         return min(self._files.data_end(self.file(start), 0), self.file_size)
 
     def used_end(self, start: int, begin: int) -> int:
-        """Return where the bytes of the file at ``start`` end that are not zero; ``begin`` if none follow it."""
+        """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
         return used_end(self._files, self.file(start), begin, self.file_size)
 
     def touch(self, start: int, begin: int, end: int) -> None:
-        """Make blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` ready for writing."""
+        """Prepare blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` for writing."""
         self.reserve(start, begin, end)
         self._files.touch(self.file(start), begin, end)
 
     def put(self, start: int, at: int, data: bytes | bytearray) -> None:
-        """Write much data into the file at ``start`` at once."""
+        """Write much data at once into the file at ``start``."""
         self.reserve(start, at, at + len(data))
         self._files.put(self.file(start), at, data)
 
     def no_read_ahead(self, start: int, begin: int) -> None:
-        """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
+        """Call `Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
         self._files.no_read_ahead(self.file(start), begin, self.file_size)
 
     def unmap_pages(self, begin: int, end: int) -> None:
-        """`Files.unmap` for positions ``begin`` to ``end``, where files that are mapped hold them."""
+        """Call `Files.unmap` for positions ``begin`` to ``end`` in mapped files."""
         for start in range(begin - begin % self.file_size, end, self.file_size):
             file = self.mapped.get(start)
             if file is not None:
                 self._files.unmap(file, max(begin - start, 0), min(end - start, self.file_size))
 
     def mark_dirty(self, start: int) -> None:
-        """Note that the file at ``start`` was written: the next flush takes it along."""
+        """Include the file at ``start`` in the next flush."""
         self._dirty.add(start)
 
     def write_again(self, begin: int, end: int) -> None:
-        """Write what stands from ``begin`` to ``end`` once more, so that the next flush takes it along, and the names.
+        """Rewrite the bytes from ``begin`` to ``end``, so that the next flush includes them and the folder.
 
-        For what a writer that died left behind: perhaps before a flush, perhaps after one that failed, behind which the
-        kernel takes what it could not write for written.
+        Use it for data of a writer that died. It may not have flushed them, or a flush failed, after which the kernel
+        treats unwritten pages as clean.
         """
         self._check_writable()
         for start in self.starts:
@@ -313,9 +313,9 @@ class MappedFileQueue:
             self._changed_folders.add(self.folder)
 
     def flush(self) -> None:
-        """Return when whatever was written before the call has reached the device."""
+        """Flush everything written before this call to the device."""
         for start in sorted(self._dirty):
-            # Before the flush, and from the set that the writer adds to: a mark that comes later is never lost.
+            # Discard the mark before the flush and from the writer's own set, so that a later mark is never lost.
             self._dirty.discard(start)
             try:
                 if start in self.starts:
@@ -324,12 +324,12 @@ class MappedFileQueue:
                 if start in self.starts:
                     self._dirty.add(start)
                 elif isinstance(error, StoreIOError):
-                    continue  # deleted meanwhile
+                    continue  # deleted since it was marked
                 raise
         self._flush_folders()
 
     def note_flushed(self) -> None:
-        """Note that everything has reached the device by another way than `flush`."""
+        """Note that everything has reached the device by other means than `flush`."""
         self._dirty.clear()
         with self._guard:
             self._changed_folders.clear()
@@ -342,14 +342,14 @@ class MappedFileQueue:
                 self._files.flush_folder(folder)
                 folders.discard(folder)
         finally:
-            if folders:  # what was not flushed stays to be flushed
+            if folders:  # keep the unflushed folders for the next flush
                 with self._guard:
                     self._changed_folders |= folders
 
     def own(self, start: int) -> bool:
-        """Before the file at ``start`` is changed where it was written long ago: let it be no snapshot's too.
+        """Break hard links of the file at ``start`` before an in-place write; return True if the file was replaced.
 
-        True if it is another file now, to be asked for again.
+        Get a replaced file again, because old mappings show the file of a snapshot.
         """
         replaced = self._files.own(self.path(start))
         if replaced:
@@ -358,7 +358,7 @@ class MappedFileQueue:
         return replaced
 
     def zero_from(self, position: int) -> None:
-        """Fill with zeros from ``position`` to the end of its file, writing only where there is something else."""
+        """Fill with zeros from ``position`` to the end of its file; write only where other bytes are."""
         self._check_writable()
         start = self.start_of(position)
         if start is None:
@@ -377,19 +377,19 @@ class MappedFileQueue:
             at = upto
 
     def delete_from(self, position: int) -> list[str]:
-        """Delete the files that start at or behind ``position``, the last first; returns their paths."""
+        """Delete the files that start at or after ``position``, the last one first; return their paths."""
         self._check_writable()
         gone: list[str] = []
         while self.starts and self.starts[-1] >= position:
-            if gone and self._durable:  # one after the other: a crash must not leave a gap
+            if gone and self._durable:  # flush each deletion, so that a crash leaves no gap
                 self._flush_folders()
             gone.append(self._delete(self.starts[-1]))
         return gone
 
     def delete_before(self, position: int, *, in_order: bool = False) -> list[str]:
-        """Delete the files that end at or before ``position``, the first first; returns their paths.
+        """Delete the files that end at or before ``position``, the first one first; return their paths.
 
-        With ``in_order`` each is gone from the device before the next.
+        With ``in_order`` each deletion reaches the device before the next.
         """
         self._check_writable()
         gone: list[str] = []
@@ -402,7 +402,7 @@ class MappedFileQueue:
     def _delete(self, start: int) -> str:
         path = self.path(start)
         before = self.starts
-        with self._guard:  # off the list first: no reader is to look for a file that is being deleted
+        with self._guard:  # update the list first, so that no reader looks for a file during its deletion
             self.starts = [other for other in before if other != start]
             self.mapped.pop(start, None)
             self._reserved.pop(start, None)

@@ -7,9 +7,8 @@ anonymous memory (`MemoryFiles`), and `librmq.testing.files` has wrappers that r
 
 Rules of use:
 
-* A mapping is never closed. It ends with the last reference to its `File` or to a view of its buffer, so a reader keeps
-it
-  although the file is deleted or rolled meanwhile.
+* A mapping is never closed. It ends with the last reference to its `File` or to a view of its buffer, so a reader can
+  keep using it after the file was deleted or rolled.
 * On a full disk, writing to a mapped page without a block kills the process: `reserve` a range before writing to it.
 * Errors of the operating system leave as `StoreIOError`, which names the call and the file.
 """
@@ -232,7 +231,7 @@ class Files(Protocol):
         ...
 
     def data_end(self, file: File, begin: int) -> int:
-        """Return a position from ``begin`` on behind which all bytes are zero, without reading the file.
+        """Return a position from ``begin`` on after which all bytes are zero, without reading the file.
 
         It is the file's size if nothing is known.
         """
@@ -248,9 +247,9 @@ class Files(Protocol):
 
 
 def fills_by_itself(files: Files) -> bool:
-    """Return whether others fill the disk under these files; files say so by an attribute of this name.
+    """Return whether other programs can fill the disk under these files; files say so by an attribute of this name.
 
-    Where time is moved by hand, nothing depends on how full such a disk is.
+    Under a manual clock nothing depends on how full such a disk is.
     """
     return getattr(files, "fills_by_itself", False)
 
@@ -278,7 +277,7 @@ class _Named:
 
 
 def used_end(files: Files, file: File, begin: int, end: int) -> int:
-    """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are.
+    """Return the position after the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are zero.
 
     Holes of the file are not read.
     """
@@ -295,12 +294,12 @@ def used_end(files: Files, file: File, begin: int, end: int) -> int:
 def copy_file(
     files: Files, source: File, target: str, *, begin: int = 0, end: int | None = None, size: int | None = None
 ) -> None:
-    """Make the flushed file ``target`` of bytes ``begin`` to ``end`` of another, with zeros behind them up to ``size``.
+    """Make the flushed file ``target`` of bytes ``begin`` to ``end`` of another file, with zeros up to ``size``.
 
     Zeros get no blocks.
 
     Raises:
-        StoreIOError: for example, the disk is full; a part of ``target`` can exist then.
+        StoreIOError: for example, the disk is full; a part of ``target`` can be left.
     """
     end = source.size if end is None else end
     file = files.create(target, end - begin if size is None else size)
@@ -331,8 +330,8 @@ def folders_to_name(files: Files, folder: str) -> list[str]:
 def make_folders(files: Files, folder: str) -> None:
     """Make a folder and its parents, and return when their names are on the device.
 
-    The folder's own is brought there in any case, unless what it lies in may not be read. Where that fails, what was
-    made is gone again.
+    The name of the folder itself is flushed in any case, unless its parent can't be read. If that fails, the new
+    folders are removed again.
     """
     above = folders_to_name(files, folder)
     files.make_folder(folder)
@@ -349,7 +348,7 @@ def make_folders(files: Files, folder: str) -> None:
 
 
 def link_file(files: Files, path: str, target: str) -> bool:
-    """Give a file a second name; false where that can't be done, but a copy may be."""
+    """Give a file a second name; return False if links are impossible but a copy may work."""
     try:
         files.link(path, target)
     except StoreIOError as error:

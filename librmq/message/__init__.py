@@ -1,4 +1,4 @@
-"""Messages, the layout of their records, ids, batches and names of topics."""
+"""Messages, the layout of their records, ids, batches and topic names."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ _MODULES = {
     "message": ("Message", "MessageQueue", "StoredMessage"),
     "topics": ("dead_letter_topic", "retry_topic"),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,11 +1,11 @@
-"""Batches: several messages of one topic that are sent, and stored, as a whole or not at all.
+"""Batches: several messages of one topic that are sent and stored together, or not at all.
 
-A message inside a batch, as clients send it, big-endian::
+A message inside a batch as clients send it, big-endian::
 
     size 4 | 0 4 | 0 4 | flag 4 | body length 4 | body | properties length 2 | properties
 
-Stored, each is a record of its own; they lie side by side. Mirrors 4.9.4's ``MessageBatch``, and
-``MessageDecoder.encodeMessages``. Everything here is a pure function of its arguments, and thread-safe.
+In the store each message is a record of its own, next to the others. Mirrors ``MessageBatch`` and
+``MessageDecoder.encodeMessages`` of 4.9.4. Everything here is a pure function of its arguments, and thread-safe.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ __all__ = [
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
 _SHORT: Final = struct.Struct(">h")
 BATCH_FIXED_SIZE: Final = _HEADER.size + 2
-"""What a message in a batch has beside its body and its properties."""
+"""Size of a message in a batch without its body and its properties."""
 
 
 def check_batch(messages: Sequence[Message]) -> None:
-    """Refuse what no client would send as a batch and no broker would take: `MessageIllegalError`.
+    """Refuse a batch that no client would send and no broker would accept.
 
-    That is none at all, several topics or wait flags, and a delay.
+    Raises:
+        MessageIllegalError: the batch is empty or delayed, or its messages differ in topic or wait flag.
     """
     if not messages:
         raise MessageIllegalError("a batch needs at least one message")
     topic, waits = messages[0].topic, messages[0].wait_store_ok
     for message in messages:
         if message.topic != topic:
-            raise MessageIllegalError(f"a batch has one topic, found {topic!r} and {message.topic!r}")
+            raise MessageIllegalError(f"expected one topic in a batch, found {topic!r} and {message.topic!r}")
         properties = message.properties
         if not (waits and PROPERTY_WAIT not in properties) and message.wait_store_ok != waits:
-            raise MessageIllegalError("a batch has one wait flag, found several")
+            raise MessageIllegalError("expected one wait flag in a batch, found both values")
         if message._delays is not None or (PROPERTY_DELAY in properties and message.delay_level > 0):
             raise MessageIllegalError("a batch can't be delayed")
 
 
 def encoded_size(message: Message) -> int:
-    """The bytes that a message takes in a batch as a client encodes it."""
+    """Return the size in bytes of a message in a batch as a client encodes it."""
     return BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
 
 
 def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
-    """Cut ``messages`` into batches of at most ``max_size`` bytes as a client encodes them, in order.
+    """Cut ``messages``, in order, into batches of at most ``max_size`` bytes as a client encodes them.
 
-    `MessageIllegalError` for a message that is larger by itself.
+    Raises:
+        MessageIllegalError: a single message is larger.
     """
     batch: list[Message] = []
     total = 0
@@ -86,7 +88,11 @@ class BatchItem(NamedTuple):
 
 
 def encode_batch(items: Iterable[BatchItem]) -> bytes:
-    """Messages as one body. `MessageIllegalError` for properties that are too long, a flag over 32 bits."""
+    """Return messages as one body.
+
+    Raises:
+        MessageIllegalError: properties are too long, or a flag exceeds 32 bits.
+    """
     parts: list[bytes] = []
     for body, flag, properties_raw in items:
         size = BATCH_FIXED_SIZE + len(body) + len(properties_raw)
@@ -103,26 +109,30 @@ def encode_batch(items: Iterable[BatchItem]) -> bytes:
 
 
 def decode_batch(raw: bytes) -> list[BatchItem]:
-    """The messages of a batch. `MessageIllegalError` says which one contradicts itself."""
+    """Return the messages of a batch.
+
+    Raises:
+        MessageIllegalError: the lengths of a message contradict each other; the error says which message.
+    """
     items: list[BatchItem] = []
     at = 0
     while at < len(raw):
         if at + BATCH_FIXED_SIZE > len(raw):
-            raise MessageIllegalError(f"batch: message {len(items)} is cut short at byte {len(raw)}")
+            raise MessageIllegalError(f"batch: message {len(items)} is cut off at byte {len(raw)}")
         size, _, _, flag, body_length = _HEADER.unpack_from(raw, at)
         end = at + size
         body_at = at + _HEADER.size
         body_end = body_at + body_length
         if body_length < 0 or not body_end + 2 <= end <= len(raw):
             raise MessageIllegalError(
-                f"batch: message {len(items)} at byte {at} has {size} bytes with a body of {body_length}, "
-                f"{len(raw) - at} bytes are left"
+                f"batch: message {len(items)} at byte {at}: expected at most {len(raw) - at} bytes, "
+                f"found {size} with a body of {body_length}"
             )
         (properties_length,) = _SHORT.unpack_from(raw, body_end)
         if body_end + 2 + properties_length != end:
             raise MessageIllegalError(
-                f"batch: message {len(items)} at byte {at} has {properties_length} bytes of properties, "
-                f"expected {end - body_end - 2}"
+                f"batch: message {len(items)} at byte {at}: expected {end - body_end - 2} bytes of properties, "
+                f"found {properties_length}"
             )
         items.append(BatchItem(raw[body_at:body_end], flag, raw[body_end + 2 : end]))
         at = end

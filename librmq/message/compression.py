@@ -1,7 +1,7 @@
-"""Compressed bodies: zlib to write, zlib, lz4 and zstd to read, and never more comes out than is allowed.
+"""Compressed bodies: zlib to write; zlib, lz4 and zstd to read, up to a limit.
 
 Mirrors ``CompressionType`` and the ``Compressor`` classes, which write a zlib stream, one LZ4 frame, or one
-Zstandard frame. Three bits of a record's sys flag say which; 0, from before there was a choice, is zlib.
+Zstandard frame. Three bits of a record's sys flag give the type. 0 means zlib: older clients had no choice.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ def compress_body(body: bytes, level: int = 5) -> bytes:
 
 
 def compression_type(sys_flag: int) -> str:
-    """``zlib``, ``lz4`` or ``zstd``; `BodyCompressionError` for bits that name none of them."""
+    """Return ``zlib``, ``lz4`` or ``zstd``.
+
+    Raises:
+        BodyCompressionError: the bits of ``sys_flag`` are none of these.
+    """
     try:
         return ("zlib", "lz4", "zstd", "zlib")[(sys_flag & COMPRESSION_MASK) >> 8]
     except IndexError:
-        raise BodyCompressionError(f"body: compressed in an unknown way, sys flag {sys_flag:#x}") from None
+        raise BodyCompressionError(f"body: unknown compression type in sys flag {sys_flag:#x}") from None
 
 
 def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
-    """A stored body as it was sent: ``body`` itself if ``sys_flag`` does not say that it is compressed.
+    """Return a stored body as sent: ``body`` itself unless ``sys_flag`` says that it is compressed.
 
-    Raises `BodyCompressionError` if it is damaged, cut short, followed by something else, or would be of more
-    than ``limit`` bytes (it stops there); `MissingExtraError` for lz4 and zstd without the extra.
+    Raises:
+        BodyCompressionError: the body is damaged or cut off, has bytes after its end, or decompresses to more than
+            ``limit`` bytes, where decompression stops.
+        MissingExtraError: lz4 or zstd needs the extra.
     """
     if not sys_flag & COMPRESSED or not body:
         return body
@@ -63,7 +69,7 @@ def _decompress_lz4(body: bytes, limit: int) -> bytes:
     stream = LZ4FrameDecompressor()
     parts, size, rest = [], 0, body
     try:
-        # What may come out is allocated ahead: ask for little at a time.
+        # The decoder allocates `max_length` bytes ahead, so ask for few at a time.
         while size <= limit and not stream.eof and (rest or not stream.needs_input):
             parts.append(stream.decompress(rest, max_length=_LZ4_STEP))
             size += len(parts[-1])
@@ -81,7 +87,7 @@ def _decompress_zstd(body: bytes, limit: int) -> bytes:
     stream = ZstdDecompressor().decompressobj()
     parts, size, at = [], 0, 0
     try:
-        # All that a piece holds comes out at once, 128 KiB from every 4 bytes: take small pieces.
+        # Each 4 bytes of input can become 128 KiB at once, so feed small pieces.
         while size <= limit and not stream.eof and at < len(body):
             parts.append(stream.decompress(body[at : at + _ZSTD_PIECE]))
             size += len(parts[-1])
@@ -92,11 +98,11 @@ def _decompress_zstd(body: bytes, limit: int) -> bytes:
 
 
 def _whole(kind: str, result: bytes, eof: bool, rest: bytes, limit: int) -> bytes:
-    """``result``, if it is all there is."""
+    """Return ``result``, or raise `BodyCompressionError` if it is not all of the body."""
     if len(result) > limit:
-        raise BodyCompressionError(f"{kind} body: more than the {limit:,} bytes that are allowed")
+        raise BodyCompressionError(f"{kind} body: expected at most {limit:,} bytes decompressed, found more")
     if not eof:
-        raise BodyCompressionError(f"{kind} body: cut short after {len(result):,} bytes")
+        raise BodyCompressionError(f"{kind} body: cut off after {len(result):,} decompressed bytes")
     if rest:
-        raise BodyCompressionError(f"{kind} body: {len(rest):,} bytes behind its end")
+        raise BodyCompressionError(f"{kind} body: {len(rest):,} bytes after its end")
     return result

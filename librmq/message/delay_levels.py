@@ -1,7 +1,7 @@
-"""Delay levels as values: how long a message of a level waits, and in which queue.
+"""Delay levels: how long a message of a level waits, and in which queue.
 
-Mirrors ``ScheduleMessageService.parseDelayLevel`` and ``computeDeliverTimestamp``. A delayed message waits in
-topic ``SCHEDULE_TOPIC_XXXX``, one queue a level; levels count from 1, queues from 0.
+Mirrors ``ScheduleMessageService.parseDelayLevel`` and ``computeDeliverTimestamp``. A delayed message waits in topic
+``SCHEDULE_TOPIC_XXXX``, which has one queue for each level. Levels count from 1, queues from 0.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"([0-9]{1,18})([smhd])")
 _UNKNOWN_LEVEL_MS = 1_000
-_LONGEST_MS = 2**62  # a store time can still be added within 64 bits
+_LONGEST_MS = 2**62  # the sum with a store time fits 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class DelayLevels:
-    """The delays of levels 1, 2, … in milliseconds. Immutable, and so thread-safe."""
+    """The delays of levels 1, 2, … in milliseconds. Immutable and thread-safe."""
 
     delays_ms: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> DelayLevels:
-        """Levels as the broker's ``messageDelayLevel`` has them: ``1s 5s 1m 2h 1d``, one space between two.
+        """Parse a broker's ``messageDelayLevel``: ``1s 5s 1m 2h 1d``, separated by single spaces.
 
-        Raises :class:`ConfigError` for anything else. Spaces at the end are ignored, as there.
+        As in the broker, spaces at the end are ignored.
+
+        Raises:
+            ConfigError: the text has another form.
         """
         delays_ms = []
         for level, word in enumerate(text.rstrip(" ").split(" "), 1):
@@ -46,19 +49,19 @@ class DelayLevels:
 
     @property
     def max_level(self) -> int:
-        """The number of levels, which is the largest one."""
+        """Return the number of levels, which is the largest level."""
         return len(self.delays_ms)
 
     def cap(self, level: int) -> int:
-        """``level``, or the largest one if there is none that large. A level of 0 or less means no delay."""
+        """Return ``level``, or the largest level if it is beyond that. A level of 0 or less means no delay."""
         return min(level, len(self.delays_ms))
 
     def delay_ms(self, level: int) -> int:
-        """How long a message of ``level`` waits; a second for a level that does not exist."""
+        """Return how long a message of ``level`` waits; 1 s for a level that does not exist."""
         return self.delays_ms[level - 1] if 0 < level <= len(self.delays_ms) else _UNKNOWN_LEVEL_MS
 
     def deliver_timestamp_ms(self, level: int, store_timestamp_ms: int) -> int:
-        """When a message of ``level`` that was stored at ``store_timestamp_ms`` is to be delivered."""
+        """Return the delivery time of a message of ``level`` that was stored at ``store_timestamp_ms``."""
         return store_timestamp_ms + self.delay_ms(level)
 
 
@@ -66,10 +69,10 @@ DEFAULT_LEVELS = DelayLevels.parse("1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m
 
 
 def queue_id_of_level(level: int) -> int:
-    """The queue of ``SCHEDULE_TOPIC_XXXX`` in which messages of ``level`` wait."""
+    """Return the queue of ``SCHEDULE_TOPIC_XXXX`` in which messages of ``level`` wait."""
     return level - 1
 
 
 def level_of_queue_id(queue_id: int) -> int:
-    """The level of the messages in a queue of ``SCHEDULE_TOPIC_XXXX``."""
+    """Return the level of the messages in a queue of ``SCHEDULE_TOPIC_XXXX``."""
     return queue_id + 1

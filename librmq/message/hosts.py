@@ -1,4 +1,4 @@
-"""Hosts and the broker's message ids: text, values, bytes.
+"""Hosts and the broker's message ids, as text, values and bytes.
 
 ::
 
@@ -26,7 +26,11 @@ _LONG: Final = struct.Struct(">q")
 
 @lru_cache(maxsize=1024)
 def encode_host(host: Host) -> bytes:
-    """Address and port as a record has them: 8 bytes, 20 for IPv6. `MessageIllegalError` if they are none."""
+    """Return address and port as in a record: 8 bytes, 20 for IPv6.
+
+    Raises:
+        MessageIllegalError: ``host`` is not an IP address with a port.
+    """
     try:
         ip, port = host
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -37,7 +41,7 @@ def encode_host(host: Host) -> bytes:
 
 @lru_cache(maxsize=1024)
 def decode_host(raw: bytes) -> Host:
-    """Address and port from 8 or 20 bytes; IPv6 as Java prints it, without ``::``."""
+    """Return address and port from 8 or 20 bytes; IPv6 as Java prints it, without ``::``."""
     (port,) = _INT.unpack_from(raw, len(raw) - 4)
     if len(raw) == 8:
         return ".".join(map(str, raw[:4])), port
@@ -45,7 +49,11 @@ def decode_host(raw: bytes) -> Host:
 
 
 def parse_host(text: str) -> Host:
-    """Address and port from ``1.2.3.4:5`` or ``[fe80:0:0:0:0:0:0:1]:5``; `MalformedError` for all else."""
+    """Return address and port from ``1.2.3.4:5`` or ``[fe80:0:0:0:0:0:0:1]:5``.
+
+    Raises:
+        MalformedError: the text has another form.
+    """
     ip, _, port = text.rpartition(":")
     in_brackets = ip.startswith("[") and ip.endswith("]")
     if in_brackets == (":" in ip) and port.isascii() and port.isdigit() and len(port) <= 5:
@@ -60,18 +68,22 @@ def parse_host(text: str) -> Host:
 
 
 def format_host(host: Host) -> str:
-    """The text that `parse_host` reads."""
+    """Return the text that `parse_host` reads."""
     ip, port = host
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def offset_message_id(store_host: Host, physical_offset: int) -> str:
-    """The broker's id of a message: 32 hex digits, 56 with an IPv6 host."""
+    """Return the broker's id of a message: 32 hex digits, 56 with an IPv6 host."""
     return (encode_host(store_host) + _LONG.pack(physical_offset)).hex().upper()
 
 
 def parse_offset_message_id(text: str) -> tuple[Host, int]:
-    """Store host and physical offset from the broker's id of a message; `MalformedError` if it is none."""
+    """Return store host and physical offset from the broker's id of a message.
+
+    Raises:
+        MalformedError: the text is not such an id.
+    """
     if len(text) in (32, 56) and text.isalnum():
         try:
             raw = bytes.fromhex(text)

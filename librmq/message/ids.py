@@ -25,11 +25,11 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 class UniqueIds:
-    """Makes ids that no other process makes. Thread-safe; a forked child may go on using it.
+    """Makes ids that no other process makes. Thread-safe; a forked child can continue to use it.
 
-    ``now_ms`` tells the time, ``ip`` is this machine's address in 4 or 16 bytes. ``maker`` is any 32 bits that tell
-    this object from others, and ``first`` the counter's first value; both are drawn at random unless given, and drawn
-    again in a forked child.
+    ``now_ms`` returns the time; ``ip`` is the address of this machine in 4 or 16 bytes. ``maker``, any 32 bits,
+    distinguishes this object from others, and ``first`` is the counter's first value. Both are random by default, and
+    drawn again in a forked child.
 
     Raises:
         MalformedError: ``ip`` has another length.
@@ -47,12 +47,12 @@ class UniqueIds:
         _live.add(self)
 
     def _begin(self) -> None:
-        """Draw what is not given."""
+        """Draw the random values."""
         maker, first = self._given
         self._maker = os.urandom(4) if maker is None else (maker & 0xFFFFFFFF).to_bytes(4, "big")
         start = int.from_bytes(os.urandom(2)) if first is None else first
         self._count = count(start).__next__  # counting is one step for the interpreter
-        self._latest = (-1, "")  # a millisecond and what ids begin with in it
+        self._latest = (-1, "")  # a millisecond and the start of its ids
 
     def next(self) -> str:
         """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct."""
@@ -96,10 +96,10 @@ class UniqueIdParts(NamedTuple):
 
 
 def decode_unique_id(text: str, now_ms: int) -> UniqueIdParts:
-    """Return the parts of a unique id; ``now_ms`` tells in which month it was made.
+    """Return the parts of a unique id; ``now_ms`` gives the month in which it was made.
 
     Raises:
-        MalformedError: ``text`` is no unique id.
+        MalformedError: ``text`` is not a unique id.
     """
     try:
         raw = bytes.fromhex(text) if len(text) in (32, 56) and text.isalnum() else b""

@@ -18,7 +18,7 @@ class MessageQueue(NamedTuple):
 
     @property
     def java_hash(self) -> int:
-        """``hashCode()`` of RocketMQ's class."""
+        """Return ``hashCode()`` of RocketMQ's class."""
         code = 31 + string_hash(self.broker_name)
         code = 31 * code + self.queue_id
         code = 31 * code + string_hash(self.topic)
@@ -29,7 +29,7 @@ class MessageQueue(NamedTuple):
         return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
 
     def sort_key(self) -> tuple[str, str, int]:
-        """What queues are compared by; sorting many by it is quicker than comparing them."""
+        """Return the key by which queues compare; sorting many by it is faster than by comparisons."""
         return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
 
     def __lt__(self, other: object) -> bool:

@@ -118,9 +118,8 @@ def _is_in_order(names: tuple[str, ...]) -> bool:
 
 
 _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]], int]
-# For one set of names in one order: what stands before each value, with room for the values between, what takes
-# the values in the order in which they are stored, and the number of 02 between properties. An application has few;
-# names that are made up empty the cache.
+# Cached for a set of names in one order: the bytes before each value, as a format for the values; a function that
+# picks the values in stored order; and the number of 02 between properties. An application has few such sets.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
 _VALUES: Final = slice(1, None, 2)

@@ -351,7 +351,7 @@ def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int,
 def host_ends(sys_flag: int) -> tuple[int, int]:
     """Return the ends of born host and store host in a record, which depend on their kinds.
 
-    The store timestamp (8 bytes) is between them, the reconsume times behind the second.
+    The store timestamp (8 bytes) is between them, the reconsume times after the second.
     """
     born_end = STORE_TIMESTAMP_AT + (HOST_V6_EXTRA if sys_flag & BORN_HOST_V6 else 0)
     return born_end, born_end + 16 + (HOST_V6_EXTRA if sys_flag & STORE_HOST_V6 else 0)
@@ -360,7 +360,7 @@ def host_ends(sys_flag: int) -> tuple[int, int]:
 def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> int:
     """Return the size of the sound record at ``position``, 0 for the blank that ends a file.
 
-    RocketMQ's recovery continues behind a sound record. Its lengths agree, its body matches the checksum (if
+    RocketMQ's recovery continues after a sound record. Its lengths agree, its body matches the checksum (if
     ``check_body``), and in the schedule topic its DELAY is a number. The other fields, topic and properties have no
     checksum. The file ends at ``limit``, which is at most ``len(raw)``.
 

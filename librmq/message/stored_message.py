@@ -1,4 +1,4 @@
-"""A message read from a log: its record, decoded part by part. Mirrors ``MessageExt``."""
+"""A message read from a log: a record whose parts are decoded on demand. Mirrors ``MessageExt``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from librmq.message.record import (
 __all__ = ["DECOMPRESSED_LIMIT", "StoredMessage"]
 
 DECOMPRESSED_LIMIT: Final = 64 << 20
-"""The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
+"""The longest decompressed body that `StoredMessage.body` returns, in bytes."""
 
 _INT: Final = struct.Struct(">i")
 _unpack_body = header_struct("sys_flag", "body_length", unsigned=("body_length",)).unpack_from
@@ -58,11 +58,11 @@ _UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
 
 
 class StoredMessage:
-    """A message read from a log: its record, of which parts are decoded when they are asked for.
+    """A message read from a log: a record whose parts are decoded on demand.
 
-    Two are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
+    Messages are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
 
-    Readers of the log check records first; of one that was not checked, an attribute may raise `RecordError`.
+    Readers of the log check records first. An attribute of an unchecked record can raise `RecordError`.
     """
 
     __slots__ = ("_frame", "_properties", "raw")
@@ -71,16 +71,21 @@ class StoredMessage:
     _properties: dict[str, str]
 
     def __init__(self, raw: bytes) -> None:
-        """``raw`` is the whole record; `RecordError` if it is too short for one."""
+        """Take a whole record.
+
+        Raises:
+            RecordError: ``raw`` is too short for a record.
+        """
         if len(raw) < FIXED_SIZE:
             raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
         self.raw = raw
 
     @classmethod
     def framed(cls, raw: bytes) -> Self:
-        """The same with its `frame` found at once, which is quicker where it will be needed.
+        """Take a whole record and find its `frame` now, which is faster if its parts are needed.
 
-        `RecordError` for what is no record.
+        Raises:
+            RecordError: ``raw`` is not a record.
         """
         message = cls(raw)
         message._frame = frame(raw, 0, len(raw))
@@ -88,7 +93,7 @@ class StoredMessage:
 
     @property
     def frame(self) -> tuple[int, int, int, int, int, int]:
-        """Where its parts lie, as `codec.frame` finds them, once."""
+        """The places of its parts, from `record.frame`."""
         try:
             return self._frame
         except AttributeError:
@@ -102,43 +107,43 @@ class StoredMessage:
 
     @property
     def magic(self) -> int:
-        """`codec.MESSAGE_MAGIC`, or `codec.MESSAGE_MAGIC_V2` in stores of 5.x."""
+        """`record.MESSAGE_MAGIC`, or `record.MESSAGE_MAGIC_V2` in stores of 5.x."""
         return int(_UNSIGNED.unpack_from(self.raw, MAGIC_AT)[0])
 
     @property
     def topic(self) -> str:
-        """The topic that the record is filed under; for a waiting message not the one it was sent to."""
+        """The topic in the record; for a waiting message it is not the topic of the send."""
         _, _, begin, end, _, _ = self.frame
         return java_decode(self.raw[begin:end])
 
     @property
     def queue_id(self) -> int:
-        """The queue's number within the topic."""
+        """The number of the queue within its topic."""
         return int(_INT.unpack_from(self.raw, QUEUE_ID_AT)[0])
 
     @property
     def queue_offset(self) -> int:
-        """The entry of the queue that belongs to the message."""
+        """The number of the message's entry in the queue."""
         return int(_LONG.unpack_from(self.raw, QUEUE_OFFSET_AT)[0])
 
     @property
     def physical_offset(self) -> int:
-        """Where in the log the record begins, in bytes."""
+        """The position of the record's first byte in the log."""
         return int(_LONG.unpack_from(self.raw, PHYSICAL_OFFSET_AT)[0])
 
     @property
     def flag(self) -> int:
-        """The sender's own 32 bits."""
+        """32 bits for the application."""
         return int(_INT.unpack_from(self.raw, FLAG_AT)[0])
 
     @property
     def sys_flag(self) -> int:
-        """The bits that `codec` names: compression, transaction, kinds of hosts."""
+        """The bits named in `librmq.message.record`: compression, transaction, kinds of hosts."""
         return int(_INT.unpack_from(self.raw, SYS_FLAG_AT)[0])
 
     @property
     def born_timestamp_ms(self) -> int:
-        """When the message was sent, by the sender's clock."""
+        """The time of the send, by the sender's clock."""
         return int(_LONG.unpack_from(self.raw, BORN_TIMESTAMP_AT)[0])
 
     @property
@@ -148,7 +153,7 @@ class StoredMessage:
 
     @property
     def store_timestamp_ms(self) -> int:
-        """When the message was stored."""
+        """The time of storing, by the broker's clock."""
         raw = self.raw
         v6 = raw[SYS_FLAG_AT + 3] & BORN_HOST_V6
         return int(_LONG.unpack_from(raw, STORE_TIMESTAMP_AT + HOST_V6_EXTRA if v6 else STORE_TIMESTAMP_AT)[0])
@@ -177,22 +182,24 @@ class StoredMessage:
 
     @property
     def body(self) -> bytes:
-        """The body as it was sent.
+        """The body as sent.
 
-        `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
+        Raises:
+            BodyCompressionError: the body can't be decompressed.
+            MissingExtraError: lz4 or zstd needs the extra.
         """
         raw = self.raw
         flags, length = _unpack_body(raw)
         if not flags & 49 and length < len(raw) - 90:
-            return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
+            return raw[88 : 88 + length]  # fast path: no IPv6 hosts (16, 32), not compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
     def text(self) -> str:
         """Return the body as text.
 
         Raises:
-            MalformedError: it is no UTF-8.
-            BodyCompressionError: it can't be restored.
+            MalformedError: the body is not UTF-8.
+            BodyCompressionError: the body can't be decompressed.
         """
         try:
             return self.body.decode()
@@ -200,11 +207,11 @@ class StoredMessage:
             raise MalformedError(f"body of {self.message_id}: expected UTF-8: {error}") from None
 
     def json(self) -> Any:  # noqa: ANN401 as json.loads
-        """Return the value that the body is the JSON of.
+        """Return the value of a JSON body.
 
         Raises:
-            MalformedError: it is no JSON.
-            BodyCompressionError: it can't be restored.
+            MalformedError: the body is not JSON.
+            BodyCompressionError: the body can't be decompressed.
         """
         try:
             return from_json(self.body)
@@ -212,12 +219,16 @@ class StoredMessage:
             raise MalformedError(f"body of {self.message_id}: expected JSON: {error}") from None
 
     def decompressed_body(self, limit: int) -> bytes:
-        """The body as it was sent; `BodyCompressionError` if that makes more than ``limit`` bytes."""
+        """Return the body as sent.
+
+        Raises:
+            BodyCompressionError: it has more than ``limit`` bytes, or can't be decompressed.
+        """
         return decompress_body(self.stored_body, self.sys_flag, limit)
 
     @property
     def stored_body(self) -> bytes:
-        """The body as it is stored, compressed or not."""
+        """The body as stored, compressed or not."""
         begin, end, _, _, _, _ = self.frame
         return self.raw[begin:end]
 
@@ -228,13 +239,13 @@ class StoredMessage:
 
     @property
     def crc_ok(self) -> bool:
-        """Whether the stored body matches its checksum; an empty one always does."""
+        """Whether the stored body matches its checksum; always true for an empty body."""
         body = self.stored_body
         return not body or body_checksum(body) == self.body_crc
 
     @property
     def properties_raw(self) -> bytes:
-        """The properties as they are stored."""
+        """The properties as stored."""
         _, _, _, _, begin, end = self.frame
         return self.raw[begin:end]
 
@@ -263,7 +274,7 @@ class StoredMessage:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The business keys under which the message can be found."""
+        """The business keys, under which the index finds the message."""
         return tuple(split_keys(self._property(_KEYS)))
 
     @property

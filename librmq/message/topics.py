@@ -1,4 +1,4 @@
-"""Names of topics: what is allowed, and which RocketMQ keeps for itself.
+"""Names of topics and groups: which are allowed, and which RocketMQ reserves.
 
 Mirrors ``TopicValidator``, ``MixAll.getRetryTopic`` and ``MixAll.getDLQTopic``.
 """
@@ -29,14 +29,17 @@ NOT_FOR_SENDING: Final = frozenset(
 _SYSTEM: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"}
 _SYSTEM_PREFIX: Final = "rmq_sys_"
 _MAX_SIZE: Final = 127
-_MAX_GROUP: Final = 120  # with the prefix of its retry topic it must still be a topic
+_MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
 
 def validate_topic(topic: str) -> None:
-    """Refuse with `MessageIllegalError` what cannot be a topic of a store.
+    """Check the name of a topic in a store.
 
-    RocketMQ counts characters instead of bytes, and loses the log's tail where both differ much.
+    RocketMQ counts characters instead of bytes, and loses the end of the log if a topic has many more bytes.
+
+    Raises:
+        MessageIllegalError: the store can't have such a topic.
     """
     if not isinstance(topic, str):
         raise MessageIllegalError(f"topic: expected text, found {type(topic).__name__}")
@@ -47,45 +50,57 @@ def validate_topic(topic: str) -> None:
     if not size:
         raise MessageIllegalError("topic is empty")
     if size > _MAX_SIZE:
-        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes, {_MAX_SIZE} at most")
+        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {_MAX_SIZE}")
     if topic in (".", "..") or "/" in topic or "\0" in topic:
-        raise MessageIllegalError(f"topic {topic!r} is no name of a folder")
+        raise MessageIllegalError(f"topic {topic!r} can't be the name of a folder")
 
 
 def validate_queue(topic: str, queue_id: int) -> None:
-    """Refuse with `MessageIllegalError` what cannot be a queue of a store; records on disk may name anything."""
+    """Check the name of a queue in a store; records on disk can have any name.
+
+    Raises:
+        MessageIllegalError: the store can't have such a queue.
+    """
     validate_topic(topic)
     if queue_id < 0:
         raise MessageIllegalError(f"queue id: expected 0 or more, found {queue_id}")
 
 
 def validate_client_topic(topic: str) -> None:
-    """Refuse with `MessageIllegalError` what RocketMQ's clients refuse; stricter than `validate_topic`."""
+    """Check a topic like RocketMQ's clients, which are stricter than `validate_topic`.
+
+    Raises:
+        MessageIllegalError: RocketMQ's clients refuse the name.
+    """
     validate_topic(topic)
     if not _CLIENT_PATTERN.fullmatch(topic):
         raise MessageIllegalError(f"topic {topic!r} may only contain letters, digits, '%', '|', '_' and '-'")
 
 
 def validate_group(group: str) -> None:
-    """Refuse with `MessageIllegalError` what cannot be a group of producers or consumers."""
+    """Check the name of a group of producers or consumers.
+
+    Raises:
+        MessageIllegalError: RocketMQ refuses the name.
+    """
     if not isinstance(group, str):
         raise MessageIllegalError(f"group: expected text, found {group!r:.80}")
     if not _CLIENT_PATTERN.fullmatch(group):
         raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
     if len(group) > _MAX_GROUP:
-        raise MessageIllegalError(f"group {group[:80]!r}… has {len(group)} characters, {_MAX_GROUP} at most")
+        raise MessageIllegalError(f"group {group[:80]!r}… has {len(group)} characters; expected at most {_MAX_GROUP}")
 
 
 def is_system_topic(topic: str) -> bool:
-    """Return whether RocketMQ keeps the name for itself: no user creates such a topic."""
+    """Return whether RocketMQ reserves the name."""
     return topic in _SYSTEM or topic.startswith(_SYSTEM_PREFIX)
 
 
 def retry_topic(group: str) -> str:
-    """The topic from which a consumer group takes what it failed on."""
+    """Return the topic from which a consumer group gets failed messages again."""
     return RETRY_PREFIX + group
 
 
 def dead_letter_topic(group: str) -> str:
-    """The topic in which ends what a consumer group has given up."""
+    """Return the topic of the messages that a consumer group has given up."""
     return DEAD_LETTER_PREFIX + group

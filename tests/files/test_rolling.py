@@ -207,7 +207,7 @@ def test_descriptors_are_bounded_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", [0, SIZE, 3 * SIZE, 2 * SIZE + 1])
 def test_only_the_next_file_can_be_made(start: int) -> None:
     queue = made(MemoryFiles(), 2)
-    with pytest.raises(ValueError, match=f"no file can start at {start}"):
+    with pytest.raises(ValueError, match=f"expected {2 * SIZE} as the start of the next file, found {start}"):
         queue.create(start)
 
 
