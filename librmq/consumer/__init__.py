@@ -1,4 +1,4 @@
-"""Consumers: messages brought to listeners, or fetched; mirrors ``org.apache.rocketmq.client.consumer``."""
+"""Consumers: they call listeners, or are polled. Mirrors ``org.apache.rocketmq.client.consumer``."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ _MODULES = {
     "pull": ("PullConsumer",),
     "push": ("PushConsumer",),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""Queue that a consumer was assigned: what rebalancing gave it, and how far it has come there."""
+"""A queue that rebalancing assigned to a consumer, and the consumer's position in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AssignedQueue"]
 
 
 class AssignedQueue:
-    """One queue, from its assignment until it is given up. Changed under the runner's lock."""
+    """One queue from its assignment until it is given up. Changed under the runner's lock."""
 
     __slots__ = (
         "delivering",
@@ -47,38 +47,38 @@ class AssignedQueue:
         self.label = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
         self.messages = ProcessQueue(queue)
         self.next_offset = next_offset
-        """Where to pull next."""
+        """Queue offset of the next pull."""
         self.pull = pull
         self.notify: Callable[[], None] | None = None
-        """What brokers call when a pull that they held is worth asking again."""
+        """Brokers call this when a held pull should be repeated."""
         self.pulled_timestamp_ms = 0
         self.lost = False
-        """Its last pull failed unexpectedly: none is under way, and only a rebalance begins one."""
+        """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
         self.endpoint: Endpoint | None = None
-        """The broker that was asked last."""
+        """The last broker that was asked."""
         self.idle_since_ms: int | None = None
-        """Since when a pull is held though something was passed over that progress does not tell yet."""
+        """Time since which a pull is held while skipped messages are not yet part of the progress."""
         self.throttled = False
-        """Pulling has stopped until less is held."""
+        """Whether pulling has stopped because too much is held."""
         self.progress = progress
-        """The queue offset of the next message to be consumed; None as long as nothing was."""
+        """The queue offset of the next message to consume; None before the first consumed message."""
         self.told: int | None = None
-        """The progress as it was last stored."""
+        """The last stored progress."""
         self.dropped = False
-        """Given up: nothing begins, results of what runs are ignored."""
+        """Whether the queue is given up: nothing begins, and results of running listeners are ignored."""
         self.locked = False
-        """The broker has locked the queue for this client."""
+        """Whether the broker has locked the queue for this client."""
         self.lock_timestamp_ms: int | None = None
         self.owned_timestamp_ms = 0
-        """Orderly: when the broker last said that the queue is this client's."""
+        """Orderly: when the broker last confirmed this client's lock."""
         self.delivering = False
-        """Orderly: a listener has a message of it, or it waits for one, or it rests."""
+        """Orderly: whether a listener has a message of the queue, or the queue waits for one, or it rests."""
         self.running = False
-        """Orderly: a listener is at work, or about to be."""
+        """Orderly: whether a listener runs or is about to."""
         self.since_ms = 0
-        """Orderly: since when listeners have worked on it without a rest."""
+        """Orderly: since when listeners have run without a rest."""
         self.release_until_ms = 0
-        """Dropped while its listener runs: released when the listener ends by this time, else by the next rebalance."""
+        """Latest end of a listener that still runs in a dropped queue; then the next rebalance releases it."""
 
     def __repr__(self) -> str:
         state = "dropped" if self.dropped else "locked" if self.locked else "assigned"

@@ -1,7 +1,7 @@
-"""Concurrent consumption: as many listeners at once as there are threads, in any order.
+"""Concurrent consumption: listeners run in parallel, up to the number of threads, in any order.
 
-Mirrors ``ConsumeMessageConcurrentlyService``. ``threads`` is the number of listeners at work: where one ends, the
-next begins, and none waits for others.
+Mirrors ``ConsumeMessageConcurrentlyService``. ``threads`` is the number of running listeners: when one ends, the next
+begins without waiting for the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from librmq.runtime.runner import Step
 __all__ = ["ConcurrentDelivery"]
 
 AGAIN_MS: Final = 5_000
-"""Pause before a message that could not be sent back is delivered again."""
+"""Pause before a message is delivered again that no broker accepted back."""
 EXPIRED_LEVEL: Final = 3
 MOST_EXPIRED: Final = 16
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class _Pulled:
-    """Messages of one pull that wait for a listener; a batch is never of two pulls."""
+    """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
     __slots__ = ("again", "assigned", "count")
 
@@ -42,11 +42,11 @@ class _Pulled:
         self.assigned = assigned
         self.count = count
         self.again = again
-        """Messages that have begun before, instead."""
+        """Messages that began before and begin again, in place of pulled ones."""
 
 
 class ConcurrentDelivery(Delivery):
-    """Calls many listeners at once, in the order in which messages were pulled. Called under the runner's lock."""
+    """Calls listeners in parallel, in the order of the pulled messages. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
@@ -58,22 +58,22 @@ class ConcurrentDelivery(Delivery):
         self._delivering_again = Step(f"{consumer.label} deliver again", self._deliver_again, consumer.client)
 
     def start(self) -> None:
-        """Note when the consumer joined its group: timeouts are looked at on a grid from then."""
+        """Note when the consumer joined its group, the start of the grid on which timeouts are checked."""
         self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
-        """Return the redeliveries before a message becomes a dead letter."""
+        """Return the number of redeliveries before a message becomes a dead letter."""
         return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
-        """Begin with messages that were added to a queue, as far as there are threads."""
+        """Begin messages that were added to a queue, as far as threads are free."""
         self._pulled.append(_Pulled(assigned, count))
         self._begin(now_ms)
 
     def begins_with(
         self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
     ) -> bool:
-        """Add and begin a message at once where nothing precedes it: the fast path of a consumer that keeps up."""
+        """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
             return False
         begun = assigned.messages.begin(message, bounds)
@@ -148,7 +148,7 @@ class ConcurrentDelivery(Delivery):
             self.count(assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)
-                self.log_retry(assigned, failed, 1, 0, "and it is dropped: broadcasting repeats nothing", error)
+                self.log_retry(assigned, failed, 1, 0, "and it is dropped, because broadcasting has no retries", error)
             else:
                 kept = self._send_all_back(assigned, failed, error)
                 if kept:
@@ -163,7 +163,7 @@ class ConcurrentDelivery(Delivery):
     def _send_all_back(
         self, assigned: AssignedQueue, failed: list[DeliveredMessage], error: Exception | None
     ) -> list[DeliveredMessage]:
-        """Send failed messages back and log what becomes of them; gives those that no broker took."""
+        """Send failed messages back, log the results, and return those that no broker accepted."""
         level = error.delay_level if isinstance(error, ReconsumeLater) else 0
         kept: list[DeliveredMessage] = []
         again: list[DeliveredMessage] = []
@@ -183,14 +183,14 @@ class ConcurrentDelivery(Delivery):
             wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
             self.log_retry(assigned, again, again[0].reconsume_times + 1, most, f"the next comes{wait}", error)
         if kept:
-            told = f"the next comes in {AGAIN_MS / 1000:g} s, since no broker took it back"
+            told = f"the next comes in {AGAIN_MS / 1000:g} s, because no broker accepted it back"
             self.log_retry(assigned, kept, kept[0].reconsume_times + 1, most, told, error)
         return kept
 
     def _send_back(
         self, assigned: AssignedQueue, message: DeliveredMessage, level: int, cause: str
     ) -> SentBack | Literal[False] | None:
-        """Send one message back; return the broker's answer, or False if no broker took it."""
+        """Send one message back; return the broker's answer, or False if no broker accepted it."""
         consumer = self.consumer
         request = SendBack(
             consumer.group,
@@ -212,7 +212,7 @@ class ConcurrentDelivery(Delivery):
         self.counts.sent_back += 1
         return sent
 
-    # ---- what could not be sent back
+    # ---- messages that could not be sent back
 
     def _later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
@@ -233,7 +233,7 @@ class ConcurrentDelivery(Delivery):
     # ---- consume timeout
 
     def _expire(self, now_ms: int) -> int | None:
-        """Send back what the first listeners of each queue have had for longer than the consume timeout."""
+        """Send back the first messages of each queue that a listener has had for longer than the consume timeout."""
         if self.consumer.stopping:
             return None
         for assigned in list(self.consumer.assigned.values()):
@@ -249,7 +249,7 @@ class ConcurrentDelivery(Delivery):
                     break
                 if sent is not None and sent.is_dead:
                     self.log_dead_letter(assigned, first, first.reconsume_times + 1, TimeoutError(cause))
-                assigned.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
+                assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
                 if assigned.throttled:
                     self.consumer.pulling.less_is_held(assigned)
                 elif not len(assigned.messages):

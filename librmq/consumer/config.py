@@ -20,65 +20,65 @@ _DURATIONS: Final = ("consume_timeout", "suspend_time", "pull_interval", "shutdo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerConfig(Config):
-    """Settings of a consumer. Durations are seconds, or a `timedelta` where a consumer takes them as keywords.
+    """Settings of a consumer. Durations are in seconds; keywords can also be a `timedelta`.
 
     Sizes are bytes.
     """
 
     model: MessageModel = MessageModel.CLUSTERING
-    """Whether the instances of the group share the messages, or each gets all."""
+    """Whether the instances of the group share the messages, or each instance gets all."""
     consume_from: ConsumeFrom = ConsumeFrom.LAST
-    """Where the group starts in a queue of which no progress is stored."""
+    """Where the group starts in a queue without stored progress."""
     consume_from_timestamp_ms: Annotated[int | None, Between(0)] = None
-    """With `ConsumeFrom.TIMESTAMP`; None: half an hour before the consumer was made."""
+    """The start with `ConsumeFrom.TIMESTAMP`; None: half an hour before the consumer was made."""
     strategy: AllocationStrategy = allocate_averagely
-    """Which queues are this instance's (`librmq.client.allocation`)."""
+    """The strategy that allocates queues to instances (`librmq.client.allocation`)."""
     guard: bool = False
-    """Refuse to join a group whose instances subscribe to something else (`GroupMismatchError`)."""
+    """Refuse to join a group whose instances have other subscriptions (`GroupMismatchError`)."""
 
     orderly: bool = False
-    """One message of a queue at a time, in order, under a lock of the queue; else concurrently."""
+    """Consume each queue in order, one message at a time, under a lock of the queue; otherwise concurrently."""
     lock_queues: bool = True
-    """Off: an orderly consumer does without the broker's locks, and a rebalance mixes up the order."""
+    """Whether an orderly consumer uses the broker's locks; without them a rebalance can break the order."""
     threads: Annotated[int, Between(1)] = 20
-    """Listeners that run at once."""
+    """Number of listeners that run in parallel."""
     batch_size: Annotated[int, Between(1)] = 1
-    """Messages that a listener gets at once, at most; with more than one it gets a list."""
+    """Most messages for one call of a listener; with more than one it gets a list."""
     max_reconsume_times: Annotated[int | None, Between(0)] = None
-    """Redeliveries before a message becomes a dead letter. None: the group's, 16; of an orderly consumer: no end."""
+    """Redeliveries before a message becomes a dead letter. None: the group's setting, 16; for orderly ones no limit."""
     consume_timeout: Annotated[float, Seconds(0.001)] = 900.0
-    """A message that a concurrent listener has had for longer is sent back, to be delivered again."""
+    """Time after which a message that a concurrent listener still has is sent back and delivered again."""
     suspend_time: Annotated[float, Seconds()] = 1.0
-    """Rest of an orderly queue after a failure, 0.01 to 30."""
+    """Rest of an orderly queue after a failure, from 0.01 to 30."""
 
     pull_batch_size: Annotated[int, Between(1)] = 32
-    """Messages asked for at once."""
+    """Most messages of one pull."""
     pull_interval: Annotated[float, Seconds()] = 0.0
-    """Rest between two pulls of a queue."""
+    """Time between two pulls of a queue."""
     max_held_messages: Annotated[int, Between(0)] = 1000
-    """Pulling stops while a queue holds more."""
+    """Pulling stops while a queue holds more messages."""
     max_held_bytes: Annotated[int, Between(0)] = 100 << 20
-    """Pulling stops while the bodies that a queue holds are more."""
+    """Pulling stops while a queue holds larger bodies in total."""
     max_held_messages_of_topic: Annotated[int | None, Between(0)] = None
-    """Shared out among the assigned queues; takes the place of ``max_held_messages``."""
+    """Limit that the assigned queues of a topic share; replaces ``max_held_messages``."""
     max_held_bytes_of_topic: Annotated[int | None, Between(0)] = None
-    """Shared out among the assigned queues; takes the place of ``max_held_bytes``."""
+    """Limit that the assigned queues of a topic share; replaces ``max_held_bytes``."""
     max_span: Annotated[int, Between(0)] = 2000
-    """Pulling stops while more queue offsets lie between the first and the last message held; concurrent only."""
+    """Pulling stops while the held messages span more queue offsets; concurrent only."""
 
     shutdown_timeout: Annotated[float, Seconds()] = 5.0
-    """Wait of a shutdown for running listeners."""
+    """Time that a shutdown waits for running listeners."""
     offsets_folder: str | None = None
-    """Where a broadcasting consumer keeps its progress; None: ``.rocketmq_offsets`` in the user's home."""
+    """Folder for the progress of a broadcasting consumer; None: ``.rocketmq_offsets`` in the user's home."""
     files: Files = field(default_factory=DiskFiles)
-    """Where progress files are written."""
+    """Files by which progress is written."""
 
     @classmethod
     def of(cls, config: Self | None, settings: Mapping[str, object]) -> Self:
-        """Return ``config``, or the defaults, with keywords in place of some settings.
+        """Return ``config``, or the defaults, with ``settings`` replaced.
 
         Raises:
-            ConfigError: There is no such setting, or its value is refused.
+            ConfigError: A setting is unknown, or its value is refused.
         """
         given: dict[str, Any] = dict(settings)
         for name in _DURATIONS:
@@ -89,13 +89,13 @@ class ConsumerConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConsumerConfig(ConsumerConfig):
-    """Settings of a pull consumer; those of listeners mean nothing to it."""
+    """Settings of a pull consumer; it ignores those of listeners."""
 
     pull_batch_size: Annotated[int, Between(1)] = 10
     poll_timeout: Annotated[float, Seconds()] = 5.0
-    """Wait of a poll for the first message."""
+    """Time that a poll waits for the first message."""
     auto_commit: bool = True
-    """Each poll commits what the ones before it gave."""
+    """Whether each poll commits the messages of earlier polls."""
 
 
 class ConsumerSettings(TypedDict, total=False):

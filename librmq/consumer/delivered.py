@@ -1,6 +1,7 @@
-"""Message as a consumer sees it: the stored record, and how it came here.
+"""A message as a consumer sees it: the stored record, and how it was delivered.
 
-Mirrors what ``PullAPIWrapper`` and ``DefaultMQPushConsumerImpl.resetRetryAndNamespace`` add to a ``MessageExt``.
+Mirrors the additions of ``PullAPIWrapper`` and ``DefaultMQPushConsumerImpl.resetRetryAndNamespace`` to a
+``MessageExt``.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ class DeliveredMessage(StoredMessage):
     __slots__ = ("_bounds", "_more_times", "_shown", "consume_start_timestamp_ms", "queue", "queue_offset")
 
     queue_offset: int
-    """The entry of the queue that belongs to the message."""
+    """The number of the message's entry in the queue."""
     _shown: dict[str, str]
 
     def __init__(self, raw: bytes, queue: MessageQueue, queue_offset: int, bounds: tuple[int, int]) -> None:
-        """``bounds`` are the minimum and maximum offset of the queue when it was pulled."""
+        """Take a record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
         self.raw = raw
         self.queue = queue
-        """Where it was pulled from; for a redelivery a queue of the group's retry topic."""
+        """The pulled queue; for a redelivery a queue of the group's retry topic."""
         self.queue_offset = queue_offset
         self.consume_start_timestamp_ms: int | None = None
-        """When a concurrent listener was given it."""
+        """When a concurrent listener got the message."""
         self._bounds = bounds
         self._more_times = 0
 
     @property
     def topic(self) -> str:
-        """The topic that it was sent to, for a redelivery too."""
+        """The topic of the send, also for a redelivery."""
         topic = self.queue.topic
         if topic.startswith(RETRY_PREFIX):
             return self._property(_RETRY_TOPIC) or topic
@@ -59,41 +60,41 @@ class DeliveredMessage(StoredMessage):
 
     @property
     def broker_name(self) -> str:
-        """The broker that it was pulled from."""
+        """The broker of the pull."""
         return self.queue.broker_name
 
     @property
     def min_offset(self) -> int:
-        """The queue's oldest offset when it was pulled."""
+        """The minimum offset of the queue at the pull."""
         return self._bounds[0]
 
     @property
     def max_offset(self) -> int:
-        """The queue's next offset when it was pulled."""
+        """The maximum offset of the queue at the pull."""
         return self._bounds[1]
 
     @property
     def reconsume_times(self) -> int:
-        """Failures of the group on this message, those since it was pulled included."""
+        """The number of the group's failures on this message, including those since the pull."""
         return super().reconsume_times + self._more_times
 
     def failed_again(self) -> None:
-        """Count a failure after which it stays here."""
+        """Count a failure after which this consumer keeps the message."""
         self._more_times += 1
 
     @property
     def origin_message_id(self) -> str:
-        """The id under which it was first stored; of a message that was never sent back, its own."""
+        """The id of the first record of the message; its own unless it was sent back."""
         return self._property(_ORIGIN_MESSAGE_ID) or self.message_id
 
     @property
     def transaction_id(self) -> str | None:
-        """The id of the transaction that sent it, if one did."""
+        """The id of the transaction that sent it, None without one."""
         return self.unique_key if (self._property(_TRANSACTION_PREPARED) or "").lower() == "true" else None
 
     @property
     def properties(self) -> Mapping[str, str]:
-        """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME as a client of 4.9 adds them."""
+        """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME, which a client of 4.9 adds."""
         try:
             return self._shown
         except AttributeError:

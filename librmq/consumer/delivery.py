@@ -1,7 +1,7 @@
-"""Delivery: what concurrent and orderly consumption share, from the call of a listener to its log lines.
+"""Delivery: the common part of concurrent and orderly consumption, from the call of a listener to its log lines.
 
-Delivery is three steps: begin (messages are claimed, under the lock), the listener runs (without it), its outcome is
-applied (under the lock). Whatever happens between them, a rebalance for one, is an ordinary schedule.
+Delivery has three steps: begin (claim messages, under the lock), run the listener (without it), apply its outcome
+(under the lock). Other turns, such as a rebalance, can come between the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class BlockedQueue(NamedTuple):
-    """Orderly queue whose first message keeps failing."""
+    """An orderly queue whose first message keeps failing."""
 
     queue: MessageQueue
     queue_offset: int
@@ -41,40 +41,40 @@ class BlockedQueue(NamedTuple):
 
 @dataclass(slots=True)
 class ConsumerCounts:
-    """Counts of a consumer so far, in messages."""
+    """A consumer's counts of messages."""
 
     delivered: int = 0
     consumed: int = 0
     failed: int = 0
     sent_back: int = 0
     dropped: int = 0
-    """Failures in broadcasting, which are not repeated."""
+    """Failures in broadcasting, which has no retries."""
 
 
 class Delivery:
-    """Brings messages that were pulled to listeners. Called under the runner's lock."""
+    """Delivers pulled messages to listeners. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:
         self.consumer = consumer
         self.config = consumer.config
         self.runner = consumer.runner
         self.running = 0
-        """The listeners that are at work, or about to be."""
+        """The listeners that run or are about to."""
         self.counts = ConsumerCounts()
         self._ended: threading.Event | None = None
 
     def start(self) -> None:
-        """Begin: the consumer has joined its group."""
+        """Start, after the consumer has joined its group."""
 
     def stop(self) -> threading.Event | None:
-        """Begin nothing new; gives an event that is set when all listeners have ended, None if none is at work."""
+        """Begin nothing new; return an event that is set when all listeners have ended, None if none runs."""
         if not self.running:
             return None
         self._ended = threading.Event()
         return self._ended
 
     def end(self) -> None:
-        """Clean up: the consumer is about to leave its group."""
+        """Clean up before the consumer leaves its group."""
 
     def lock(self, queue: MessageQueue) -> bool:
         """Return whether the queue may be taken."""
@@ -84,7 +84,7 @@ class Delivery:
         """Note that a queue was taken."""
 
     def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Note that a queue was dropped; gives whether it may be given up now."""
+        """Note that a queue was dropped; return whether it can be given up now."""
         return True
 
     def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
@@ -92,34 +92,34 @@ class Delivery:
         return True
 
     def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether the queue may be pulled; if not, its pull is woken when it may."""
+        """Return whether the queue may be pulled; if not, its pull is woken later."""
         return True
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
-        """Begin with ``count`` messages that were added to a queue."""
+        """Begin ``count`` messages that were added to a queue."""
         raise NotImplementedError
 
     def begins_with(
         self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
     ) -> bool:
-        """Add one message to a queue and begin with it, if nothing precedes it: the fast path.
+        """Add one message to a queue and begin it if nothing precedes it: the fast path.
 
-        ``bounds`` are the minimum and maximum offset of the queue. False if the message is left to `pulled`.
+        ``bounds`` are the minimum and maximum offset of the queue. Return False if `pulled` has to handle the message.
         """
         return False
 
     def blocked(self) -> list[BlockedQueue]:
-        """Return the queues that rest because their first message fails."""
+        """Return the queues that rest because their first message keeps failing."""
         return []
 
     def max_times(self) -> int | None:
-        """Return the redeliveries before a message becomes a dead letter; None: no end."""
+        """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""
         raise NotImplementedError
 
     # ---- one call
 
     def batch_size(self, assigned: AssignedQueue) -> int:
-        """Return how many messages of a queue a call gets at most: one where listeners take turns in the queue."""
+        """Return the most messages of a queue for one call: one if its messages have different listeners."""
         size = self.config.batch_size
         if size > 1 and not self.consumer.listeners.share_batches(assigned.queue.topic, assigned.is_retry):
             return 1
@@ -131,11 +131,11 @@ class Delivery:
         messages: list[DeliveredMessage],
         done: Callable[[AssignedQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
-        """Have the listener called; ``done`` gets what it returned or raised."""
+        """Submit a call of the listener; ``done`` gets its result or exception."""
         consumer = self.consumer
         topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
         listener = consumer.listeners.find(topic, messages[0])
-        if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
+        if listener is None:  # this instance does not subscribe to the topic of the redelivery
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
@@ -150,7 +150,7 @@ class Delivery:
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
         if assigned.dropped:
-            return None  # what comes of it is ignored
+            return None  # the result would be ignored
         consumer = self.consumer
         metrics = consumer.metrics
         if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
@@ -199,7 +199,7 @@ class Delivery:
         next_one: str,
         error: Exception | None,
     ) -> None:
-        """Log that an attempt failed and when the next one comes; with a traceback after the first attempt alone."""
+        """Log a failed attempt and the time of the next; only the first attempt has a traceback."""
         first = messages[0]
         others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
         of = "" if most is None else f" of {most + 1}"
@@ -221,7 +221,7 @@ class Delivery:
     def log_dead_letter(
         self, assigned: AssignedQueue, message: DeliveredMessage, attempt: int, error: Exception | None
     ) -> None:
-        """Log that a message was given up."""
+        """Log a dead letter."""
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
         _log.error(
             "%s: dead letter of group %s: %s, key %s, after %d attempt%s: %s",
@@ -252,7 +252,7 @@ def _where(assigned: AssignedQueue, message: DeliveredMessage) -> str:
 
 
 def cause_of(error: Exception | None) -> str:
-    """Return an exception as one line for a property; without one, say that the listener did not acknowledge."""
+    """Return an exception as one line for a property; None stands for a missing acknowledgement."""
     if error is None:
         return "the listener did not acknowledge it"
     text = str(error)
@@ -262,7 +262,7 @@ def cause_of(error: Exception | None) -> str:
 
 
 class _Call(Work):
-    """Call of a listener. Its label and subject are made only where they are read."""
+    """A call of a listener. Its label and subject are computed on demand."""
 
     __slots__ = ("_consumer", "_done", "_held", "_listener", "_messages")
 

@@ -1,4 +1,4 @@
-"""Gauges of a consumer, by the names of `librmq.metrics`; those of a group's instances add up."""
+"""Gauges of a consumer, named as in `librmq.metrics`; those of a group's instances add up."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _lag(member: Instance, assigned: AssignedQueue) -> float:
             MaxOffset(assigned.queue.topic, assigned.queue.queue_id)
         )
     except RmqError:
-        return 0  # nothing is known while the broker is away
+        return 0  # unknown while the broker is unreachable
     return max(0, end - progress)
 
 
 def show_gauges(member: Instance, metrics: Metrics) -> None:
-    """Show the gauges of all topics that are subscribed to, until ``metrics.take_away(member)``."""
+    """Show the gauges of all subscribed topics until ``metrics.take_away(member)``."""
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
             metrics.gauge(name, _gauge(member, topic, measure), of=member, topic=topic, group=member.group)

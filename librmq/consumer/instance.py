@@ -23,7 +23,7 @@ __all__ = ["ConsumeContext", "ConsumeHook", "Instance", "PushInstance"]
 
 
 class ConsumeContext(NamedTuple):
-    """What a hook sees of a delivery."""
+    """A delivery as a hook sees it."""
 
     group: str
     queue: MessageQueue
@@ -31,9 +31,9 @@ class ConsumeContext(NamedTuple):
 
 
 ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""Called before a listener; what it returns is called after it, with what that returned or raised.
+"""A function called before a listener; it returns a function that gets the listener's result or exception.
 
-As user code: what a hook raises counts as a failure of the listener."""
+An exception of a hook counts as a failure of the listener."""
 
 
 class Instance(Hashable, Protocol):
@@ -62,11 +62,11 @@ class Instance(Hashable, Protocol):
         ...
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make a queue that is about to be taken."""
+        """Make the state of a queue before taking it."""
         ...
 
     def warn_of_differences(self) -> None:
-        """Log once a change that instances of the group subscribe to different things."""
+        """Log each time the group's instances begin or cease to have different subscriptions."""
         ...
 
 
@@ -102,7 +102,7 @@ class PushInstance(Instance, Protocol):
 
     @property
     def rebalancing(self) -> _Rebalancing:
-        """Shares out queues."""
+        """Assigns queues."""
         ...
 
     @property
@@ -112,11 +112,11 @@ class PushInstance(Instance, Protocol):
 
     @property
     def delivery(self) -> _Delivery:
-        """Brings messages to listeners."""
+        """Delivers messages to listeners."""
         ...
 
     def progressed(self, assigned: AssignedQueue, progress: int) -> None:
-        """Note how far a queue has come; it is stored soon."""
+        """Set the progress of a queue, which is stored soon."""
         ...
 
     def let_go(self, assigned: AssignedQueue) -> None:

@@ -1,4 +1,4 @@
-"""Listeners: the user's functions, by topic and tag, and what their results mean."""
+"""Listeners: the user's functions by topic and tag, and the meaning of their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BatchListener = Callable[[list[DeliveredMessage]], object | Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A function to which messages of a topic are brought."""
+    """A function that gets messages of a topic."""
 
     function: Callable[[Any], Any]
     as_list: bool
@@ -31,7 +31,7 @@ class Listener:
     is_async: bool
 
     def acknowledged(self, result: object, count: int) -> int:
-        """Return the index of the last of ``count`` messages that the result of a call acknowledges, -1 for none.
+        """Return the index of the last of ``count`` messages that the result acknowledges, -1 for none.
 
         Raises:
             ValueError: The listener returned an index below -1.
@@ -59,14 +59,14 @@ class Listeners:
 
     @property
     def are_async(self) -> bool:
-        """Whether one of them is a coroutine function."""
+        """Whether any of them is a coroutine function."""
         return any(listener.is_async for by_tag in self._by_topic.values() for listener in by_tag.values())
 
     def register(self, topic: str, tags: frozenset[str], listener: Listener) -> frozenset[str]:
-        """Add a listener for some tags of a topic, or for all of it; gives all tags that the topic has listeners for.
+        """Add a listener for some tags of a topic, or for all of it; return all tags with a listener of the topic.
 
         Raises:
-            ConfigError: A message could go to this listener and to another one.
+            ConfigError: A message could go to this listener and another one.
         """
         present = self._by_topic.get(topic, {})
         wanted: set[str | None] = set(tags) or {None}
@@ -91,7 +91,7 @@ class Listeners:
         return by_tag.get(None) or by_tag.get(message.tags)
 
     def share_batches(self, topic: str, is_retry: bool) -> bool:
-        """Return whether all messages of a queue go to one listener, so that a batch of them has one."""
+        """Return whether one listener gets all messages of a queue, so that they can share a batch."""
         if is_retry:  # a retry topic has messages of all topics
             return len(self._by_topic) == 1 and all(map(_is_one, self._by_topic.values()))
         return _is_one(self._by_topic.get(topic, {}))
@@ -102,7 +102,7 @@ def _is_one(by_tag: dict[str | None, Listener]) -> bool:
 
 
 def is_coroutine_function(function: object) -> bool:
-    """Return whether calling ``function`` gives a coroutine; an object may have an asynchronous ``__call__``."""
+    """Return whether ``function`` returns a coroutine; an object can have an asynchronous ``__call__``."""
     call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - the type's own is what is looked at
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -110,7 +110,7 @@ def is_coroutine_function(function: object) -> bool:
 def with_predicate(
     function: Callable[[Any], Any], predicate: WatchedPredicate[DeliveredMessage], as_list: bool
 ) -> Callable[[Any], Any]:
-    """Return a listener that is called with the messages that match; the others count as consumed."""
+    """Return a listener that gets only the messages that match; the others count as consumed."""
     if not as_list:
 
         def one(message: DeliveredMessage) -> object:
@@ -149,7 +149,7 @@ def _matching(predicate: WatchedPredicate[DeliveredMessage], messages: Sequence[
 
 
 def _index_in_batch(result: object, at: list[int], count: int) -> object:
-    """Translate an index among the messages that matched to one among all."""
+    """Translate an index among the matching messages to one among all."""
     if isinstance(result, bool) or not isinstance(result, int) or result < -1:
         return result
     return _consumed_in_batch(result + 1, at, count) - 1

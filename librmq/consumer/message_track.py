@@ -1,4 +1,4 @@
-"""Fate of a message in each group, and dead letters sent again.
+"""The state of a message in each group, and dead letters sent again.
 
 Mirrors ``DefaultMQAdminExtImpl.messageTrackDetail`` and ``TrackType``.
 """
@@ -28,33 +28,33 @@ __all__ = ["MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"]
 
 
 class TrackType(enum.Enum):
-    """How far a group is with a message."""
+    """A group's state regarding a message."""
 
     CONSUMED = "CONSUMED"
-    """The group's progress is behind it; a redelivery may still wait."""
+    """The group's progress is past it; a redelivery can still be waiting."""
     CONSUMED_BUT_FILTERED = "CONSUMED_BUT_FILTERED"
-    """Progress is behind it, but the group does not ask for it."""
+    """The group's progress is past it, but its subscription excludes it."""
     NOT_CONSUME_YET = "NOT_CONSUME_YET"
     PULL = "PULL"
-    """Instances poll, and keep to themselves what they make of it."""
+    """The instances are pull consumers, whose results are unknown."""
     CONSUME_BROADCASTING = "CONSUME_BROADCASTING"
     """Each instance has progress of its own."""
     NOT_ONLINE = "NOT_ONLINE"
-    """The group has been there, but has no instance now."""
+    """The group has progress in the topic, but no running instance."""
 
 
 class MessageTrack(NamedTuple):
-    """A group and how far it is with a message."""
+    """A group and its state regarding a message."""
 
     group: str
     type: TrackType
 
 
 def message_tracks(route: Route, message: StoredMessage, broker_name: str | None = None) -> list[MessageTrack]:
-    """Return what each group of the message's topic has done with it, sorted by group.
+    """Return each group of the message's topic with its state, sorted by group.
 
-    ``broker_name`` is needed where the route has several brokers and ``message`` does not tell which has it. As in
-    4.9, what was sent back counts as consumed, and so does what the group's present subscription leaves out.
+    A route with several brokers needs ``broker_name`` unless ``message`` has it. As in 4.9, a message that was sent
+    back, or that the group's present subscription excludes, counts as consumed.
     """
     endpoint = _endpoint(route, message, broker_name)
     topic = message.topic
@@ -70,7 +70,7 @@ def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> 
     if broker_name is None:
         names = route.broker_names()
         if len(names) != 1:
-            raise NoRouteError(f"which broker has the message? Known are {', '.join(names) or 'none'}")
+            raise NoRouteError(f"broker_name: expected the message's broker, one of {', '.join(names) or 'none'}")
         broker_name = names[0]
     return route.endpoint(broker_name)
 
@@ -101,10 +101,10 @@ def _asks_for(subscription: Subscription, message: StoredMessage) -> bool:
 
 
 def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
-    """Send dead letters to their groups once more, with all their retries; gives their number.
+    """Send dead letters to their groups again, with all their retries; return their number.
 
-    Each goes to the retry topic of the group that had given it up, so that no other group sees it, and is delivered at
-    once. The dead letter stays where it is.
+    Each goes to the retry topic of the group that had given it up, so only that group gets it, and is delivered
+    immediately. The dead letter itself stays.
     """
     count = 0
     for letter in letters:

@@ -3,7 +3,7 @@
 ::
 
     <folder>/<client id>/<group>/offsets.json    {"offsetTable": {{"brokerName", "queueId", "topic"}: queue offset, …}}
-    <folder>/<client id>/<group>/offsets.json.bak                its former content
+    <folder>/<client id>/<group>/offsets.json.bak                its previous content
 
 Mirrors ``RemoteBrokerOffsetStore`` and ``LocalFileOffsetStore``.
 """
@@ -98,7 +98,7 @@ class LocalOffsets:
         aside: Aside | None = None,
         states: StateLog | None = None,
     ) -> None:
-        """Read the file, or the copy of its former content.
+        """Read the file, or the copy of its previous content.
 
         Args:
             folder: Holds the files of all clients.
@@ -113,13 +113,13 @@ class LocalOffsets:
             MalformedError: Neither file is readable.
         """
         if os.path.basename(client_id) != client_id:
-            raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
+            raise ConfigError(f"instance_name: {client_id!r} can't be the name of a folder")
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
         self._aside = aside
         self._states = states or StateLog(_log, group)
         self._process = os.getpid()
-        self._is_writing = False  # aside
+        self._is_writing = False  # by ``aside``
         self._one_at_a_time = threading.Lock()
         self._begun = self._written = 0
         self._table = self._load()
@@ -179,7 +179,7 @@ class LocalOffsets:
         return changed
 
     def _document(self) -> tuple[int, bytes]:
-        """A copy of the table, with a number that grows from copy to copy."""
+        """Return a copy of the table, with a number that grows from copy to copy."""
         rows = {
             ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
             for queue, offset in sorted(self._table.items())

@@ -1,11 +1,11 @@
-"""Messages of one queue that were pulled and are not consumed yet. Mirrors ``ProcessQueue``.
+"""Messages of one queue that were pulled but not consumed. Mirrors ``ProcessQueue``.
 
 ::
 
     pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
 
-Pulling goes forward and messages begin in order, so both parts are sorted by themselves; what is put back goes to
-where it came from. A waiting message is the record and a place in the deque, nothing more.
+Pulls come in order and messages begin in order, so both parts stay sorted, and returned messages go back to their
+place. A waiting message costs its record and one place in the deque.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _body_size(message: StoredMessage) -> int:
 
 
 class ProcessQueue:
-    """Messages of a queue, from pulled to consumed. Called under the runner's lock.
+    """Messages of a queue between pull and consumption. Called under the runner's lock.
 
     All operations are O(1) for each message.
     """
@@ -41,7 +41,7 @@ class ProcessQueue:
     def __init__(self, queue: MessageQueue) -> None:
         self.queue = queue
         self.size = 0
-        """The stored bodies, in bytes."""
+        """Total size of the stored bodies."""
         self._waiting: deque[StoredMessage] = deque()
         self._begun: dict[int, DeliveredMessage] = {}
         self._bounds: deque[tuple[int, tuple[int, int]]] = deque()  # of each pull: last offset, (min, max) of its queue
@@ -52,17 +52,17 @@ class ProcessQueue:
 
     @property
     def waiting(self) -> int:
-        """The messages that have not begun."""
+        """The number of messages that have not begun."""
         return len(self._waiting)
 
     @property
     def begun(self) -> int:
-        """The messages that have begun."""
+        """The number of messages that have begun."""
         return len(self._begun)
 
     @property
     def span(self) -> int:
-        """Queue offsets between the first and the last message."""
+        """The number of queue offsets between the first and the last message."""
         first = self.first
         if first is None:
             return 0
@@ -77,12 +77,12 @@ class ProcessQueue:
 
     @property
     def end(self) -> int:
-        """The queue offset behind the last message that was ever put; 0 for none."""
+        """The queue offset after the last message ever put; 0 without any."""
         return self._largest + 1
 
     @property
     def progress(self) -> int:
-        """The smallest queue offset not yet consumed; the largest ever plus one when empty."""
+        """The smallest queue offset not yet consumed; when empty, the largest ever plus one."""
         first = self.first
         return self._largest + 1 if first is None else first
 
@@ -102,7 +102,7 @@ class ProcessQueue:
         return len(messages)
 
     def begin(self, message: StoredMessage, bounds: tuple[int, int]) -> DeliveredMessage | None:
-        """Add what was pulled and begin it, as `put` and `take` do; None, and nothing, if it is not the next to begin.
+        """Add and begin a pulled message, like `put` and `take`; return None and do nothing unless it is the next one.
 
         ``bounds`` are the minimum and maximum offset of the queue.
         """
@@ -115,7 +115,7 @@ class ProcessQueue:
         return begun
 
     def take(self, most: int) -> list[DeliveredMessage]:
-        """Begin the first ``most`` messages that wait."""
+        """Begin the first ``most`` waiting messages."""
         waiting, bounds, begun = self._waiting, self._bounds, self._begun
         taken: list[DeliveredMessage] = []
         while waiting and len(taken) < most:
@@ -130,25 +130,25 @@ class ProcessQueue:
         return taken
 
     def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
-        """End messages that have begun; return the progress, None if no message was held."""
+        """Remove messages that have begun; return the progress, None if none of them was held."""
         begun = self._begun
         if not begun and not self._waiting:
             return None
         for message in messages:
             if begun.pop(message.queue_offset, None) is not None:
                 self.size -= _body_size(message)
-        for queue_offset in begun:  # as `progress`, without the calls
+        for queue_offset in begun:  # like `progress`, inlined
             return queue_offset
         return self._waiting[0].queue_offset if self._waiting else self._largest + 1
 
     def put_back(self, messages: Sequence[DeliveredMessage]) -> None:
-        """Let messages that have begun, the last ones, wait again."""
+        """Make the last messages that have begun wait again."""
         for message in reversed(messages):
             del self._begun[message.queue_offset]
             self._waiting.appendleft(message)
 
     def commit(self) -> int | None:
-        """End all messages that have begun; return their largest queue offset plus one, None if there were none."""
+        """Remove all messages that have begun; return their largest queue offset plus one, None if there were none."""
         begun = self._begun
         if not begun:
             return None
@@ -158,17 +158,17 @@ class ProcessQueue:
         return progress
 
     def roll_back(self) -> None:
-        """Let all that has begun wait again."""
+        """Make all messages that have begun wait again."""
         self.put_back(list(self._begun.values()))
 
     def first_begun(self) -> DeliveredMessage | None:
-        """The message that holds the progress, if it has begun."""
+        """Return the message that holds back the progress, if it has begun."""
         for message in self._begun.values():
             return message
         return None
 
     def peek(self) -> StoredMessage | None:
-        """The message that begins next."""
+        """Return the next message to begin."""
         return self._waiting[0] if self._waiting else None
 
     def clear(self) -> None:
@@ -180,7 +180,7 @@ class ProcessQueue:
         self._largest = -1
 
     def _check(self) -> None:
-        """Verify what must always hold."""
+        """Check the invariants."""
         offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
         assert offsets == sorted(set(offsets))
         assert not offsets or offsets[-1] <= self._largest

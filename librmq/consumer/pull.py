@@ -37,7 +37,7 @@ from librmq.runtime.runner import Step
 __all__ = ["PullConsumer"]
 
 BREATH: Final = 0.0001
-"""Seconds between two rounds of a poll, in which others can take the lock."""
+"""Seconds between two rounds of a poll, during which other threads can take the lock."""
 
 _log = logging.getLogger("librmq.consumer")
 
@@ -103,7 +103,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
-        self._pulled_end = 0  # next offset behind the messages that are being handed out
+        self._pulled_end = 0  # the offset after the messages that are being handed out
         self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
         self._arrived = _Arrival()
         self._polling = threading.Lock()
@@ -273,8 +273,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._begin_poll()
             while True:
                 arrived.clear()
-                # No thread is of use here: what a look may wait for is a page of a mapped file, and the interpreter
-                # waits for that as a whole. So a look can't be interrupted either.
+                # A thread would not help: a look can only wait for a page of a mapped file, and such a wait blocks the
+                # whole interpreter. For the same reason a look can't be interrupted.
                 messages, has_moved = self._look(one_by_one)
                 if messages or self.stopping:
                     return messages
@@ -379,7 +379,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = assigned, assigned.next_offset, response.next_offset
         assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
-            _log.warning("%s: %s goes on at %d", self.label, assigned.label, response.next_offset)
+            _log.warning("%s: %s continues at %d", self.label, assigned.label, response.next_offset)
         tag_filter = self.filters.get(queue.topic)
         bounds = response.min_offset, response.max_offset
         return [
@@ -475,7 +475,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.progressed(assigned, assigned.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
-        """Store progress now: behind all polled messages, or at these queue offsets.
+        """Store progress now: after all polled messages, or at these queue offsets.
 
         Raises:
             ClientError: A broker has not stored it.

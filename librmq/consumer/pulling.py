@@ -1,7 +1,7 @@
-"""Pulling: each assigned queue has one pull under way, which waits at the broker while there is nothing.
+"""Pulling: each assigned queue has one pull, which the broker holds while the queue has no message.
 
-Mirrors ``DefaultMQPushConsumerImpl.pullMessage`` and ``PullAPIWrapper``. A pull that has to wait (too much is held, the
-lock is missing, the consumer is paused) is woken by what ends the reason.
+Mirrors ``DefaultMQPushConsumerImpl.pullMessage`` and ``PullAPIWrapper``. A postponed pull (too much is held, the lock
+is missing, the consumer is paused) is woken when the reason ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Pulling"]
 AFTER_ERROR_MS: Final = 3_000
 HOLD_MS: Final = 15_000
 CORRECTION_MS: Final = 10_000
-"""A position that the queue does not have is corrected after so long."""
+"""Time until a position that the queue does not have is corrected."""
 
 _log = logging.getLogger("librmq.consumer")
 
@@ -37,7 +37,7 @@ class Pulling:
         self.max_bytes = consumer.config.max_held_bytes
 
     def make_step(self, label: str) -> Step:
-        """Return the step of a queue that is to be pulled."""
+        """Return the step that pulls a queue."""
         return Step(label, lambda now_ms: None, self._consumer.client)
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -48,7 +48,7 @@ class Pulling:
         wake(assigned.pull)
 
     def share_limits(self) -> None:
-        """Share out the limits of a topic among the assigned queues. As in 4.9, those of all topics together."""
+        """Divide the limits of a topic among the assigned queues; as in 4.9, among those of all topics."""
         config, count = self._consumer.config, max(1, len(self._consumer.assigned))
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
@@ -56,7 +56,7 @@ class Pulling:
             self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
 
     def is_too_much(self, assigned: AssignedQueue) -> bool:
-        """Return whether the queue holds too much to be pulled."""
+        """Return whether the queue holds too much for another pull."""
         messages, config = assigned.messages, self._consumer.config
         count = len(messages)
         return count > 0 and (
@@ -66,13 +66,13 @@ class Pulling:
         )
 
     def less_is_held(self, assigned: AssignedQueue) -> None:
-        """Pull a queue again that was throttled, once it holds less."""
+        """Resume a throttled queue once it holds less."""
         if not self.is_too_much(assigned):
             assigned.throttled = False
             self._consumer.runner.wake(assigned.pull)
 
     def wake_all(self) -> None:
-        """Let all queues be pulled again."""
+        """Pull all queues again."""
         for assigned in self._consumer.assigned.values():
             if not assigned.dropped:
                 self._consumer.runner.wake(assigned.pull)
@@ -164,10 +164,10 @@ class Pulling:
                 delivery.pulled(assigned, count, now_ms)
 
     def _idle(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
-        """Nothing there. What was passed over since the last message counts as consumed when the hold is over."""
+        """Handle an empty pull. Messages skipped since the last one count as consumed when the hold ends."""
         assigned.next_offset = response.next_offset
         will_reach = assigned.messages.end if len(assigned.messages) else assigned.progress
-        if will_reach is not None and will_reach >= assigned.next_offset:  # nothing was passed over
+        if will_reach is not None and will_reach >= assigned.next_offset:  # nothing was skipped
             assigned.idle_since_ms = None
             return None
         if assigned.idle_since_ms is None:
@@ -185,7 +185,7 @@ class Pulling:
             self._consumer.progressed(assigned, assigned.next_offset)
 
     def _correct_later(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
-        """The queue has no such offset: let it go, and take it again from where it has some."""
+        """Give up a queue without this offset, and take it again at an offset that it has."""
         consumer = self._consumer
         _log.warning(
             "%s: %s has no offset %d; %d is next", consumer.label, assigned.label, assigned.next_offset, next_offset

@@ -39,10 +39,10 @@ __all__ = ["PushConsumer"]
 F = TypeVar("F", bound=MessageListener | BatchListener)
 
 PREDICATE_BUDGET_S: Final = 1.0
-"""Time of a predicate, above which it is logged."""
+"""Seconds above which a call of a predicate is logged."""
 
 RESET_MS: Final = 10_000
-"""Time for running listeners to end when a group is reset."""
+"""Time that running listeners have to end when a group is reset."""
 
 _log = logging.getLogger("librmq.consumer")
 
@@ -157,7 +157,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             FilterSyntaxError: The expression does not compile.
         """
         if batch is False and self.config.batch_size > 1:
-            raise ConfigError(f"topic {topic!r}: batch=False brings single messages: it wants batch_size=1")
+            raise ConfigError(f"topic {topic!r}: batch=False passes single messages, so batch_size must be 1")
         subscription, tag_filter = self._subscription(topic, tags, sql)
         as_list = self.config.batch_size > 1 if batch is None else batch
         how = {"tags": tags, "sql": sql, "predicate": predicate, "batch": batch, "must_return": must_return}
@@ -202,9 +202,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _check_ready(self) -> None:
         if not self.subscriptions:
-            raise ConfigError(
-                f"group {self.group!r}: subscribe a listener to a topic before start() or the with block, which starts"
-            )
+            raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic before start() or the with block")
 
     def _start(self) -> None:
         if self.listeners.are_async:
@@ -220,8 +218,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save, leave the group.
 
-        Return whether all have ended. The result of a listener that runs on is ignored, and its message comes again
-        elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async` instead.
+        Return whether all have ended. The result of a listener that still runs is ignored, and its message is delivered
+        again elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async`
+        instead.
         """
         try:
             in_time = self._stop(timeout, self.delivery.stop)
@@ -229,12 +228,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if self.metrics is not None:
                 self.metrics.take_away(self)
         if not in_time:
-            _log.warning("%s: %d listeners run on after the shutdown", self.label, self.delivery.running)
+            _log.warning("%s: %d listeners still run after the shutdown", self.label, self.delivery.running)
         return in_time
 
     def _end(self) -> None:
         resets, self._resets = self._resets, []
-        for assigned, queue_offset in (one for reset in resets for one in reset):  # a reset goes on
+        for assigned, queue_offset in (one for reset in resets for one in reset):  # a reset is still running
             if self.assigned.get(assigned.queue) is assigned:
                 assigned.progress, assigned.told = queue_offset, None
                 self._save((assigned,))
@@ -270,7 +269,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.pulling.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # its former work has ended
+        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # its earlier work has ended
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
     def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:

@@ -1,6 +1,6 @@
 """Rebalancing: each instance of a group computes its share of queues, topic by topic. Mirrors ``RebalanceImpl``.
 
-It is due at once at the start and when members or routes change. It is due every 20 s while something is open: a
+It is due immediately at the start and when members or routes change. It is due every 20 s while something is open: a
 missing lock, an unknown start, a failed strategy, a queue whose listener still runs, or a lost pull. A pull counts as
 lost when its queue was not pulled for 120 s; a pull that the broker holds, or that waits for another reason, is not
 lost.
@@ -76,7 +76,7 @@ class Rebalancing:
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
-        """Note the existing queues, and rebalance at once."""
+        """Note the existing queues, and rebalance immediately."""
         member = self._member
         self._started_ms = member.runner.now_ms()
         self._brokers = frozenset(member.route.broker_names())
@@ -97,7 +97,7 @@ class Rebalancing:
         ]
 
     def wake(self) -> None:
-        """Rebalance at once, because members or routes have changed."""
+        """Rebalance immediately, because members or routes have changed."""
         if not self._member.stopping:
             self._member.runner.wake(self.step)
 
@@ -175,7 +175,7 @@ class Rebalancing:
                 changed |= self._drop(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:
-                    changed |= self._drop(assigned, now_ms)  # it is made again below
+                    changed |= self._drop(assigned, now_ms)  # added again below
                 elif assigned.pull.at is None and not assigned.throttled:
                     member.runner.wake(assigned.pull)  # the broker can have lost the pull that it held
         for queue in share:

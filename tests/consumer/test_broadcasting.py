@@ -59,7 +59,7 @@ def test_on_disk(one_queue: Kit, tmp_path: Path) -> None:
         consumer.shutdown()
     assert bodies(one_queue) == ["a", "a"]
     assert (tmp_path / "127.0.0.1@b1" / "g" / "offsets.json").stat().st_size
-    with pytest.raises(ConfigError, match="no name of a folder"):
+    with pytest.raises(ConfigError, match="can't be the name of a folder"):
         broadcasting(one_queue, "../b1", **folder)
 
 

@@ -148,7 +148,7 @@ async def test_async_contexts_start_and_shut_down() -> None:
 
 def test_single_messages_want_a_batch_size_of_one(one_queue: Kit) -> None:
     consumer = one_queue.consumer("g", batch_size=4)
-    with pytest.raises(ConfigError, match="batch=False brings single messages: it wants batch_size=1"):
+    with pytest.raises(ConfigError, match="batch=False passes single messages, so batch_size must be 1"):
         consumer.subscribe("t", print, batch=False)
 
 

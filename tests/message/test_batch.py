@@ -47,7 +47,7 @@ def test_what_does_not_fit_a_batch_is_refused() -> None:
     ("messages", "why"),
     [
         ([], "at least one"),
-        ([Message("T", b""), Message("U", b"")], "one topic, found 'T' and 'U'"),
+        ([Message("T", b""), Message("U", b"")], "one topic in a batch, found 'T' and 'U'"),
         ([Message("T", b""), Message("T", b"", wait_store_ok=False)], "one wait flag"),
         ([Message("T", b"", wait_store_ok=False), Message("T", b"")], "one wait flag"),
         ([Message("T", b""), Message("T", b"", delay_level=1)], "delayed"),

@@ -560,7 +560,7 @@ def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
     body = bomb(compression_type(flag))
     tracemalloc.start()
     try:
-        with pytest.raises(BodyCompressionError, match="more than the 1,000,000 bytes"):
+        with pytest.raises(BodyCompressionError, match="expected at most 1,000,000 bytes"):
             record_format.decompress_body(body, flag, 1_000_000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -570,7 +570,7 @@ def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
 
 @pytest.mark.parametrize("kind", [4, 5, 6, 7])
 def test_an_unknown_compression_is_refused(kind: int) -> None:
-    with pytest.raises(BodyCompressionError, match="unknown way"):
+    with pytest.raises(BodyCompressionError, match="unknown compression type"):
         record_format.decompress_body(b"x", record_format.COMPRESSED | kind << 8, 100)
 
 

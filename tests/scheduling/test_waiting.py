@@ -51,7 +51,7 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
         (Waiting, {"REAL_TOPIC": "T"}, "names no queue"),
         (Waiting, {"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
         (Waiting, {"REAL_QID": "0"}, "topic is empty"),
-        (Waiting, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "no name of a folder"),
+        (Waiting, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "can't be the name of a folder"),
         (Wheel, PLACE, "TIMER_OUT_MS: expected a time"),
         (Wheel, PLACE | {"TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
         (Wheel, {"REAL_TOPIC": "T"} | NOW_OUT, "queue id"),
