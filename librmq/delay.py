@@ -39,7 +39,7 @@ from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 from librmq.store import MessageStore
-from librmq.store.engine.prepared import AppendResult, Prepared
+from librmq.store.engine.prepared import AppendResult, CopyTarget, Prepared
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
@@ -412,7 +412,7 @@ class DelaySchedule:
             raise MessageIllegalError(f"the message names no queue: {queue_text!r:.80}")
         if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
             raise MessageIllegalError(f"nothing is delivered to {topic}")
-        return self._store.prepare_again(waiting, topic or "", queue_id, raw, unique_key, keys, tags)
+        return self._store.prepare_again(waiting, CopyTarget(topic or "", queue_id, raw, unique_key, keys, tags))
 
     def _write(
         self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Prepared], places: Sequence[int]

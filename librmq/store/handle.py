@@ -141,7 +141,7 @@ class StoreHandle:
             self.config,
             self.files,
             self.path,
-            lock=appender,
+            lock=appender.lock,
             settled=lambda: self.durability.settled,
             flush_log=lambda: self.durability.commit.reach(self.log.end),
             watch_disk=moves_by_itself(self.clock),
@@ -192,8 +192,8 @@ class StoreHandle:
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""
         self.check_writable()
-        self.appender.check_reentry()
-        with critical, self.appender.flushing:  # a recovery replaces `durability`
+        self.appender.lock.check_reentry()
+        with critical, self.appender.lock.flushing:  # a recovery replaces `durability`
             return self.durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:
@@ -211,7 +211,7 @@ class StoreHandle:
             return self.retention.run_due(now_ms)
         finally:
             appender, commit = self.appender, self.durability.commit
-            with appender.lock:
+            with appender.lock.mutex:
                 refused = self.closed is not None or commit.failure is not None
                 appender.accepts = not refused and not self.retention.refuses_writes
                 if commit.failure is not None:  # meanwhile
@@ -220,10 +220,10 @@ class StoreHandle:
     def recover(self) -> list[Damage]:
         """Open the parts again and make them agree with the whole log; see `MessageStore.recover`."""
         appender = self.appender
-        appender.check_reentry()
+        appender.lock.check_reentry()
         self.thread.stop()
-        with appender.flushing, appender.lock:
-            lock_holder = appender
+        with appender.lock.flushing, appender.lock.mutex:
+            lock_holder = appender.lock
             self.check_writable()
             with critical:
                 appender.catch_up()
@@ -267,7 +267,7 @@ class StoreHandle:
                 return
             try:
                 if not self.read_only:
-                    with suppress(StoreIOError), self.appender.lock:  # a reader may be writing entries too
+                    with suppress(StoreIOError), self.appender.lock.mutex:  # a reader may be writing entries too
                         self.appender.catch_up()
             finally:
                 self._release()
@@ -282,8 +282,8 @@ class StoreHandle:
 
     def _end(self, why: str) -> bool:
         """Take no more calls; return False if that was so already."""
-        self.appender.check_reentry()
-        with self.appender.lock:
+        self.appender.lock.check_reentry()
+        with self.appender.lock.mutex:
             if self.closed is not None:
                 return False
             self.closed, self.appender.accepts = why, False
@@ -292,7 +292,7 @@ class StoreHandle:
 
     def _close_parts(self) -> None:
         appender = self.appender
-        with appender.flushing:
+        with appender.lock.flushing:
             parts, appender.parts = appender.parts, None
             if parts is not None:
                 self.durability.commit.stop(f"{self.path}: the log was released before this had reached the device")

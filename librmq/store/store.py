@@ -23,7 +23,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import Acknowledgement
-from librmq.store.engine.prepared import AgainFields, AppendFields, AppendResult, BatchFields, Prepared
+from librmq.store.engine.prepared import AgainFields, AppendFields, AppendResult, BatchFields, CopyTarget, Prepared
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
@@ -211,23 +211,12 @@ class MessageStore:
         """
         return self._appender.append_again(record, topic, queue_id, properties, **fields)
 
-    def prepare_again(
-        self,
-        record: StoredMessage,
-        topic: str,
-        queue_id: int,
-        raw: bytes,
-        unique_key: str | None,
-        keys: str | None,
-        tags: str | None,
-    ) -> Prepared:
-        """Return the message of a record as `append_copies` takes it, for a queue of a topic.
-
-        Its properties are stored as ``raw``; the caller vouches that they say these keys and tags. The rest stays.
+    def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
+        """Return the message of a record as `append_copies` takes it, for another queue and with other properties.
 
         `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
         """
-        return self._appender.prepare_again(record, topic, queue_id, raw, unique_key, keys, tags)
+        return self._appender.prepare_again(record, target)
 
     def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
         """Append what `prepare_again` made, side by side. Returns at once, whatever the durability.
@@ -266,11 +255,11 @@ class MessageStore:
 
     def is_writing(self) -> bool:
         """Return whether a call appends at this moment; a deletion by retention does not count."""
-        return self._appender.is_writing()
+        return self._appender.lock.is_writing()
 
     def is_free_within(self, seconds: float) -> bool:
         """Wait until no call appends, or for ``seconds``; return whether none did."""
-        return self._appender.is_free_within(seconds)
+        return self._appender.lock.is_free_within(seconds)
 
     # ---------------------------------------------------------------------------------------------------------- read
 
@@ -534,9 +523,9 @@ class MessageStore:
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
         appender = self._appender
-        appender.check_reentry()
-        with appender.lock:
-            lock_holder = appender
+        appender.lock.check_reentry()
+        with appender.lock.mutex:
+            lock_holder = appender.lock
             self._handle.check_open()
             appender.catch_up()
             verdict = verify_parts(self.path, self.config, self.files)

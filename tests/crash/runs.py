@@ -215,7 +215,7 @@ class Run:
         self.submit()
 
         def meanwhile() -> None:
-            if not self.store._appender.lock.locked() and self.rng.random() < 0.5:  # else a producer flushes
+            if not self.store._appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
                 if self.rng.random() < 0.5:
                     self.store.find_by_key("TopicA", "key1")  # what was submitted goes to queues and index

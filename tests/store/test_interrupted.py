@@ -16,6 +16,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, verify
 from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.engine.prepared import CopyTarget
 from tests.interrupting import at_each_call
 
 numbers = count()
@@ -39,7 +40,7 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
     "append_copies": lambda store: store.append_copies(
         [
-            store.prepare_again(one, "copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a")
+            store.prepare_again(one, CopyTarget("copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a"))
             for one in taken(store)
         ]
     ),

@@ -21,6 +21,7 @@ from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.prepared import CopyTarget
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers, vouched_for
@@ -895,7 +896,7 @@ def test_what_was_prepared_before_a_recovery_goes_to_its_queue() -> None:
             store.append(Message("TopicA", b"%d" % number))
         first = store.message_at(0)
         assert first is not None
-        prepared = store.prepare_again(first, "TopicA", 0, b"", None, None, None)
+        prepared = store.prepare_again(first, CopyTarget("TopicA", 0, b"", None, None, None))
         store.recover()
         copy = store.append_copies([prepared])[0]
         after = store.append(Message("TopicA", b"after"))

@@ -8,31 +8,31 @@ from __future__ import annotations
 import errno
 import struct
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
-from types import FrameType
 from typing import Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
-from librmq.errors import MessageIllegalError, StoreError, StoreIOError
+from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import check_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.critical import critical
+from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.group_commit import GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.prepared import (
     AppendResult,
+    CopyTarget,
     Prepared,
     check_sizes,
     host_flags,
@@ -48,7 +48,6 @@ _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
-_CTRL_C_WAITS_S: Final = 0.05
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
@@ -69,26 +68,19 @@ class Appender:
 
     def __init__(self, clock: Clock, refusal: Callable[[], Exception], wake: Callable[[], None]) -> None:
         """Take ``refusal()``, which returns why nothing can be appended, and ``wake()``, which wakes housekeeping."""
-        self._make_locks()
+        self.lock = AppendLock(clock)
         self.accepts = False
         """Whether messages are taken."""
         self.parts: Parts | None = None
         self.lanes = {}
         self.now_ms = clock.now_ms
-        self._clock = clock
         self.refusal = refusal
         self._wake = wake
-        self._deleting = False
 
     def forget(self) -> None:
-        """Leave the store to the parent, in a child process after a fork: the parent's threads may hold the locks."""
+        """Leave the store to the parent, in a child process after a fork."""
         self.parts, self.accepts = None, False
-        self._make_locks()
-
-    def _make_locks(self) -> None:
-        self.lock = threading.Lock()
-        self.flushing = threading.RLock()
-        """What a flush holds, and what replaces the parts that it flushes; taken before ``lock``."""
+        self.lock.forget()
 
     def configure(self, config: StoreConfig, levels: DelayLevels) -> None:
         """Follow these settings from now on."""
@@ -182,11 +174,12 @@ class Appender:
         checksum = zlib.crc32(body) & 0x7FFFFFFF
         tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
         size = 72 + hosts_size + len(tail)
-        if self.lock.locked():
-            self.check_reentry()
+        lock = self.lock
+        if lock.mutex.locked():
+            lock.check_reentry()
         try:
-            with self.lock:
-                lock_holder = self
+            with lock.mutex:
+                lock_holder = lock
                 if not self.accepts:
                     raise self.refusal()
                 log, dispatcher = self.log, self.dispatcher  # here: a recovery replaces them
@@ -268,17 +261,11 @@ class Appender:
     def prepare_again(
         self,
         record: StoredMessage,
-        topic: str,
-        queue_id: int,
-        raw: bytes,
-        unique_key: str | None,
-        keys: str | None,
-        tags: str | None,
+        target: CopyTarget,
     ) -> Prepared:
         """See `MessageStore.prepare_again`."""
-        lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
-        largest = self.log.file_size - record_format.BLANK_SIZE
-        return prepare_again(record, lane, raw, unique_key, keys, tags, largest)
+        lane = self.lanes.get(target[:2]) or self.lane(*target[:2])
+        return prepare_again(record, target, lane, self.log.file_size - record_format.BLANK_SIZE)
 
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
@@ -305,10 +292,10 @@ class Appender:
         fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
         batch = prepare_batch(messages, fixed_size, properties, self._largest_body)
         sizes = batch.sizes
-        self.check_reentry()
+        self.lock.check_reentry()
         try:
-            with self.lock:
-                lock_holder = self
+            with self.lock.mutex:
+                lock_holder = self.lock
                 now = self._admit()
                 log, dispatcher = self.log, self.dispatcher
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
@@ -346,9 +333,9 @@ class Appender:
     def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
         """See `MessageStore.append_copies`."""
         results: list[AppendResult] = []
-        self.check_reentry()
-        with self.lock:
-            lock_holder = self
+        self.lock.check_reentry()
+        with self.lock.mutex:
+            lock_holder = self.lock
             now = self._admit()
             while len(results) < len(copies):
                 try:
@@ -464,8 +451,8 @@ class Appender:
             raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
         if not self.accepts:
             raise self.refusal()
-        self.check_reentry()
-        with critical, self.lock:
+        self.lock.check_reentry()
+        with critical, self.lock.mutex:
             return self.open_parts().lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
@@ -499,9 +486,9 @@ class Appender:
     def drain(self) -> None:
         """Write what readers of queues and of the index look into."""
         if self.dispatcher.records:
-            self.check_reentry()
-            with self.lock:
-                lock_holder = self
+            self.lock.check_reentry()
+            with self.lock.mutex:
+                lock_holder = self.lock
                 self.catch_up()
                 del lock_holder  # which `check_reentry` looks at
 
@@ -509,9 +496,9 @@ class Appender:
         """Write what readers of queues look into."""
         dispatcher = self.dispatcher
         if dispatcher.lanes:
-            self.check_reentry()
-            with self.lock:
-                lock_holder = self
+            self.lock.check_reentry()
+            with self.lock.mutex:
+                lock_holder = self.lock
                 self.mend()
                 dispatcher.write_entries()
                 del lock_holder  # which `check_reentry` looks at
@@ -524,56 +511,9 @@ class Appender:
             if error.errno != errno.ENOSPC:
                 raise
 
-    # ------------------------------------------------------------------------------------------------------- the lock
-
-    def check_reentry(self) -> None:
-        """Refuse a call that would wait for its own thread: a signal handler's, which has interrupted an append.
-
-        No handler runs within a critical stretch. What takes the lock outside one has a local ``lock_holder`` while it
-        does.
-
-        Raises:
-            StoreError: The call is such a handler's.
-        """
-        if not self.lock.locked() or threading.get_ident() != threading.main_thread().ident:
-            return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if "lock_holder" in frame.f_code.co_varnames and frame.f_locals.get("lock_holder") is self:
-                raise StoreError(
-                    f"a signal handler called the store that it interrupted in {frame.f_code.co_name}, and would wait "
-                    f"for it for ever: let the handler note what came, and call the store when it has returned"
-                )
-            frame = frame.f_back
-
     def end_between_appends(self) -> int:
         """Return where the log ends, with no producer between two files."""
-        self.check_reentry()
-        with critical, self.lock:
+        self.lock.check_reentry()
+        with critical, self.lock.mutex:
             self.mend()
             return self.log.end
-
-    def is_writing(self) -> bool:
-        """Return whether a call appends at this moment; a deletion by retention does not count."""
-        return self.lock.locked() and not self._deleting
-
-    def is_free_within(self, seconds: float) -> bool:
-        """Wait until no call appends, or for ``seconds``; return whether none did."""
-        deadline = self._clock.monotonic() + seconds
-        while True:
-            left = deadline - self._clock.monotonic()
-            with critical:  # a lock that Ctrl-C takes from view is never given back
-                if self.lock.acquire(timeout=min(max(left, 0), _CTRL_C_WAITS_S)):
-                    self.lock.release()
-                    return True
-            if left <= 0:
-                return False
-
-    def __enter__(self) -> None:
-        """Take the lock as retention does: appends wait for a file that goes, and `is_writing` does not count it."""
-        self.lock.acquire()
-        self._deleting = True
-
-    def __exit__(self, *_: object) -> None:
-        self._deleting = False
-        self.lock.release()

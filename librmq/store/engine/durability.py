@@ -39,9 +39,9 @@ class Durability:
         """
         appender, parts = self._appender, self._parts
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
-        appender.check_reentry()
-        with appender.flushing:
-            with appender.lock:
+        appender.lock.check_reentry()
+        with appender.lock.flushing:
+            with appender.lock.mutex:
                 appender.open_parts()
                 appender.catch_up()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms
@@ -61,7 +61,7 @@ class Durability:
                 checkpoint.flush()
                 self.settled = end
             except BaseException as error:
-                with appender.lock:
+                with appender.lock.mutex:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
                 if self._derived_failure is None and isinstance(error, StoreIOError) and error.call.startswith("flush"):

@@ -21,6 +21,7 @@ __all__ = [
     "AppendFields",
     "AppendResult",
     "BatchFields",
+    "CopyTarget",
     "Prepared",
     "PreparedBatch",
     "check_sizes",
@@ -64,6 +65,18 @@ class Prepared(NamedTuple):
     tags_code: int
     unique_key: str | None
     keys: str | None
+
+
+class CopyTarget(NamedTuple):
+    """The queue that a copy of a stored message goes to, and the properties of the copy."""
+
+    topic: str
+    queue_id: int
+    properties_raw: bytes
+    unique_key: str | None
+    """As ``properties_raw`` has it; the caller vouches for that, as for keys and tags."""
+    keys: str | None
+    tags: str | None
 
 
 class AppendResult(NamedTuple):
@@ -116,22 +129,15 @@ class AgainFields(TypedDict, total=False):
     prepared_transaction_offset: int
 
 
-def prepare_again(
-    record: StoredMessage,
-    lane: Lane,
-    raw: bytes,
-    unique_key: str | None,
-    keys: str | None,
-    tags: str | None,
-    largest_record: int,
-) -> Prepared:
-    """Prepare the message of a record for another queue; see `MessageStore.prepare_again`."""
+def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
+    """Prepare the message of a record for the queue of ``lane``; see `MessageStore.prepare_again`."""
+    _, _, raw, unique_key, keys, tags = target
     data = record.raw
     begin, end, _, _, _, _ = record.frame
     body = data[begin:end]
     raw_size = len(raw)
     size = end + len(lane.topic_field) + 2 + raw_size
-    if raw_size > _LONGEST_PROPERTIES or size > largest_record:
+    if raw_size > _LONGEST_PROPERTIES or size > max_size:
         raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
     bits = data[39]
     born_end = 68 if bits & record_format.BORN_HOST_V6 else 56

@@ -24,8 +24,8 @@ def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Con
 
 def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool:
     """Delete the files of a queue unless the log has a message of it; return whether there were any."""
-    appender.check_reentry()
-    with critical, appender.flushing, appender.lock:
+    appender.lock.check_reentry()
+    with critical, appender.lock.flushing, appender.lock.mutex:
         queues = appender.open_parts().queues
         appender.catch_up()
         queue = queues.find(name)

@@ -1,0 +1,76 @@
+"""The lock of an open store: appends and every other change of its parts wait for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Final
+
+from librmq.clock import Clock
+from librmq.errors import StoreError
+from librmq.runtime.critical import critical
+
+__all__ = ["AppendLock"]
+
+_CTRL_C_WAITS_S: Final = 0.05
+
+
+class AppendLock:
+    """A lock that a signal handler can't wait for while its own thread holds it. Thread-safe.
+
+    Code that takes ``mutex`` outside a critical block calls `check_reentry` before, and has this object in a local
+    variable ``lock_holder`` while it holds it. As a context manager it is taken for a deletion by retention.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Make new locks in a child process after a fork, because threads of the parent may hold the old ones."""
+        self.mutex = threading.Lock()
+        self.flushing = threading.RLock()
+        """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
+        self._deleting = False
+
+    def check_reentry(self) -> None:
+        """Refuse a call of a signal handler that has interrupted an append, because it would wait for its own thread.
+
+        Raises:
+            StoreError: The call is such a handler's.
+        """
+        if not self.mutex.locked() or threading.get_ident() != threading.main_thread().ident:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if "lock_holder" in frame.f_code.co_varnames and frame.f_locals.get("lock_holder") is self:
+                raise StoreError(
+                    f"a signal handler called the store that it interrupted in {frame.f_code.co_name}, and would wait "
+                    f"for it for ever: let the handler note what came, and call the store when it has returned"
+                )
+            frame = frame.f_back
+
+    def is_writing(self) -> bool:
+        """Return whether a call appends at this moment; a deletion by retention does not count."""
+        return self.mutex.locked() and not self._deleting
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait until no call appends, or for ``seconds``; return whether none did."""
+        deadline = self._clock.monotonic() + seconds
+        while True:
+            left = deadline - self._clock.monotonic()
+            with critical:  # a lock that Ctrl-C takes from view is never given back
+                if self.mutex.acquire(timeout=min(max(left, 0), _CTRL_C_WAITS_S)):
+                    self.mutex.release()
+                    return True
+            if left <= 0:
+                return False
+
+    def __enter__(self) -> None:
+        self.mutex.acquire()
+        self._deleting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._deleting = False
+        self.mutex.release()
