@@ -58,6 +58,7 @@ from librmq.protocol import (
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["Broker"]
 
@@ -390,6 +391,11 @@ class Broker:
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """A group's stored progress in a queue: the queue offset of its next message, None if there is none."""
         return self._context.offsets.get(group, topic, queue_id)
+
+    @property
+    def tables(self) -> BrokerTables:
+        """Topics, groups and progress as they are now; for reading, under the runner's lock."""
+        return self._context.tables
 
     def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
         """A group's stored progress in a topic, by queue id."""

@@ -1,4 +1,4 @@
-"""Diagnosis of stores: messages that wait in a store, and the page of the report."""
+"""Diagnosis of stores and brokers: lag, dead letters, what waits, the life of a message, findings, and the report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,33 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.diagnosis.backlog import GroupLag as GroupLag
+    from librmq.diagnosis.backlog import GroupRate as GroupRate
+    from librmq.diagnosis.backlog import Lag as Lag
+    from librmq.diagnosis.backlog import QueueLag as QueueLag
+    from librmq.diagnosis.backlog import TopicLag as TopicLag
+    from librmq.diagnosis.backlog import lag as lag
+    from librmq.diagnosis.checkup import diagnose as diagnose
+    from librmq.diagnosis.findings import Finding as Finding
+    from librmq.diagnosis.findings import Thresholds as Thresholds
+    from librmq.diagnosis.letters import DeadLetterCause as DeadLetterCause
+    from librmq.diagnosis.letters import GivenUpMessage as GivenUpMessage
+    from librmq.diagnosis.letters import dead_letter_causes as dead_letter_causes
+    from librmq.diagnosis.letters import dead_letters as dead_letters
+    from librmq.diagnosis.life import StoryEvent as StoryEvent
+    from librmq.diagnosis.life import story as story
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
+    from librmq.diagnosis.view import StoreView as StoreView
 
-_MODULES = {"pending": ("PendingMessage", "pending_messages")}
+_MODULES = {
+    "letters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
+    "checkup": ("diagnose",),
+    "findings": ("Finding", "Thresholds"),
+    "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag"),
+    "pending": ("PendingMessage", "pending_messages"),
+    "life": ("StoryEvent", "story"),
+    "view": ("StoreView",),
+}
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""Messages that wait in a store: half messages without an end, delayed messages and timers.
+"""Messages that wait in a store: half messages without an end, those given up, delayed messages, retries and timers.
 
 They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
 memory grows only by a bit for each half message and some bytes for each timer.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ from librmq.java.numbers import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
-from librmq.message.topics import HALF_TOPIC
-from librmq.scheduling.half_messages import EndedHalves, progress
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
+from librmq.scheduling.half_messages import EndedHalves, half_of, progress
 from librmq.scheduling.timer_settings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
@@ -30,12 +30,13 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["Kind", "PendingMessage", "pending_messages"]
+__all__ = ["KINDS", "Kind", "PendingMessage", "family_of_half", "given_up_halves", "pending_messages"]
 
-Kind = Literal["half", "delay", "timer"]
+Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
-KINDS: Final[tuple[Kind, ...]] = ("half", "delay", "timer")
+KINDS: Final[tuple[Kind, ...]] = ("half", "given_up", "delay", "retry", "timer")
 _READ: Final = 32
+_SAME_KEY: Final = 4096
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
 
@@ -44,9 +45,11 @@ class PendingMessage(NamedTuple):
 
     kind: Kind
     topic: str
-    """The topic of its delivery."""
-    due_ms: int
-    """The time of its delivery; for a half, of the first check."""
+    """The topic that it was sent to."""
+    target_topic: str
+    """The topic of its delivery: for a retry that of the group, else the same."""
+    due_ms: int | None
+    """The time of its delivery; for a half, of the first check; None for one that was given up."""
     unique_key: str | None
     physical_offset: int
     """The place of the waiting record."""
@@ -61,6 +64,7 @@ def pending_messages(
 
     ``kind`` and ``topic`` select. ``tables`` are the broker's tables, by default those in the store's folder. Their
     progress can be some seconds behind a running broker, so messages that were just delivered can still be listed.
+    Retries are those that wait in the schedule topic for their next attempt, sorted by time with the delayed messages.
 
     Raises:
         CorruptionError: a file is unreadable.
@@ -68,24 +72,61 @@ def pending_messages(
     if tables is None:
         tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
     store.refresh()
-    for one in KINDS:
-        if kind is None or kind == one:
-            found = (
-                _halves(store, tables)
-                if one == "half"
-                else _delays(store, tables)
-                if one == "delay"
-                else _timers(store)
-            )
-            for due_ms, message in found:
-                properties = message.properties
-                real_topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
-                if topic is None or topic == real_topic:
-                    checks = java_int(properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
-                    yield PendingMessage(
-                        one, real_topic, due_ms, message.unique_key, message.physical_offset,
-                        checks if one == "half" else 0,
-                    )  # fmt: skip
+    finders: tuple[tuple[Kind, Callable[[], Iterator[tuple[int | None, StoredMessage]]]], ...] = (
+        ("half", lambda: _halves(store, tables)),
+        ("given_up", lambda: ((None, half) for half in given_up_halves(store))),
+        ("delay", lambda: _delays(store, tables)),
+        ("timer", lambda: _timers(store)),
+    )
+    for one, find in finders:
+        if kind in (None, one) or (kind == "retry" and one == "delay"):
+            for due_ms, message in find():
+                found = _pending(one, due_ms, message)
+                if kind in (None, found.kind) and topic in (None, found.topic, found.target_topic):
+                    yield found
+
+
+def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
+    properties = message.properties
+    target = topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
+    if target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
+        kind, topic = "retry", properties.get(record.PROPERTY_RETRY_TOPIC) or target
+    checks = java_int(properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+    return PendingMessage(
+        kind, topic, target, due_ms, message.unique_key, message.physical_offset,
+        checks if kind in ("half", "given_up") else 0,
+    )  # fmt: skip
+
+
+def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
+    """Yield the half messages that checks have given up and that were not decided since.
+
+    Raises:
+        CorruptionError: a file is unreadable.
+    """
+    ended: set[int] | None = None
+    for half in _messages(store, CHECK_MAX_TIME_TOPIC, 0, 0):
+        if ended is None:
+            ended = {each for op in _messages(store, OP_TOPIC, 0, 0) if (each := half_of(op)) is not None}
+        has_op = any(one.queue_offset in ended for one in family_of_half(store, half))
+        if not has_op and not _has_final(store, half):
+            yield half
+
+
+def _has_final(store: MessageStore, half: StoredMessage) -> bool:
+    """Return whether the transaction of a half was committed; a delayed message waits in the schedule topic first."""
+    key, topic = half.unique_key, half.properties.get(record.PROPERTY_REAL_TOPIC, "")
+    return key is not None and any(
+        one.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
+        for each in (topic, SCHEDULE_TOPIC)
+        for one in store.find_by_key(each, key, max_messages=_SAME_KEY)
+    )
+
+
+def family_of_half(store: MessageStore, half: StoredMessage) -> list[StoredMessage]:
+    """Return the half message that was given up and its copies in the half topic, in log order."""
+    key = half.unique_key
+    return [] if key is None else store.find_by_key(HALF_TOPIC, key, max_messages=_SAME_KEY)
 
 
 def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Iterator[StoredMessage]:

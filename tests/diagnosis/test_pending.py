@@ -67,7 +67,9 @@ def test_halves() -> None:
     store.transactions.commit(*places[1])
     store.transactions.rollback(*places[3])
     expected = [
-        PendingMessage("half", "H", START_MS + (60_000 if number == 4 else 6_000), f"H{number}", places[number][0], 0)
+        PendingMessage(
+            "half", "H", "H", START_MS + (60_000 if number == 4 else 6_000), f"H{number}", places[number][0], 0
+        )
         for number in (0, 2, 4)
     ]
     assert store.pending() == expected
@@ -84,7 +86,9 @@ def test_delays_in_the_order_of_their_times(config: StoreConfig) -> None:
     store = Store(config)
     places = {level: store.delay(level) for level in (5, 1, 3, 2)}
     due = {1: 1_000, 2: 5_000, 3: 10_000, 5: 60_000}
-    expected = [PendingMessage("delay", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)]
+    expected = [
+        PendingMessage("delay", "D", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)
+    ]
     assert store.pending() == expected
     schedule = DelaySchedule(store.store, store.tables, START_MS, DelayConfig(first_look_s=0, save_every_s=0))
     store.clock.advance(ms=5_000)
@@ -115,7 +119,7 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     store.timers.save()
     places[5] = store.timer(5, "K5")
     expected = [
-        PendingMessage("timer", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
+        PendingMessage("timer", "T", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
         for seconds in (10, 20, 30, 300, 5)
     ]
     assert store.pending() == expected
@@ -151,6 +155,30 @@ def test_of_one_kind_or_topic() -> None:
     assert [one.topic for one in store.pending(topic="E")] == ["E"]
 
 
+def test_retries_with_the_topic_they_were_sent_to() -> None:
+    store = Store()
+    retry = Message("%RETRY%G", b"x", delay_level=3, unique_key="R")
+    retry.properties["RETRY_TOPIC"] = "D"
+    store.store.append(retry)
+    store.delay(1)
+    found = [(one.kind, one.topic, one.target_topic) for one in store.pending()]
+    assert found == [("delay", "D", "D"), ("retry", "D", "%RETRY%G")]
+    assert [one.unique_key for one in store.pending(kind="retry")] == ["R"]
+
+
+def test_given_up_halves_until_they_are_decided() -> None:
+    store = Store()
+    places = [store.half(number) for number in range(3)]
+    store.clock.advance(ms=10_000)
+    for _ in range(3):
+        store.transactions.check(store.clock.now_ms(), TransactionConfig(check_max=1))
+        store.clock.advance(ms=60_000)
+    given_up = [(one.unique_key, one.topic, one.due_ms, one.checks) for one in store.pending(kind="given_up")]
+    assert given_up == [(f"H{number}", "H", None, 1) for number in range(3)]
+    store.transactions.commit(*places[1])
+    assert [one.unique_key for one in store.pending()] == ["H0", "H2"]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as store:
@@ -158,7 +186,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         store.append(Message(OP_TOPIC, b"0", tags="d"))
         assert main(["pending", str(tmp_path / "store")]) == 0  # beside the writer
         line = (
-            f'{{"kind":"delay","topic":"D","due_ms":{START_MS + 1000},"unique_key":"U",'
+            f'{{"kind":"delay","topic":"D","target_topic":"D","due_ms":{START_MS + 1000},"unique_key":"U",'
             f'"physical_offset":{place},"checks":0}}\n'
         )
         assert capsys.readouterr().out == line

@@ -291,8 +291,9 @@ def test_pending_timers(stores: list[str], tmp_path: Path) -> None:
     for path in paths:
         with MessageStore.open(path, read_only=True) as store:
             wanted.update(
-                (path, one.kind, one.topic, one.due_ms, one.unique_key, one.physical_offset)
-                for one in pending_messages(store) if one.kind != "half"
+                (path, "timer" if one.kind == "timer" else "delay", one.target_topic, one.due_ms, one.unique_key,
+                 one.physical_offset)
+                for one in pending_messages(store) if one.kind not in ("half", "given_up")
             )  # fmt: skip
     assert found == wanted
     made = Counter(kind for path, kind, *_ in found.elements() if path == str(tmp_path / "made"))

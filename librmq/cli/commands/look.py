@@ -31,7 +31,7 @@ COMMANDS: Final = (
         "list messages that wait for a time or a transaction",
         "store --kind delay",
         (
-            option("--kind", choices=("half", "delay", "timer"), help="only this kind"),
+            option("--kind", choices=("half", "given_up", "delay", "retry", "timer"), help="only this kind"),
             option("--topic", help="only messages for this topic"),
         ),
         output=LISTED,

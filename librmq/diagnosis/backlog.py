@@ -1,0 +1,395 @@
+"""Lag of consumer groups: what each has still to consume, by queue, by topic and by group.
+
+::
+
+    lag = max(0, end - max(progress, begin))        a queue without progress counts from its begin
+
+The rows are columns of numpy, as there can be a hundred thousand; iterating makes a `QueueLag` of each. RocketMQ 4.9
+counts a queue without progress from 0, and so tells of messages that were deleted long ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE
+from librmq.diagnosis.findings import Finding, Severity, Thresholds
+from librmq.diagnosis.store_times import UNKNOWN, store_times
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.message.topics import RETRY_PREFIX
+
+__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag", "lag_findings"]
+
+Ints = npt.NDArray[np.int64]
+
+_NONE: Final = -(1 << 62)
+_NEVER: Final = (1 << 63) - 1
+_LONGEST_HOLE: Final = 4096
+
+
+class QueueLag(NamedTuple):
+    """What a group has still to consume of one queue."""
+
+    group: str
+    topic: str
+    queue_id: int
+    min_offset: int
+    max_offset: int
+    consumer_offset: int | None
+    """The queue offset of the group's next message; None if it has no progress there."""
+    lag: int
+    oldest_timestamp_ms: int | None
+    """When the oldest unconsumed message was stored; None where there is none, or it can't be read."""
+
+
+class TopicLag(NamedTuple):
+    """What a group has still to consume of one topic."""
+
+    group: str
+    topic: str
+    queues: int
+    lag: int
+    most_in_one_queue: int
+    oldest_timestamp_ms: int | None
+    without_progress: int
+    """Queues that the group has no progress in, which count from their begin."""
+    beyond_end: int
+    """Queues whose progress is beyond their end."""
+    expired: int
+    """Messages that were deleted before the group came to them."""
+
+    @property
+    def is_again(self) -> bool:
+        """Whether these messages are retries, written again for this group, and not new ones."""
+        return self.topic.startswith(RETRY_PREFIX)
+
+
+class GroupLag(NamedTuple):
+    """What a group has still to consume in all."""
+
+    group: str
+    topics: int
+    queues: int
+    lag: int
+    """All of it."""
+    new: int
+    """Messages of producers; deliveries of delayed messages are among them."""
+    again: int
+    """Retries, which the group has failed on before."""
+    oldest_timestamp_ms: int | None
+
+
+class GroupRate(NamedTuple):
+    """How fast a topic grows and a group consumes it, between two measurements."""
+
+    group: str
+    topic: str
+    seconds: float
+    stored_per_s: float
+    consumed_per_s: float | None
+    """None where the group had no progress at either time."""
+    lag: int
+    drain_s: float | None
+    """Time until the lag is gone at these rates; None if it never is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lag:
+    """The lag of groups at one moment, sorted by group, topic and queue: columns, and rows where they are asked for."""
+
+    names: Sequence[tuple[str, str]]
+    """Group and topic, each once."""
+    begins: Ints
+    """The first row of each of ``names``."""
+    queue_ids: Ints
+    min_offsets: Ints
+    max_offsets: Ints
+    consumer_offsets: npt.NDArray[np.int64]
+    """A large negative number where there is no progress: ask `has_progress`."""
+    has_progress: npt.NDArray[np.bool_]
+    lags: Ints
+    oldest_ms: Ints
+    """-1 where it is unknown."""
+    now_ms: int | None
+    """The time at which ages count."""
+
+    def __len__(self) -> int:
+        return len(self.queue_ids)
+
+    def __iter__(self) -> Iterator[QueueLag]:
+        names = [name for name, count in zip(self.names, self._counts().tolist(), strict=True) for _ in range(count)]
+        offsets: list[int | None] = self.consumer_offsets.tolist()
+        for at in np.flatnonzero(~self.has_progress).tolist():
+            offsets[at] = None
+        oldest: list[int | None] = self.oldest_ms.tolist()
+        for at in np.flatnonzero(self.oldest_ms == UNKNOWN).tolist():
+            oldest[at] = None
+        columns: list[Any] = [
+            self.queue_ids.tolist(), self.min_offsets.tolist(), self.max_offsets.tolist(), offsets, self.lags.tolist(),
+            oldest,
+        ]  # fmt: skip
+        return (QueueLag(*name, *row) for name, row in zip(names, zip(*columns, strict=True), strict=True))
+
+    @property
+    def total(self) -> int:
+        """The sum of all lags."""
+        return int(self.lags.sum())
+
+    def _counts(self) -> Ints:
+        return np.diff(np.append(self.begins, len(self)))
+
+    def by_topic(self) -> list[TopicLag]:
+        """Return the lag of each group in each topic, sorted by group and topic."""
+        if not len(self):
+            return []
+        expired = np.where(self.has_progress, np.maximum(0, self.min_offsets - self.consumer_offsets), 0)
+        beyond = self.has_progress & (self.consumer_offsets > self.max_offsets)
+        oldest = np.where(self.oldest_ms == UNKNOWN, _NEVER, self.oldest_ms)
+        begins = self.begins
+        columns = [
+            self._counts(),
+            np.add.reduceat(self.lags, begins),
+            np.maximum.reduceat(self.lags, begins),
+            np.minimum.reduceat(oldest, begins),
+            np.add.reduceat((~self.has_progress).astype(np.int64), begins),
+            np.add.reduceat(beyond.astype(np.int64), begins),
+            np.add.reduceat(expired, begins),
+        ]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            TopicLag(name[0], name[1], count, lags, most, None if first == _NEVER else first, without, ahead, gone)
+            for name, (count, lags, most, first, without, ahead, gone) in zip(self.names, rows, strict=True)
+        ]
+
+    def by_group(self) -> list[GroupLag]:
+        """Return the lag of each group, sorted."""
+        found: dict[str, list[TopicLag]] = {}
+        for each in self.by_topic():
+            found.setdefault(each.group, []).append(each)
+        return [
+            GroupLag(
+                group,
+                len(topics),
+                sum(one.queues for one in topics),
+                sum(one.lag for one in topics),
+                sum(one.lag for one in topics if not one.is_again),
+                sum(one.lag for one in topics if one.is_again),
+                min((one.oldest_timestamp_ms for one in topics if one.oldest_timestamp_ms is not None), default=None),
+            )
+            for group, topics in found.items()
+        ]
+
+    def rates_since(self, earlier: Lag) -> list[GroupRate]:
+        """Return the rates between an earlier measurement and this one, for each group and topic of both.
+
+        A reset of progress in between counts as consumption, backwards as none.
+        """
+        if self.now_ms is None or earlier.now_ms is None or self.now_ms <= earlier.now_ms:
+            return []
+        seconds = (self.now_ms - earlier.now_ms) / 1000
+        before = {(row.group, row.topic, row.queue_id): row for row in earlier}
+        found: dict[tuple[str, str], list[tuple[QueueLag, QueueLag]]] = {}
+        for row in self:
+            old = before.get((row.group, row.topic, row.queue_id))
+            if old is not None:
+                found.setdefault((row.group, row.topic), []).append((old, row))
+        rates = []
+        for (group, topic), pairs in found.items():
+            stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
+            moved = [
+                max(0, row.consumer_offset - max(old.consumer_offset or 0, old.min_offset))
+                for old, row in pairs
+                if row.consumer_offset is not None
+            ]
+            consumed = sum(moved) / seconds if moved else None
+            waiting = sum(row.lag for _, row in pairs)
+            gain = 0.0 if consumed is None else consumed - stored
+            drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
+            rates.append(GroupRate(group, topic, seconds, stored, consumed, waiting, drain))
+        return rates
+
+
+def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
+    """Return the lag of each group in each queue of each topic that it has any progress in.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: This group alone.
+        topic: This topic alone.
+        times: Whether to look up when the oldest unconsumed messages were stored.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        queues = _queues_by_topic(view)
+        names, parts = [], []
+        for (of, name), offsets in sorted(view.progress.items()):
+            if group in (None, of) and topic in (None, name):
+                part = _rows(queues.get(name), offsets)
+                if part.shape[1]:
+                    names.append((of, name))
+                    parts.append(part)
+        columns = np.concatenate(parts, axis=1) if parts else np.empty((4, 0), np.int64)
+        begins = np.cumsum([0, *(part.shape[1] for part in parts)])[:-1].astype(np.int64)
+        ids, begin, end, offset = columns
+        has_progress = offset != _NONE
+        start = np.maximum(begin, offset)
+        lags = np.maximum(0, end - start)
+        oldest = np.full(len(ids), UNKNOWN, np.int64)
+        found = Lag(names, begins, ids, begin, end, offset, has_progress, lags, oldest, view.now_ms)
+        if times:
+            _look_up_oldest(view, found, start)
+        return found
+
+
+def _queues_by_topic(view: StoreView) -> dict[str, Ints]:
+    """Return ids, begins and ends of the queues of each topic, three rows."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for (topic, queue_id), state in view.ranges.items():
+        found.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
+    return {topic: np.array(rows, np.int64).T for topic, rows in found.items()}
+
+
+def _rows(queues: Ints | None, offsets: dict[int, int]) -> Ints:
+    """Return ids, begins, ends and progress in the queues of a topic, and in those that are gone but have progress."""
+    if queues is None:
+        queues = np.empty((3, 0), np.int64)
+    ids = queues[0].tolist()
+    gone = sorted(queue_id for queue_id in offsets.keys() - set(ids) if offsets[queue_id] > 0)
+    if gone:
+        queues = np.concatenate((queues, [gone, [0] * len(gone), [0] * len(gone)]), axis=1)
+        queues = queues[:, np.argsort(queues[0], kind="stable")]
+        ids = queues[0].tolist()
+    return np.vstack((queues, np.array([offsets.get(queue_id, _NONE) for queue_id in ids], np.int64)))
+
+
+def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
+    """Fill in when the message at ``start`` was stored, for each row that lags."""
+    queues = view.store.queues
+    late = np.flatnonzero(found.lags)
+    of = (np.searchsorted(found.begins, late, side="right") - 1).tolist()
+    numbers: dict[tuple[str, int, int], int] = {}  # of each message that is looked up
+    wanted: list[int] = []
+    raws: list[bytes] = []
+    for name, queue_id, queue_offset in zip(of, found.queue_ids[late].tolist(), start[late].tolist(), strict=True):
+        place = found.names[name][1], queue_id, queue_offset
+        number = numbers.get(place)
+        if number is None:
+            number = numbers[place] = len(raws)
+            raws.append(queues[place[0], queue_id].read(queue_offset, 1) or bytes(ENTRY_SIZE))
+        wanted.append(number)
+    entries = np.frombuffer(b"".join(raws), ENTRY_DTYPE)
+    times = store_times(view.store.log, entries["physical_offset"].astype(np.int64))
+    places = list(numbers)
+    for number in np.flatnonzero((entries["size"] == HOLE_SIZE) | (entries["size"] <= 0)).tolist():
+        times[number] = _behind_hole(view, *places[number])
+    found.oldest_ms[late] = times[wanted]
+
+
+def _behind_hole(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> int:
+    """Return when the first message from ``queue_offset`` on was stored that the queue leads to."""
+    queue = view.store.queues[topic, queue_id]
+    end = min(queue.max_offset, queue_offset + _LONGEST_HOLE)
+    for _, block in queue.blocks(queue_offset, end):
+        sound = np.flatnonzero(block["size"] != HOLE_SIZE)
+        if len(sound):
+            return int(store_times(view.store.log, block["physical_offset"][sound[:1]].astype(np.int64))[0])
+    return UNKNOWN
+
+
+# ---------------------------------------------------------------------------------------------------------- findings
+
+
+def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
+    """Return what the lag of groups tells: backlogs, progress beyond the end, messages that expired unread.
+
+    ``found`` is the lag if it is known already.
+    """
+    limits = thresholds or Thresholds()
+    with viewed(source) as view:
+        known = lag(view) if found is None else found
+        findings: list[Finding] = []
+        beyond = known.has_progress & (known.consumer_offsets > known.max_offsets)
+        if beyond.any():
+            findings += [_beyond(row) for row in known if (row.consumer_offset or 0) > row.max_offset]
+        for each in known.by_topic():
+            if limits.own or not is_own_group(each.group):
+                findings += _of_topic(view, each, limits)
+        return findings
+
+
+def _beyond(row: QueueLag) -> Finding:
+    return Finding(
+        "progress-beyond-end",
+        "error",
+        f"group {row.group}, topic {row.topic}, queue {row.queue_id}",
+        f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would pass over the "
+        f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
+        {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
+        "Open the store with Broker.open, which puts the progress back to the end, or reset the group.",
+    )
+
+
+def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[Finding]:
+    subject = f"group {each.group}, topic {each.topic}"
+    age_s = view.age_s(each.oldest_timestamp_ms)
+    is_old = age_s is not None and age_s > limits.old_s
+    evidence = {
+        "lag": each.lag,
+        "most_in_one_queue": each.most_in_one_queue,
+        "queues": each.queues,
+        "queues_without_progress": each.without_progress,
+        "oldest_age_s": age_s,
+    }
+    if each.lag > limits.normal_lag:
+        severity: Severity = "warning" if each.lag > limits.large_lag or is_old else "info"
+        if severity == "warning" and each.topic in limits.topics:
+            severity = "error"
+        yield Finding(
+            "backlog",
+            severity,
+            subject,
+            f"{each.lag:,} messages wait"
+            + ("." if age_s is None else f"; the oldest for {age_s:,.0f} s.")
+            + (
+                f" They count from the begin of {each.without_progress} queues without progress."
+                * (each.without_progress > 0)
+            ),
+            evidence,
+            "Compare the rates: with fewer consumers than queues start more; else look for a slow listener or hot key.",
+        )
+    elif each.lag and is_old:
+        yield Finding(
+            "old-messages",
+            "warning",
+            subject,
+            f"{each.lag:,} messages wait, few, but the oldest for {age_s:,.0f} s.",
+            evidence,
+            "Look whether the group runs, and which message holds its progress.",
+        )
+    fair = each.lag / each.queues
+    if each.queues > 1 and each.lag > limits.normal_lag and each.most_in_one_queue > limits.uneven * fair:
+        yield Finding(
+            "uneven-lag",
+            "warning",
+            subject,
+            f"One of {each.queues} queues holds {each.most_in_one_queue:,} of the {each.lag:,} messages that wait.",
+            evidence,
+            "Look at that queue: a stuck or slow consumer of it, or a key that many messages share.",
+        )
+    if each.expired:
+        yield Finding(
+            "expired-unread",
+            "error",
+            subject,
+            f"{each.expired:,} messages were deleted by retention before the group came to them.",
+            {"expired": each.expired},
+            "Keep messages longer (file_reserved_hours, max_total_size), or let the group consume faster.",
+        )

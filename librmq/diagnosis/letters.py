@@ -1,0 +1,140 @@
+"""Dead letters: the messages that consumer groups have given up, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.java.numbers import java_int
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX
+
+__all__ = ["DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letter_findings", "dead_letters"]
+
+IN_ORDER: Final = "ordered, retries used up"
+AT_ONCE: Final = "never retried"
+USED_UP: Final = "retries used up"
+
+_ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
+_VARIES: Final = re.compile(r"0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|\d+")
+
+
+class GivenUpMessage(NamedTuple):
+    """A dead letter."""
+
+    group: str
+    original_topic: str
+    """The topic that it was sent to."""
+    unique_key: str | None
+    reconsume_times: int
+    """Failed attempts."""
+    store_timestamp_ms: int
+    """When the group gave it up."""
+    cause: str
+    """The exception of the last attempt where a consumer of librmq kept it, else what the record tells."""
+    physical_offset: int
+
+
+class DeadLetterCause(NamedTuple):
+    """Dead letters of one cause; numbers in the text of an exception are left out."""
+
+    group: str
+    original_topic: str
+    cause: str
+    messages: int
+    first_timestamp_ms: int
+    last_timestamp_ms: int
+    most_times: int
+    """The most failed attempts at one of them."""
+    example: int
+    """The physical offset of the last one."""
+
+
+def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMessage]:
+    """Return the dead letters of all groups, or of one, in the order of groups and of their queues.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        return [_letter(of, message) for of, message in _messages(view, group)]
+
+
+def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
+    """Return the dead letters by group, topic and cause, the most frequent first.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    found: dict[tuple[str, str, str], DeadLetterCause] = {}
+    with viewed(source) as view:
+        for of, message in _messages(view, group):
+            one = _letter(of, message)
+            name = one.group, one.original_topic, _VARIES.sub("#", one.cause)
+            known = found.get(name)
+            at = one.store_timestamp_ms
+            found[name] = DeadLetterCause(
+                *name,
+                1 if known is None else known.messages + 1,
+                at if known is None else min(known.first_timestamp_ms, at),
+                at if known is None else max(known.last_timestamp_ms, at),
+                one.reconsume_times if known is None else max(known.most_times, one.reconsume_times),
+                one.physical_offset,
+            )
+    return sorted(found.values(), key=lambda one: (-one.messages, one[:3]))
+
+
+def _messages(view: StoreView, group: str | None) -> Iterator[tuple[str, StoredMessage]]:
+    for topic, queue_ids in view.topics.items():
+        if topic.startswith(DEAD_LETTER_PREFIX):
+            of = topic.removeprefix(DEAD_LETTER_PREFIX)
+            if group in (None, of):
+                for queue_id in queue_ids:
+                    for message in view.store.messages(topic, queue_id):
+                        yield of, message
+
+
+def _letter(group: str, message: StoredMessage) -> GivenUpMessage:
+    properties = message.properties
+    topic = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(_ORIGIN_TOPIC) or message.topic
+    return GivenUpMessage(
+        group, topic, message.unique_key, message.reconsume_times, message.store_timestamp_ms, _cause(message),
+        message.physical_offset,
+    )  # fmt: skip
+
+
+def _cause(message: StoredMessage) -> str:
+    told = message.properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
+    if told:
+        return told
+    if java_int(message.properties.get(record.PROPERTY_RECONSUME_TIME, "")) is not None:
+        return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
+    return AT_ONCE if message.reconsume_times <= 1 else USED_UP
+
+
+def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
+    """Return a finding for each cause of dead letters."""
+    limits = thresholds or Thresholds()
+    return [
+        Finding(
+            "dead-letters",
+            "error" if one.original_topic in limits.topics else "warning",
+            f"group {one.group}, topic {one.original_topic}",
+            f"{one.messages:,} dead letters: {one.cause}.",
+            {
+                "cause": one.cause,
+                "messages": one.messages,
+                "first_timestamp_ms": one.first_timestamp_ms,
+                "last_timestamp_ms": one.last_timestamp_ms,
+                "physical_offset": one.example,
+            },
+            "Mend the cause, then send them again: librmq dead-letters STORE resend, or broker.resend_dead_letters.",
+        )
+        for one in dead_letter_causes(source)
+    ]

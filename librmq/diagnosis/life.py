@@ -1,0 +1,215 @@
+"""The life of a message: each record of it in the order of the log, then each group that has or has not passed it.
+
+::
+
+    record in                        event
+    a topic of producers             stored; committed with the flag of a transaction; delivered after a delay
+    RMQ_SYS_TRANS_HALF_TOPIC         half; checked for a copy that a check put back
+    RMQ_SYS_TRANS_OP_HALF_TOPIC      rolled_back, where no final message belongs to the half
+    TRANS_CHECK_MAX_TIME_TOPIC       given_up
+    SCHEDULE_TOPIC_XXXX, the wheel   delayed
+    %RETRY%group                     retried
+    %DLQ%group                       dead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+from librmq.diagnosis.view import Source, StoreView, is_user_topic, viewed
+from librmq.java.numbers import java_int
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.message import StoredMessage
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
+from librmq.scheduling.half_messages import QUEUE, half_of
+from librmq.scheduling.relay import HOP_TOPIC
+from librmq.scheduling.timer_settings import DELETE_KEY, TIMER_TOPIC
+from librmq.store import MessageStore
+
+__all__ = ["EventKind", "StoryEvent", "story"]
+
+EventKind = Literal[
+    "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",
+    "passed", "not_passed",
+]  # fmt: skip
+
+_WAITING: Final = frozenset((SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC))
+_MOST: Final = 1 << 20
+
+
+class StoryEvent(NamedTuple):
+    """One thing that happened to a message."""
+
+    at_ms: int | None
+    """When the record was stored; None for what a group's progress tells, whose time is unknown."""
+    event: EventKind
+    topic: str
+    """The topic of the record."""
+    queue_id: int
+    queue_offset: int
+    physical_offset: int
+    group: str | None
+    """The consumer group of a retry, a dead letter or a progress; the producer group of a half."""
+    note: str = ""
+    """More about it, for people."""
+    unique_key: str | None = None
+    """The message, where several share a key."""
+
+
+def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryEvent]:
+    """Return what happened to the message with a unique id, an offset id or a key, in order of the log.
+
+    Each group with progress in the message's topic comes last, ``passed`` or ``not_passed``. Empty where no record has
+    such an id or key.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        name: A unique id; else an offset id; else a key.
+        topic: The topic of a key; None looks in all.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        view.store.refresh()
+        records = _records(view, name, topic)
+        return _log_events(view.store, records) + list(_group_events(view, records))
+
+
+def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessage]:
+    """Return every record of the messages that ``name`` means, in log order."""
+    store = view.store
+    found = {one.physical_offset: one for one in store.find_by_id(name)}
+    if not found:
+        for each in [topic] if topic is not None else list(view.topics):
+            found |= {one.physical_offset: one for one in store.find_by_key(each, name, max_messages=_MOST)}
+    for one in list(found.values()):
+        key = one.unique_key
+        origin = one.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+        if key is not None:
+            if key != name:
+                found |= {other.physical_offset: other for other in store.find_by_id(key)}
+        else:  # only its first record's id leads from one record to the others
+            first = origin or one.offset_id
+            found |= {
+                other.physical_offset: other
+                for other in store.log.search(first.encode())
+                if other.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID) == first
+            }
+            found |= {other.physical_offset: other for other in store.find_by_id(first)}
+    return [found[place] for place in sorted(found)]
+
+
+def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
+    events: list[StoryEvent] = []
+    waiting: dict[str | None, list[str]] = {}  # by unique key: the targets of delays that have not come
+    seen: set[tuple[str, str]] = set()
+    for one in records:
+        topic, key = one.topic, one.unique_key
+        if topic in _WAITING:
+            real = one.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            if _is_commit(one):
+                events.append(_event(one, "committed", None, f"for topic {real}, with a delay"))
+            waiting.setdefault(key, []).append(real)
+            events.append(_event(one, "delayed", *_delayed(one, real)))
+            continue
+        known = _of_brokers_topic(one)
+        if known is None:
+            is_delivery = topic in waiting.get(key, ())
+            again = key is not None and (key, topic) in seen
+            note = "a duplicate: this id was stored in this topic before" if again else ""
+            event: EventKind = "delivered" if is_delivery else "committed" if _is_commit(one) else "stored"
+            known = event, None, note
+            seen.add((key or "", topic))
+        if topic in waiting.get(key, ()):
+            waiting[key].remove(topic)
+        events.append(_event(one, *known))
+    events += _rollbacks(store, records)
+    return sorted(events, key=lambda event: event.physical_offset)
+
+
+def _of_brokers_topic(one: StoredMessage) -> tuple[EventKind, str | None, str] | None:
+    """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
+    properties, topic = one.properties, one.topic
+    if topic == HALF_TOPIC:
+        group, real = properties.get(record.PROPERTY_PRODUCER_GROUP), properties.get(record.PROPERTY_REAL_TOPIC)
+        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or _times_checked(one):
+            return "checked", group, f"check {_times_checked(one)} put it back"
+        return "half", group, f"for topic {real}"
+    if topic == CHECK_MAX_TIME_TOPIC:
+        return "given_up", properties.get(record.PROPERTY_PRODUCER_GROUP), f"after {_times_checked(one)} checks"
+    if topic.startswith(DEAD_LETTER_PREFIX):
+        cause = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {one.reconsume_times} attempts"
+        return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
+    if topic.startswith(RETRY_PREFIX):
+        return "retried", topic.removeprefix(RETRY_PREFIX), f"attempt {one.reconsume_times + 1}"
+    return None
+
+
+def _delayed(one: StoredMessage, real: str) -> tuple[str | None, str]:
+    """Return group and note of a record that waits for its time."""
+    group = next(
+        (real.removeprefix(each) for each in (RETRY_PREFIX, DEAD_LETTER_PREFIX) if real.startswith(each)), None
+    )
+    if DELETE_KEY in one.properties:
+        return group, "cancels a timer"
+    level = f", level {level_of_queue_id(one.queue_id)}" if one.topic == SCHEDULE_TOPIC else ""
+    return group, f"for topic {real}{level}"
+
+
+def _times_checked(one: StoredMessage) -> int:
+    return java_int(one.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+
+
+def _is_commit(one: StoredMessage) -> bool:
+    return one.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
+
+
+def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
+    """Return the op messages of halves that have no final message, the first for each transaction."""
+    committed = {one.unique_key for one in records if _is_commit(one)}
+    committed_halves = {one.prepared_transaction_offset for one in records if _is_commit(one)}
+    halves = {
+        one.queue_offset: one
+        for one in records
+        if one.topic == HALF_TOPIC
+        and one.physical_offset not in committed_halves
+        and (one.unique_key is None or one.unique_key not in committed)
+    }
+    if not halves:
+        return []
+    found: dict[str | None, StoryEvent] = {}
+    first_ms = min(one.store_timestamp_ms for one in halves.values())
+    begin = store.queue_offset_at(OP_TOPIC, QUEUE, first_ms - 1)
+    for op in store.messages(OP_TOPIC, QUEUE, begin):
+        half = halves.get(half_of(op) or 0) if op.body else None
+        if half is not None and half.unique_key not in found and op.physical_offset > half.physical_offset:
+            group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
+            note = f"the half at queue offset {half.queue_offset}"
+            found[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
+    return list(found.values())
+
+
+def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
+    """Yield, for each record that groups consume, which have passed it."""
+    for one in records:
+        topic = one.topic
+        if (not is_user_topic(topic) and not topic.startswith(RETRY_PREFIX)) or topic == HOP_TOPIC:
+            continue
+        for (group, of), offsets in sorted(view.progress.items()):
+            if of == topic:
+                at = offsets.get(one.queue_id)
+                has_passed = at is not None and at > one.queue_offset
+                note = "the group has no progress in this queue" if at is None else f"its progress is {at}"
+                event = _event(one, "passed" if has_passed else "not_passed", group, note)
+                yield event._replace(at_ms=None)
+
+
+def _event(one: StoredMessage, event: EventKind, group: str | None, note: str) -> StoryEvent:
+    return StoryEvent(
+        one.store_timestamp_ms, event, one.topic, one.queue_id, one.queue_offset, one.physical_offset, group, note,
+        one.unique_key,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Store times of many records at once, read from the mapped log without an object a record."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.commitlog import CommitLog
+from librmq.message.record import (
+    BORN_HOST_V6,
+    FIXED_SIZE,
+    HOST_V6_EXTRA,
+    PHYSICAL_OFFSET_AT,
+    STORE_TIMESTAMP_AT,
+    SYS_FLAG_AT,
+)
+
+__all__ = ["UNKNOWN", "store_times"]
+
+UNKNOWN: Final = -1
+
+Ints = npt.NDArray[np.int64]
+
+
+def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
+    """Return when the records at these places were stored, in ms; `UNKNOWN` where no record begins.
+
+    Raises:
+        CorruptionError: a file of the log has a wrong length.
+    """
+    found = np.full(len(physical_offsets), UNKNOWN, np.int64)
+    files, size = log.sequence, log.sequence.file_size
+    inside = (physical_offsets >= log.begin) & (physical_offsets + FIXED_SIZE <= log.end)
+    starts = physical_offsets - physical_offsets % size
+    for start in np.unique(starts[inside]).tolist():
+        file = files.file_at(start)
+        rows = np.flatnonzero(
+            inside & (starts == start) & (physical_offsets - start + FIXED_SIZE + HOST_V6_EXTRA <= size)
+        )
+        if file is not None and len(rows):
+            found[rows] = _of_file(np.frombuffer(file.buffer, np.uint8), start, physical_offsets[rows])
+    return found
+
+
+def _of_file(raw: npt.NDArray[np.uint8], start: int, physical_offsets: Ints) -> Ints:
+    at = physical_offsets - start
+    is_record = _numbers(raw, at + PHYSICAL_OFFSET_AT) == physical_offsets
+    shift = np.where(raw[at + SYS_FLAG_AT + 3] & BORN_HOST_V6, HOST_V6_EXTRA, 0)
+    times = _numbers(raw, at + STORE_TIMESTAMP_AT + shift)
+    return np.asarray(np.where(is_record & (times >= 0), times, UNKNOWN), np.int64)
+
+
+def _numbers(raw: npt.NDArray[np.uint8], at: Ints) -> Ints:
+    """Return the numbers of 8 bytes, big-endian, at these places."""
+    words = raw[at[:, None] + np.arange(8)].view(">i8")
+    return np.asarray(words[:, 0], np.int64)

@@ -1,0 +1,230 @@
+"""A store to ask questions of: in a folder that no process uses, in one that another process uses, or a broker's own.
+
+::
+
+    folder, not in use   what a recovery would make of the files, in memory; time is that of the last message
+    folder, in use       the writer's messages as they come; its tables can be some seconds old; time is now
+    running broker       its own store and tables, its clients, their threads; time is that of its runner
+
+Nothing is locked and no byte of a file changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from librmq.clock import Clock, SystemClock
+from librmq.errors import CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
+from librmq.store import MessageStore
+from librmq.store.engine.queue_table import QueueName, QueueState
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
+
+if TYPE_CHECKING:
+    from librmq.broker import Broker
+
+__all__ = ["Source", "StoreView", "is_own_group", "is_user_topic", "viewed"]
+
+_OWN_GROUPS = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
+
+
+def is_own_group(group: str) -> bool:
+    """Return whether a group is the broker's own."""
+    return group.startswith("CID_") or group in _OWN_GROUPS
+
+
+def is_user_topic(topic: str) -> bool:
+    """Return whether producers send to a topic: neither the broker's own, nor of retries or dead letters."""
+    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+
+
+class StoreView:
+    """A store as it is seen at one moment, opened by `open` or `of`. Not thread-safe."""
+
+    store: MessageStore
+    broker: Broker | None
+    """The running broker; None for a folder. Only with one are instances and threads known."""
+    owner: str | None
+    """The process that has the folder open for writing, None for none; ``this process`` for a broker."""
+
+    def __init__(self, store: MessageStore, broker: Broker | None, owner: str | None) -> None:
+        self.store = store
+        self.broker = broker
+        self.owner = owner
+        self._opened = False
+        self._tables: BrokerTables | None = None
+        self._now_ms: int | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        now_ms: int | None = None,
+        files: Files | None = None,
+        clock: Clock | None = None,
+    ) -> Self:
+        """Open the store in ``path`` for reading, whether a process uses it or not.
+
+        Args:
+            path: The store's folder.
+            now_ms: The time at which ages count; by default now for a store in use, else that of its last message.
+            files: The file system; the disk by default.
+            clock: The clock; the machine's by default.
+
+        Raises:
+            NotAStoreError: There is no store, or one of another kind.
+            CorruptionError: A file is damaged in a way that no crash explains.
+        """
+        files, path = files or DiskFiles(), os.fspath(path)
+        directory.check_kind(path, files)
+        owner = files.lock_holder(directory.lock_path(path))
+        store = MessageStore.open(path, read_only=True, files=files, clock=clock)
+        view = cls(store, None, owner)
+        view._opened = True
+        if now_ms is not None:
+            view._now_ms = now_ms
+        elif owner is not None:
+            view._now_ms = (clock or SystemClock()).now_ms()
+        return view
+
+    @classmethod
+    def of(cls, broker: Broker) -> Self:
+        """View the store of a running broker.
+
+        Raises:
+            StoreClosedError: The broker is closed.
+        """
+        view = cls(broker.store, broker, "this process")
+        view._now_ms = broker.runner.now_ms()
+        return view
+
+    @classmethod
+    def over(cls, store: MessageStore, tables: BrokerTables | None = None) -> Self:
+        """View a store that is open already; ``tables`` are by default those in its folder."""
+        view = cls(store, None, None if store.read_only else "this process")
+        view._tables = tables
+        return view
+
+    @property
+    def is_live(self) -> bool:
+        """Whether instances, threads and held messages are known."""
+        return self.broker is not None
+
+    @property
+    def tables(self) -> BrokerTables:
+        """Topics, groups and progress."""
+        if self.broker is not None:
+            return self.broker.tables
+        if self._tables is None:
+            self._tables = BrokerTables.open(os.path.join(self.store.path, directory.CONFIG), files=self.store.files)
+        return self._tables
+
+    @cached_property
+    def progress(self) -> dict[tuple[str, str], dict[int, int]]:
+        """Queue offsets by queue id, by group and topic; those of a running broker as it has them."""
+        if self.broker is not None:
+            with self.broker.runner.lock:
+                return _by_group_and_topic(self.tables.offsets.rows)
+        return _by_group_and_topic(self.tables.offsets.rows)
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The consumer groups that the tables or the topics of retries and dead letters name, sorted."""
+        found = {group for group, _ in self.progress} | set(self.tables.groups.rows)
+        for topic in self.topics:
+            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
+                if topic.startswith(prefix):
+                    found.add(topic.removeprefix(prefix))
+        return tuple(sorted(found))
+
+    @cached_property
+    def ranges(self) -> dict[QueueName, QueueState]:
+        """The begin and end of each queue, sorted by topic and queue id."""
+        queues = self.store.queues
+        known = queues.states()
+        found = {}
+        for name in sorted(queues):
+            state = known.get(name)
+            if state is None:
+                queue = queues[name]
+                state = QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
+            found[name] = state
+        return found
+
+    @cached_property
+    def topics(self) -> dict[str, list[int]]:
+        """The ids of the queues of each topic that has any."""
+        found: dict[str, list[int]] = {}
+        for topic, queue_id in self.ranges:
+            found.setdefault(topic, []).append(queue_id)
+        return found
+
+    @cached_property
+    def now_ms(self) -> int | None:
+        """The time at which ages count; None for a folder without messages that no process uses."""
+        return self._now_ms if self._now_ms is not None else self._last_timestamp_ms()
+
+    def age_s(self, timestamp_ms: int | None) -> float | None:
+        """Return the seconds since a time, never below 0; None where it is unknown."""
+        if timestamp_ms is None or self.now_ms is None:
+            return None
+        return max(0, self.now_ms - timestamp_ms) / 1000
+
+    def _last_timestamp_ms(self) -> int | None:
+        """Return when the last message was stored: that at the log's end, as a rule."""
+        ends = sorted(((state.max_physic_offset, name) for name, state in self.ranges.items()), reverse=True)
+        for _, name in ends[:8]:
+            with suppress(CorruptionError):
+                queue = self.store.queues[name]
+                entry = queue.entry(queue.max_offset - 1)
+                found = None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+                if found is not None:
+                    return found
+        return None
+
+    def close(self) -> None:
+        """Close the store, if `open` opened it."""
+        if self._opened:
+            self._opened = False
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StoreView of {self.store.path!r}, {'live' if self.is_live else self.owner or 'not in use'}>"
+
+
+Source: TypeAlias = "StoreView | Broker | str | os.PathLike[str]"
+"""What a diagnosis can be asked of: a view, a running broker, or the folder of a store."""
+
+
+def _by_group_and_topic(rows: Mapping[str, Mapping[int, int]]) -> dict[tuple[str, str], dict[int, int]]:
+    found = {}
+    for name, offsets in rows.items():
+        topic, _, group = name.rpartition("@")
+        found[group, topic] = dict(offsets)
+    return found
+
+
+@contextmanager
+def viewed(source: Source) -> Iterator[StoreView]:
+    """View a store, a broker or a folder, and close what was opened."""
+    if isinstance(source, StoreView):
+        yield source
+    elif isinstance(source, str | os.PathLike):
+        with StoreView.open(source) as view:
+            yield view
+    else:
+        yield StoreView.of(source)

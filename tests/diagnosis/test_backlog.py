@@ -1,0 +1,194 @@
+"""Lag of groups: equal to a plain model on every recorded store, and findings where a fault is planted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.diagnosis import QueueLag, StoreView, Thresholds, diagnose, lag
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from tests.reference import folders
+from tests.stores import ROOT, SMALL, START_MS
+
+
+def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
+    """Compute each row by itself, from the store's public reads."""
+    found = []
+    for name, offsets in tables.offsets.rows.items():
+        topic, _, group = name.rpartition("@")
+        for of, queue_id in sorted(store.queues):
+            if of == topic:
+                begin, end = store.queue_range(topic, queue_id)
+                progress = offsets.get(queue_id)
+                start = begin if progress is None else max(begin, progress)
+                first = next(store.messages(topic, queue_id, start), None) if start < end else None
+                oldest = None if first is None else first.store_timestamp_ms
+                found.append(QueueLag(group, topic, queue_id, begin, end, progress, max(0, end - start), oldest))
+    return sorted(found, key=lambda row: row[:3])
+
+
+@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
+def test_lag_equals_the_model_on_recorded_stores(folder: Path) -> None:
+    for path in sorted(folder.glob("store*")):
+        if not path.is_dir():
+            continue
+        with StoreView.open(path) as view:
+            found = lag(view)
+            assert list(found) == model(view.store, view.tables)
+            assert sum(row.lag for row in found) == found.total == sum(one.lag for one in found.by_group())
+            assert [one.lag for one in found.by_topic()] == [
+                sum(row.lag for row in rows)
+                for _, rows in itertools.groupby(found, key=lambda row: (row.group, row.topic))
+            ]
+
+
+class Store:
+    """A store in memory with groups."""
+
+    def __init__(self) -> None:
+        self.files = MemoryFiles()
+        self.clock = ManualClock(START_MS)
+        self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
+        self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
+
+    def send(self, topic: str, queue_id: int, count: int) -> None:
+        for _ in range(count):
+            self.store.append(Message(topic, b"x"), queue_id)
+
+    def progress(self, group: str, topic: str, **offsets: int) -> None:
+        for name, offset in offsets.items():
+            self.tables.set_consumer_offset(topic, group, int(name[1:]), offset)
+
+    @property
+    def view(self) -> StoreView:
+        view = StoreView.over(self.store, self.tables)
+        view.now_ms = self.clock.now_ms()
+        return view
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lag_equals_the_model_on_random_stores(seed: int) -> None:
+    rng = random.Random(seed)
+    store = Store()
+    for _ in range(300):
+        store.clock.advance(ms=rng.randrange(1000))
+        store.send(rng.choice("AB"), rng.randrange(5), 1)
+    for group, topic in itertools.product("GH", "AB"):
+        store.progress(group, topic, **{f"q{rng.randrange(5)}": rng.randrange(60) for _ in range(3)})
+    assert list(lag(store.view)) == model(store.store, store.tables)
+
+
+def test_a_queue_without_progress_counts_from_its_begin() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    store.send("T", 1, 3)
+    store.progress("G", "T", q0=4)
+    rows = list(lag(store.view))
+    assert [(row.queue_id, row.consumer_offset, row.lag) for row in rows] == [(0, 4, 1), (1, None, 3)]
+    (topic,) = lag(store.view).by_topic()
+    assert (topic.lag, topic.most_in_one_queue, topic.without_progress) == (4, 3, 1)
+
+
+def test_a_group_without_progress_in_a_topic_has_no_rows() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    assert len(lag(store.view)) == 0
+    assert list(lag(store.view)) == lag(store.view).by_group() == lag(store.view).by_topic() == []
+
+
+def test_progress_beyond_the_end_is_no_lag_but_a_finding() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    store.progress("G", "T", q0=8, q3=2)  # queue 3 does not exist
+    assert [(row.queue_id, row.lag, row.oldest_timestamp_ms) for row in lag(store.view)] == [(0, 0, None), (3, 0, None)]
+    found = diagnose(store.view)
+    assert [(one.kind, one.severity, one.subject) for one in found] == [
+        ("progress-beyond-end", "error", "group G, topic T, queue 0"),
+        ("progress-beyond-end", "error", "group G, topic T, queue 3"),
+    ]
+
+
+def test_retries_count_apart_from_new_messages() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    store.send("%RETRY%G", 0, 2)
+    store.progress("G", "T", q0=1)
+    store.progress("G", "%RETRY%G", q0=0)
+    (group,) = lag(store.view).by_group()
+    assert (group.lag, group.new, group.again) == (6, 4, 2)
+
+
+def test_the_age_of_the_oldest_message() -> None:
+    store = Store()
+    for _ in range(4):
+        store.send("T", 0, 1)
+        store.clock.advance(seconds=10)
+    store.progress("G", "T", q0=1)
+    view = store.view
+    (row,) = lag(view)
+    assert row.oldest_timestamp_ms == START_MS + 10_000
+    assert view.age_s(row.oldest_timestamp_ms) == 30
+    assert view.age_s(None) is None
+    assert view.age_s(view.now_ms + 5) == 0 if view.now_ms is not None else False
+
+
+def test_rates_between_two_measurements() -> None:
+    store = Store()
+    store.send("T", 0, 50)
+    store.progress("G", "T", q0=10)
+    before = lag(store.view)
+    store.clock.advance(seconds=10)
+    store.send("T", 0, 20)
+    store.progress("G", "T", q0=50)
+    (rate,) = lag(store.view).rates_since(before)
+    assert (rate.stored_per_s, rate.consumed_per_s, rate.lag, rate.drain_s) == (2.0, 4.0, 20, 10.0)
+    assert before.rates_since(before) == []
+
+
+LIMITS = Thresholds(normal_lag=10, large_lag=50, old_s=60)
+
+
+def test_backlogs_by_their_size_and_age() -> None:
+    store = Store()
+    store.send("T", 0, 20)
+    store.send("T", 1, 20)
+    store.progress("G", "T", q0=16, q1=16)
+    assert diagnose(store.view, LIMITS) == []
+    store.progress("G", "T", q0=10, q1=9)
+    assert [(one.kind, one.severity) for one in diagnose(store.view, LIMITS)] == [("backlog", "info")]
+    store.send("T", 0, 30)
+    store.send("T", 1, 30)
+    (found,) = diagnose(store.view, LIMITS)
+    assert (found.kind, found.severity, found.evidence["lag"]) == ("backlog", "warning", 81)
+    assert [
+        one.severity for one in diagnose(store.view, Thresholds(topics=frozenset("T"), large_lag=50, normal_lag=9))
+    ] == ["error"]
+    store.progress("G", "T", q0=49, q1=50)
+    store.clock.advance(seconds=61)
+    assert [one.kind for one in diagnose(store.view, LIMITS)] == ["old-messages"]
+
+
+def test_one_queue_that_lags() -> None:
+    store = Store()
+    for queue_id in range(5):
+        store.send("T", queue_id, 20)
+    store.progress("G", "T", q0=0, q1=20, q2=20, q3=20, q4=20)
+    assert {one.kind for one in diagnose(store.view, LIMITS)} == {"backlog", "uneven-lag"}
+
+
+def test_messages_that_expired_unread() -> None:
+    store = Store()
+    store.send("T", 0, 200)
+    store.progress("G", "T", q0=3)
+    queue = store.store.queues["T", 0]
+    queue.min_offset = 50
+    (found,) = [one for one in diagnose(store.view) if one.kind == "expired-unread"]
+    assert found.evidence == {"expired": 47}
+    assert lag(store.view).total == 150
