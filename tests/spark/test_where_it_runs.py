@@ -6,8 +6,12 @@ Each in a process of its own, since a process has one session.
 from __future__ import annotations
 
 import os
+import select
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -21,6 +25,7 @@ pytest.importorskip("grpc")
 
 import pyspark_librmq  # noqa: E402
 from tests.reference import CHECKOUT  # noqa: E402
+from tests.spark_session import shared_session  # noqa: E402
 
 STEPS = '''
 from pyspark.errors import PySparkException
@@ -106,11 +111,11 @@ steps(spark, sys.argv[1])
 """
 
 
-def run(tmp_path: Path, script: str, *arguments: str) -> str:
+def run(tmp_path: Path, script: str, *arguments: str, **variables: str) -> str:
     """Run a script in a process of its own, and return what it wrote to standard error."""
     done = subprocess.run(
         [sys.executable, "-c", STEPS + script, str(tmp_path), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **variables},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -121,17 +126,48 @@ def run(tmp_path: Path, script: str, *arguments: str) -> str:
 
 
 QUIET = """
+import sys
+from librmq import Message, MessageStore
 from librmq.spark import session
+path = sys.argv[1] + "/store"
+with MessageStore.open(path) as store:
+    store.append(Message("T", b"x"))
 spark = session("librmq", "local[2]")
 frame = spark.range(100_000, numPartitions=4).mapInArrow(lambda batches: batches, "id long")
 assert len(frame.limit(3).collect()) == 3
 assert frame.count() == 100_000
+assert spark.read.format("rocketmq").load(path).count() == 1
 """
 
 
-def test_workers_that_are_not_read_to_the_end_say_nothing(tmp_path: Path) -> None:
-    """Neither where a LIMIT ends a task early nor where the process ends."""
-    assert "Traceback" not in run(tmp_path, QUIET)
+def test_an_environment_that_is_not_activated(tmp_path: Path) -> None:
+    """The session finds the data source, and says nothing: neither where a LIMIT ends a task nor at its end."""
+    assert "Traceback" not in run(tmp_path, QUIET, PATH=os.defpath)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
+@pytest.mark.parametrize("module", ["pyspark.worker", "pyspark.sql.worker.create_data_source"])
+def test_a_worker_whose_jvm_goes_says_nothing(module: str) -> None:
+    """A worker of the session's Python is asked for as Spark does, and its connection closed."""
+    shared_session()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"PYTHON_UNIX_DOMAIN_ENABLED": "true", "PYTHON_WORKER_FACTORY_SOCK_DIR": folder}
+        with subprocess.Popen(
+            [os.environ["PYSPARK_PYTHON"], "-m", "pyspark.daemon", module],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **settings},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as daemon:  # fmt: skip
+            assert daemon.stdin
+            assert daemon.stdout
+            assert daemon.stderr
+            (length,) = struct.unpack(">i", daemon.stdout.read(4))
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(daemon.stdout.read(length))
+                worker = os.pidfd_open(struct.unpack(">i", connection.recv(4))[0])
+            select.select([worker], [], [], 60)
+            os.close(worker)
+            daemon.stdin.close()
+            assert daemon.stderr.read() == b""
 
 
 def test_through_spark_connect(tmp_path: Path) -> None:
