@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -57,6 +58,8 @@ def in_ci() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     quick = "not slow" in config.option.markexpr
     budget.run = budget.Run(quick)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if quick and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # there a flush waits for no disk
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("quick" if quick else "ci" if in_ci() else "dev"))

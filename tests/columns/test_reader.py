@@ -21,6 +21,7 @@ from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAS
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from tests.budget import step
 from tests.stores import from_disk
 
 pytest.importorskip("pyarrow")
@@ -227,9 +228,8 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     end = store.log.end % 4096
     log.write_bytes(log.read_bytes()[:end] + b"torn" + log.read_bytes()[end + 4 :])
     before = from_disk(tmp_path / "crashed")
-    for settings in ({}, {"processes": 2}, {"view": "log"}):
-        assert numbers(reader(tmp_path / "crashed", **settings)) == list(range(50))
-        assert numbers(reader(tmp_path / "open", **settings)) == list(range(50))
+    for folder, settings in (("crashed", {}), ("crashed", {"view": "log"}), ("open", {}), ("open", {"processes": 2})):
+        assert numbers(reader(tmp_path / folder, **settings)) == list(range(50))  # type: ignore[arg-type]
     assert from_disk(tmp_path / "crashed") == before
     store.close()
 
@@ -238,7 +238,7 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
 
 
 def test_processes_read_the_same_in_the_same_order(path: Path) -> None:
-    for view in ("messages", "queues", "log"):
+    for view in ("messages", "queues", "log")[:: step()]:
         one = reader(path, view=view).read_all()
         assert reader(path, view=view, processes=3).read_all().equals(one)
 

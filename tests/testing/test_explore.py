@@ -303,17 +303,17 @@ def test_ctrl_c_is_heard_while_a_listener_runs() -> None:
     def test(rmq: Kit) -> None:
         @rmq.consumer("billing").subscribe("orders")
         def charge(message: DeliveredMessage) -> None:
-            for _ in range(3):  # one that meets a callback of the garbage collector is lost to the interpreter
-                signal.raise_signal(signal.SIGINT)
-                if go_on.wait(10):
-                    return
+            assert threading.current_thread() is not threading.main_thread()
+            signal.raise_signal(signal.SIGINT)
+            go_on.wait(30)
 
         rmq.producer().send("orders", b"x")
         rmq.run_until_idle()
 
-    decision = Decision(Place("pause", "somewhere", 1), "pause")  # so that listeners run in threads
+    # A listener that may pause has a thread of its own.
+    place = Place("pause", "billing@billing orders/broker-a/0 0: in the middle", 1)
     with pytest.raises(KeyboardInterrupt):
-        explore(test, seed=encode_schedule([decision]))
+        explore(test, seed=encode_schedule([Decision(place, "pause")]))
     go_on.set()
     explore(deliver_ten, runs=3)
 
