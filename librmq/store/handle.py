@@ -191,9 +191,9 @@ class StoreHandle:
 
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""
-        self.check_writable()
         self.appender.lock.check_reentry()
         with critical, self.appender.lock.flushing:  # a recovery replaces `durability`
+            self.check_writable()
             return self.durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:
@@ -311,14 +311,22 @@ class StoreHandle:
     # -------------------------------------------------------------------------------------------------------- refusals
 
     def check_open(self) -> None:
-        """Refuse a call to a handle that is closed."""
+        """Refuse a call to a handle that is closed; wait for a recovery that is running."""
         if self.closed is not None:
-            raise self.unusable()
+            self._wait_for_recovery()
+            if self.closed is not None:
+                raise self.unusable()
 
     def check_writable(self) -> None:
-        """Refuse a call to a handle that is closed, or open for reading only."""
-        if self.closed is not None or self.read_only:
+        """Do as `check_open`, and refuse a call to a handle that is open for reading only."""
+        self.check_open()
+        if self.read_only:
             raise self.unusable()
+
+    def _wait_for_recovery(self) -> None:
+        self.appender.lock.check_reentry()
+        with self.appender.lock.flushing:
+            pass
 
     def _refusal(self) -> Exception:
         """Return why nothing can be appended."""

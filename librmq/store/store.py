@@ -281,7 +281,7 @@ class MessageStore:
         """
         handle = self._handle
         if handle.closed is not None:
-            raise handle.unusable()
+            handle.check_open()
         if handle.view is not None:
             return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
         self._appender.write_entries_that_fit()

@@ -149,3 +149,25 @@ def test_system_calls_go_on_as_the_application_chose(handlers: list[int], interr
         assert was_interrupted(signal.SIGALRM) is interrupts
     assert was_interrupted(signal.SIGALRM) is interrupts
     assert set(handlers) == {signal.SIGALRM}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_another_thread_handles_signals(handlers: list[int]) -> None:
+    """The main thread is in a critical block when another one forks; the block does not exist in the child."""
+    statuses = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGALRM)
+            with critical:
+                pass
+            os._exit(0 if handlers == [signal.SIGALRM] else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    with critical:
+        thread.start()
+        thread.join()
+    assert statuses == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import FileLock
+from librmq.files.seam import FileLock, FolderEntry
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -115,3 +116,82 @@ def test_a_deletion_by_retention_is_no_write() -> None:
         assert seen
         assert not any(seen)
         assert not store.is_writing()
+
+
+class MeanwhileFiles(MemoryFiles):
+    """Files that let another thread run when a folder is listed, until it has ended or waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = ""
+        self.meanwhile: Callable[[], object] = bool
+        self.results: list[object] = []
+        self.threads: list[threading.Thread] = []
+
+    def at_next_list(self, folder: str, meanwhile: Callable[[], object]) -> None:
+        self.folder, self.meanwhile = folder, meanwhile
+
+    def list(self, path: str) -> list[FolderEntry]:
+        if self.folder and path.endswith(self.folder):
+            self.folder = ""
+            self.threads.append(threading.Thread(target=self._run))
+            self.threads[-1].start()
+            self.threads[-1].join(0.2)
+        return super().list(path)
+
+    def _run(self) -> None:
+        try:
+            self.results.append(self.meanwhile())
+        except Exception as error:
+            self.results.append(error)
+
+    def result(self) -> object:
+        for thread in self.threads:
+            thread.join()
+        (found,) = self.results
+        return found
+
+
+def test_two_threads_open_one_queue_at_once() -> None:
+    """One reads; before its queue is open, another has opened it and appended."""
+    files = MeanwhileFiles()
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files, background=False) as store:
+        for _ in range(5):
+            store.append(message())
+    with MessageStore.open("/s", files=files, background=False) as store:
+
+        def append_and_read() -> int:
+            store.append(message())
+            return len(store.read("T", 0, 0).messages)
+
+        files.at_next_list("consumequeue/T/0", append_and_read)
+        assert len(store.read("T", 0, 0).messages) >= 5
+        assert files.result() == 6
+        assert store.append(message()).queue_offset == 6
+        assert len(list(store.messages("T"))) == 7
+
+
+BESIDE: dict[str, Callable[[MessageStore], object]] = {
+    "append": lambda store: store.append(message()).queue_offset,
+    "append_batch": lambda store: store.append_batch([message()])[0].queue_offset,
+    "append to a new queue": lambda store: store.append(message(), 1).queue_offset + 5,
+    "flush": lambda store: store.flush() and 5,
+    "read": lambda store: len(store.read("T", 0, 0).messages),
+    "find_by_key": lambda store: len(store.find_by_key("T", "k")),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_call_beside_a_recovery_waits_for_it(name: str) -> None:
+    files = MeanwhileFiles()
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files, background=False) as store:
+        for _ in range(5):
+            store.append(Message("T", bytes(100), keys="k"))
+        files.at_next_list("commitlog", lambda: BESIDE[name](store))
+        store.recover()
+        assert files.result() == 5
+        before = store.queue_range("T", 0)[1]
+        assert store.append(message()).queue_offset == before
+        assert len(list(store.messages("T"))) == before + 1
+        assert store.flush() == store.log.end
+        assert store.verify().sound

@@ -15,7 +15,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
+from librmq.store.format.timerfiles import UNIT_SIZE, TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
@@ -120,3 +120,18 @@ def test_units_are_read_as_they_were_written(written: list[Unit], size: int) -> 
     )
     ends = [position + (item if isinstance(item, int) else 52) for position, item in found]
     assert [position for position, _ in found] == ([0, *ends[:-1]] if found else [])
+
+
+def test_the_log_is_read_while_it_is_cut() -> None:
+    """A read that began before a file is deleted leaves the file out."""
+    log = TimerLog(ROOT, 1024, files=MemoryFiles())
+    log.resume(0)
+    for number in range(60):
+        log.append(Unit(UNIT_SIZE, -1, 1, 1000, 1000, 100 * number, 90, 0, 0))
+    reading = log.blocks(log.end)
+    next(reading)
+    log.trim(1 << 40)
+    (position, block), *others = reading
+    assert position == log.begin > 1024
+    assert not others
+    assert int(block["physical_offset"][-1]) == 5900

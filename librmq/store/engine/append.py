@@ -449,10 +449,10 @@ class Appender:
         validate_topic(topic)
         if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
             raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
-        if not self.accepts:
-            raise self.refusal()
         self.lock.check_reentry()
         with critical, self.lock.mutex:
+            if not self.accepts:
+                raise self.refusal()
             return self.open_parts().lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
