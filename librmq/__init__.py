@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from librmq.protocol import TransactionState as TransactionState
     from librmq.runtime.manual import ManualRunner as ManualRunner
     from librmq.runtime.threads import ThreadRunner as ThreadRunner
-    from librmq.scheduling.timer_settings import TimerConfig as TimerConfig
+    from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
 
@@ -144,7 +144,7 @@ _MODULES = {
     ),
     "runtime.manual": ("ManualRunner",),
     "runtime.threads": ("ThreadRunner",),
-    "scheduling.timer_settings": ("TimerConfig",),
+    "scheduling.timer_config": ("TimerConfig",),
     "store": ("MessageStore",),
     "txn": ("TransactionConfig",),
 }

@@ -45,7 +45,7 @@ from librmq.idempotence.stores import (
 from librmq.listener import Delivered, ReconsumeLater
 from librmq.metrics import Metrics
 
-__all__ = ["DedupConfig", "DedupCounts", "DedupListener", "DedupSettings", "deduplicated"]
+__all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "deduplicated"]
 
 _log = logging.getLogger("librmq.dedup")
 
@@ -123,7 +123,7 @@ class DedupConfig(Config):
     """Count only True as consumed, as in `librmq.consumer.PushConsumer.subscribe`."""
 
 
-class DedupSettings(TypedDict, total=False):
+class DedupKeywords(TypedDict, total=False):
     """Keywords of a `DedupListener`: the settings of `DedupConfig`, and its key, metrics and clock."""
 
     application: str
@@ -145,7 +145,7 @@ class DedupListener:
     """
 
     def __init__(
-        self, listener: Callable[..., object], store: DedupStore, *, group: str, **settings: Unpack[DedupSettings]
+        self, listener: Callable[..., object], store: DedupStore, *, group: str, **settings: Unpack[DedupKeywords]
     ) -> None:
         """Put a guard in front of ``listener``.
 
@@ -410,7 +410,7 @@ class DedupListener:
 
 
 def deduplicated(
-    store: DedupStore, *, group: str, **settings: Unpack[DedupSettings]
+    store: DedupStore, *, group: str, **settings: Unpack[DedupKeywords]
 ) -> Callable[[Callable[..., object]], DedupListener]:
     """Return a decorator that makes a function a `DedupListener` with these arguments.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from librmq.broker.long_polling import Holds
+from librmq.broker.long_polling import HeldPulls
 from librmq.message import record
 from librmq.metrics import Metrics
 from librmq.runtime.runner import Runner
@@ -27,7 +27,7 @@ class Arrivals:
     def __init__(
         self,
         runner: Runner,
-        holds: Holds,
+        held_pulls: HeldPulls,
         metrics: Metrics | None,
         delayed: Callable[[int, int], int],
         wake_flush: Callable[[], None] | None,
@@ -36,15 +36,15 @@ class Arrivals:
 
         Args:
             runner: Its lock is held while held pulls are told.
-            holds: The held pulls.
+            held_pulls: The held pulls.
             metrics: Counts the messages.
             delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
                 level in which the message waits.
             wake_flush: Wakes the step that flushes the store; None where a thread of the store does.
         """
         self._runner = runner
-        self._holds = holds
-        self._held = holds.by_queue
+        self._held_pulls = held_pulls
+        self._held = held_pulls.by_queue
         self._metrics = metrics
         self._delayed = delayed
         self._wake_flush = wake_flush
@@ -73,6 +73,6 @@ class Arrivals:
         queue = topic, queue_id
         if queue in self._held:
             with self._runner.lock:
-                self._holds.arrived(queue, properties, result)
+                self._held_pulls.arrived(queue, properties, result)
         if self._wake_flush is not None:
             self._wake_flush()

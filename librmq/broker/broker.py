@@ -22,9 +22,9 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig
-from librmq.broker.context import BrokerContext, Turns
+from librmq.broker.context import BrokerContext, BrokerSteps
 from librmq.broker.dead_letters import retry_of
-from librmq.broker.iteration import consumed
+from librmq.broker.iteration import consume_topic
 from librmq.broker.life import BrokerLife
 from librmq.broker.parts import BrokerParts
 from librmq.broker.transactions import DiscardHook
@@ -144,8 +144,9 @@ class Broker:
                 broker.name, broker.runner, broker.config, broker.cluster_name = name, runner, config, cluster_name
                 broker._life = life = BrokerLife(name, folder)
                 try:
+                    steps = BrokerSteps(runner, name, life)
                     broker._parts = parts = BrokerParts(
-                        life, Turns(runner, name, life), folder, cluster_name, config, store_config, files, metrics
+                        life, steps, folder, cluster_name, config, store_config, files, metrics
                     )
                     broker.store, broker._context = parts.store, parts.context
                     broker._by_request = parts.handlers.by_request
@@ -348,7 +349,7 @@ class Broker:
                 self._life.check_open()
                 behind = self._parts.handlers.progress.behind()
                 if behind:  # by messages that no filter lets through, it may be
-                    self._context.holds.answer_passed()
+                    self._context.held_pulls.answer_passed()
             if not behind:
                 return
             left = deadline - clock.monotonic()
@@ -376,7 +377,7 @@ class Broker:
         """
         with self._life.errors():
             self._life.check_open()
-        return consumed(self, topic, group, tags, sql)
+        return consume_topic(self, topic, group, tags, sql)
 
     def forget(self, client_id: str) -> None:
         """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""

@@ -46,7 +46,7 @@ class Clients:
         self._groups = context.groups
         self._registry = context.registry
         self._registrations = context.registrations
-        self._holds = context.holds
+        self._held_pulls = context.held_pulls
         self._metrics = context.metrics
         self._locks = locks
         self._filters_changed = filters_changed
@@ -100,7 +100,7 @@ class Clients:
     def unregister(self, request: Unregister) -> None:
         """A client leaves a group, and waits for nothing there any more."""
         if request.consumer_group is not None:
-            self._holds.forget(request.client_id, request.consumer_group)
+            self._held_pulls.forget(request.client_id, request.consumer_group)
         changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
         if self._registry.endpoint(request.client_id) is None:
             self._doubled.discard(request.client_id)
@@ -114,7 +114,7 @@ class Clients:
         client = self._registry.endpoint(request.client_id)
         self._doubled.discard(request.client_id)
         changes = self._registry.forget(request.client_id)
-        self._holds.forget(request.client_id)
+        self._held_pulls.forget(request.client_id)
         if client is not None:
             self._call(client, Forgotten(self._broker_name))
         self._tell(changes)

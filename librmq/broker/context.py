@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
-from librmq.broker.long_polling import Holds
+from librmq.broker.long_polling import HeldPulls
 from librmq.broker.persistence import Saving, Writing
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
@@ -19,10 +19,10 @@ from librmq.store.format.broker_tables import BrokerTables
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerContext", "Turns"]
+__all__ = ["BrokerContext", "BrokerSteps"]
 
 
-class Turns:
+class BrokerSteps:
     """Makes the turns of one broker, by its name and for as long as it lives."""
 
     def __init__(self, runner: Runner, name: str, owner: Owner) -> None:
@@ -44,7 +44,7 @@ class BrokerContext:
 
     def __init__(
         self,
-        turns: Turns,
+        steps: BrokerSteps,
         cluster_name: str,
         config: BrokerConfig,
         store: MessageStore,
@@ -54,9 +54,9 @@ class BrokerContext:
         changed: Callable[[], None],
     ) -> None:
         """Make what stands in the broker's files of ``tables``; ``changed()`` is called when topics change."""
-        runner = turns.runner
-        self.turns = turns
-        self.name = turns.name
+        runner = steps.runner
+        self.steps = steps
+        self.name = steps.name
         self.runner = runner
         self.cluster_name = cluster_name
         self.config = config
@@ -64,11 +64,11 @@ class BrokerContext:
         self.metrics = metrics
         self.tables = tables
         self.registrations = registrations
-        aside = turns.aside("writes its tables", lambda at: runner.wake(writing, at))
+        aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
         self.writing = Writing(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
-        writing = turns.step("writes its tables", self.writing.run_due)
+        writing = steps.step("writes its tables", self.writing.run_due)
         save = self.writing.save
-        self.topics = Topics(tables.topics, save, config, turns.name, cluster_name, runner.now_ms, changed)
+        self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
         self.saving = Saving(
             tables,
@@ -79,11 +79,11 @@ class BrokerContext:
             runner.now_ms,
             lambda at: runner.wake(saving, at),
         )
-        saving = turns.step("saves progress", self.saving.run_due)
+        saving = steps.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
         self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
-        self.holds = Holds(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
-        holding = turns.step("answers held pulls", self.holds.run_due)
+        self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = steps.step("answers held pulls", self.held_pulls.run_due)

@@ -15,7 +15,7 @@ from librmq.message import Message, record
 from librmq.message.delay_levels import DelayLevels
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, send_at
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_settings import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
 
 __all__ = ["DelayedSends"]
 

@@ -25,32 +25,32 @@ class Deliveries:
 
     def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
         """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
-        runner, store, config, turns = context.runner, context.store, context.config, context.turns
+        runner, store, config, steps = context.runner, context.store, context.config, context.steps
         self._runner = runner
         self._store = store
         self._topics = context.topics
         self._default_queues = config.default_topic_queues
         self._metrics = context.metrics
-        self._held = context.holds.by_queue
-        self.arrivals = Arrivals(runner, context.holds, context.metrics, self._delayed, wake_flush)
+        self._held = context.held_pulls.by_queue
+        self.arrivals = Arrivals(runner, context.held_pulls, context.metrics, self._delayed, wake_flush)
         self.schedule = DelaySchedule(
             store,
             DelayProgress(context.tables, context.writing),
             runner.now_ms(),
             config.delay,
             delivered=self._delivered,
-            aside=turns.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
+            aside=steps.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
         )
-        self._delay = turns.step("delivers delayed messages", self.schedule.run_due)
+        self._delay = steps.step("delivers delayed messages", self.schedule.run_due)
         self.timers: Timers | None = None
         if config.timers is not None:
             self.timers = Timers.open(
                 store,
                 config.timers,
                 delivered=self._timed_out,
-                aside=turns.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
+                aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
             )
-            self._timing = turns.step("delivers what is due", self.timers.run_due)
+            self._timing = steps.step("delivers what is due", self.timers.run_due)
             self.arrivals.wake_by_topic[TIMER_TOPIC] = self._wake_timers
         self.relay: HopProxy | None = None
         if config.hops:
@@ -59,9 +59,9 @@ class Deliveries:
                 CheckOffsets(context.offsets),
                 delivered=self._relayed,
                 make_topic=self._make_target,
-                aside=turns.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
+                aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
             )
-            self._relaying = turns.step("sends on by levels", self._run_relay)
+            self._relaying = steps.step("sends on by levels", self._run_relay)
             self.arrivals.wake_by_topic[HOP_TOPIC] = self._wake_relay
 
     def start(self) -> None:
@@ -80,10 +80,10 @@ class Deliveries:
                 saves.callback(self.timers.save)
             self.schedule.save(self._runner.now_ms())
 
-    def let_go(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """Write nothing any more, for this reason. Return when nothing is being written. Thread-safe."""
         if self.timers is not None:
-            self.timers.let_go(why)
+            self.timers.end(why)
 
     def _run_schedule(self) -> None:
         due = self.schedule.run_due(self._runner.now_ms())

@@ -12,8 +12,8 @@ from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.deliveries import Deliveries
 from librmq.broker.locks import QueueLocks
 from librmq.broker.progress import Progress
-from librmq.broker.pulling import PullHandler
-from librmq.broker.sending import Sending
+from librmq.broker.pull_handler import PullHandler
+from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.protocol import (
     ChannelClosed,
@@ -69,7 +69,7 @@ class Handlers:
         delayed = DelayedSends(
             store.levels, context.runner.now_ms, deliveries.timers, has_relay=deliveries.relay is not None
         )
-        sending = self.sending = Sending(context, deliveries.arrivals, delayed, context.writing.write)
+        sending = self.sending = SendHandler(context, deliveries.arrivals, delayed, context.writing.write)
         pulling = PullHandler(context, sending)
         locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
         clients = Clients(context, locks, context.saving.filters_changed)

@@ -10,7 +10,7 @@ from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route
 
-__all__ = ["consumed"]
+__all__ = ["consume_topic"]
 
 
 class _Consumer(Protocol):
@@ -25,7 +25,7 @@ class _Consumer(Protocol):
     def __iter__(self) -> Iterator[StoredMessage]: ...
 
 
-def consumed(route: Route, topic: str, group: str, tags: str | None, sql: str | None) -> Iterator[StoredMessage]:
+def consume_topic(route: Route, topic: str, group: str, tags: str | None, sql: str | None) -> Iterator[StoredMessage]:
     """Subscribe immediately; yield messages until a poll times out."""
     make = cast("Callable[[Route, str], _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
     consumer = make(route, group)

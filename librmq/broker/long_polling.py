@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from librmq.broker.subscription_filter import Selection
 from librmq.store import AppendResult
 
-__all__ = ["Holds"]
+__all__ = ["HeldPulls"]
 
 _QueueName = tuple[str, int]
 _Holder = tuple[str, str]  # client id, group
 
 
-class _Hold:
+class _HeldPull:
     __slots__ = ("is_passed", "notify", "selection")
 
     def __init__(self, selection: Selection, notify: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class _Hold:
         self.is_passed = False
 
 
-class Holds:
+class HeldPulls:
     """The held pulls of one broker. Called under the runner's lock; `by_queue` is looked into without."""
 
     def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
@@ -38,9 +38,9 @@ class Holds:
         self._now_ms = now_ms
         self._begin_ms = now_ms()
         self._wake = wake
-        self._due: list[tuple[int, int, _QueueName, _Holder, _Hold]] = []
+        self._due: list[tuple[int, int, _QueueName, _Holder, _HeldPull]] = []
         self._count = itertools.count()
-        self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
+        self.by_queue: dict[_QueueName, dict[_Holder, _HeldPull]] = {}
         """Only queues with holds are in it."""
         # By whom holds were ended, until the client asks again.
         self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
@@ -56,7 +56,7 @@ class Holds:
         held = self.by_queue.get(queue)
         if held is None:
             held = self.by_queue[queue] = {}
-        held[holder] = _Hold(selection, notify)
+        held[holder] = _HeldPull(selection, notify)
 
     def remove(self, queue: _QueueName, holder: _Holder) -> None:
         """Forget a pull, if it is held."""
@@ -130,5 +130,5 @@ class Holds:
                 hold.notify()
         return due[0][0] if due else None
 
-    def _is_held(self, queue: _QueueName, holder: _Holder, hold: _Hold) -> bool:
+    def _is_held(self, queue: _QueueName, holder: _Holder, hold: _HeldPull) -> bool:
         return self.by_queue.get(queue, {}).get(holder) is hold

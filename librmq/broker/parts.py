@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 
 from librmq.broker.config import BrokerConfig
-from librmq.broker.context import BrokerContext, Turns
+from librmq.broker.context import BrokerContext, BrokerSteps
 from librmq.broker.deliveries import Deliveries
 from librmq.broker.handlers import Handlers
 from librmq.broker.life import BrokerLife
@@ -29,7 +29,7 @@ class BrokerParts:
     def __init__(
         self,
         life: BrokerLife,
-        turns: Turns,
+        steps: BrokerSteps,
         path: str,
         cluster_name: str,
         config: BrokerConfig,
@@ -39,7 +39,7 @@ class BrokerParts:
     ) -> None:
         """Open the store and the tables, and start the steps. Raises what `MessageStore.open` does."""
         self._life = life
-        self._runner = runner = turns.runner
+        self._runner = runner = steps.runner
         self._metrics = metrics
         by_hand = not moves_by_itself(runner.clock)
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
@@ -49,10 +49,10 @@ class BrokerParts:
         )
         try:
             context = self.context = BrokerContext(
-                turns, cluster_name, config, store, metrics, tables, registrations, life.changed
+                steps, cluster_name, config, store, metrics, tables, registrations, life.changed
             )
-            life.release_lock = lambda: context.writing.let_go(life.why_dead)
-            self._housekeeping = turns.step("flushes its store", store.run_due)
+            life.release_lock = lambda: context.writing.refuse(life.why_dead)
+            self._housekeeping = steps.step("flushes its store", store.run_due)
             self.deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
             self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
@@ -76,7 +76,7 @@ class BrokerParts:
 
     def stop(self) -> None:
         """Forget held pulls and hide the gauges. Under the runner's lock."""
-        self.context.holds.by_queue.clear()
+        self.context.held_pulls.by_queue.clear()
         if self._metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used"):
                 self._metrics.gauge(name, None)
@@ -92,12 +92,12 @@ class BrokerParts:
     def end_writing(self) -> None:
         """Return when nothing is being written, and nothing will be."""
         self.context.writing.end(self._life.why_dead)
-        self.deliveries.let_go(self._life.why_dead)
+        self.deliveries.end(self._life.why_dead)
 
     def _show_gauges(self) -> None:
         metrics = self._metrics
         if metrics is not None:
-            store, held = self.store, self.context.holds.by_queue
+            store, held = self.store, self.context.held_pulls.by_queue
             metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
             metrics.gauge("log_bytes", lambda: store.log.end)
             metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))

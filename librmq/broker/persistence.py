@@ -107,13 +107,13 @@ class Writing:
         """Pending writes, by table."""
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
-    def let_go(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """Begin no further write; later callers get ``why``."""
         self._why_over = why
 
     def end(self, why: str) -> None:
-        """`let_go`; returns when nothing is being written."""
-        self.let_go(why)
+        """`refuse`; returns when nothing is being written."""
+        self.refuse(why)
         with self._one_at_a_time:
             self._latest.clear()
 

@@ -54,7 +54,7 @@ class BrokerTransactions:
         self._finals: deque[FinalMessage] = deque()  # not announced yet
         self._lock = threading.RLock()  # of an end and of the check; retention asks in the midst of an end
         self._waits = store.config.durability == "sync"
-        aside = context.turns.aside("flushes for its check", lambda at: runner.wake(self._step, at))
+        aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(
             store,
             CheckOffsets(context.offsets),
@@ -69,7 +69,7 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        self._step = context.turns.step("checks transactions", self._run_due)
+        self._step = context.steps.step("checks transactions", self._run_due)
         arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
 
     def prepared(self) -> None:

@@ -15,13 +15,13 @@ __all__ = ["export"]
 
 def export(arguments: argparse.Namespace, output: Output) -> int:
     """Export messages, and print a row that says how many."""
-    from librmq.columns import ReaderSettings
+    from librmq.columns import ReaderKeywords
     from librmq.columns import export as export_messages
 
     clock = SystemClock()
     if not (arguments.processes.isascii() and arguments.processes.isdigit()):
         raise InputError(f"--processes: expected a number, found {arguments.processes!r:.80}")
-    settings = ReaderSettings(
+    settings = ReaderKeywords(
         topic=arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,

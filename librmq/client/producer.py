@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.identity import Client, LifeCycle, State, check_route
-from librmq.client.producer_config import ProducerConfig, ProducerSettings
+from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.send_attempts import SendAttempts
@@ -41,7 +41,7 @@ __all__ = [
     "MessageFields",
     "Producer",
     "ProducerConfig",
-    "ProducerSettings",
+    "ProducerKeywords",
     "QueueSelector",
     "SendContext",
     "SendHook",
@@ -73,7 +73,7 @@ class Producer:
         config: ProducerConfig | None = None,
         hooks: Iterable[SendHook] = (),
         metrics: Metrics | None = None,
-        **settings: Unpack[ProducerSettings],
+        **settings: Unpack[ProducerKeywords],
     ) -> None:
         """Make a producer that its first send, `start` or a ``with`` block lets join its group.
 

@@ -8,7 +8,7 @@ from typing import Annotated, TypedDict
 
 from librmq.config import Between, Config, Seconds
 
-__all__ = ["ProducerConfig", "ProducerSettings"]
+__all__ = ["ProducerConfig", "ProducerKeywords"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ProducerConfig(Config):
     """Avoid brokers for a while after a failure or a slow answer (`librmq.client.queue_selectors`)."""
 
 
-class ProducerSettings(TypedDict, total=False):
+class ProducerKeywords(TypedDict, total=False):
     """Keywords of a `Producer`: the settings of `ProducerConfig`, for type checkers."""
 
     timeout: float | timedelta

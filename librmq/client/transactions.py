@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendHook, SendResult
+from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
@@ -106,7 +106,7 @@ class OpenTransaction:
         self.state = TransactionState.UNKNOWN
 
 
-class _Settings(ProducerSettings, total=False):
+class _Keywords(ProducerKeywords, total=False):
     client: Client | None
     instance_name: str | None
     config: ProducerConfig | None
@@ -132,7 +132,7 @@ class TransactionProducer(Producer):
         *,
         execute: Execute | None = None,
         check_pool: Executor | None = None,
-        **settings: Unpack[_Settings],
+        **settings: Unpack[_Keywords],
     ) -> None:
         super().__init__(route, group, **settings)
         if not callable(check):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from librmq.columns.read import TYPES as TYPES
     from librmq.columns.read import Reading as Reading
     from librmq.columns.read import default_columns as default_columns
-    from librmq.columns.record_batches import ReaderSettings as ReaderSettings
+    from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
 
@@ -31,7 +31,7 @@ _MODULES = {
     "parts": ("DataLossError", "Part"),
     "planner": ("plan",),
     "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
-    "record_batches": ("ReaderSettings", "reader", "scan"),
+    "record_batches": ("ReaderKeywords", "reader", "scan"),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

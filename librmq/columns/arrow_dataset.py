@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from librmq.columns.record_batches import ReaderSettings, Stores, batches_of, selection
+from librmq.columns.record_batches import ReaderKeywords, Stores, batches_of, selection
 
 __all__ = ["StoreDataset", "dataset"]
 
@@ -25,7 +25,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
     table first, or use DuckDB or Polars. Thread-safe: each scan is a read of its own.
     """
 
-    def __init__(self, store: Stores, settings: ReaderSettings) -> None:
+    def __init__(self, store: Stores, settings: ReaderKeywords) -> None:
         self._store = store
         self._settings = settings
         _, schema, _, _ = selection(store, settings)
@@ -43,10 +43,10 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         known = {name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings}
         return ds.Scanner.from_batches(batches_of(options, schema, processes, files), columns=columns, **known)
 
-    def _both(self, expression: pc.Expression | None) -> ReaderSettings:
+    def _both(self, expression: pc.Expression | None) -> ReaderKeywords:
         own = self._settings.get("filter")
         both = own if expression is None else expression if own is None else own & expression
-        return self._settings | ReaderSettings(filter=both)
+        return self._settings | ReaderKeywords(filter=both)
 
     def filter(self, expression: pc.Expression) -> StoreDataset:
         """Return the dataset of the rows that ``expression`` also selects."""
@@ -81,7 +81,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         raise NotImplementedError(f"the dataset of a store has no {what}; use to_table() first, or DuckDB or Polars")
 
 
-def dataset(store: Stores, **settings: Unpack[ReaderSettings]) -> StoreDataset:
+def dataset(store: Stores, **settings: Unpack[ReaderKeywords]) -> StoreDataset:
     """Return a store as a dataset for DuckDB, Polars and PyArrow. Each scan reads what the store holds at that time.
 
     The arguments are those of `librmq.columns.reader`. A query sees only the columns in ``columns``.

@@ -31,7 +31,7 @@ import pyarrow.dataset as ds
 
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import TYPES
-from librmq.columns.record_batches import ReaderSettings, batches_of, selection
+from librmq.columns.record_batches import ReaderKeywords, batches_of, selection
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
@@ -96,7 +96,7 @@ def export(
     *,
     format: ExportFormat | None = None,
     partition_by: Sequence[str] = (),
-    **settings: Unpack[ReaderSettings],
+    **settings: Unpack[ReaderKeywords],
 ) -> Exported:
     """Write the messages of a store to ``out``; a later call adds the messages stored since.
 

@@ -24,7 +24,7 @@ from librmq.config import to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
-__all__ = ["ReaderSettings", "Stores", "batches_of", "reader", "scan", "selection"]
+__all__ = ["ReaderKeywords", "Stores", "batches_of", "reader", "scan", "selection"]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """The folder of a store, or several."""
@@ -33,7 +33,7 @@ _SHARED_PART_BYTES: Final = 8 << 20
 _MOST_PROCESSES: Final = 256
 
 
-class ReaderSettings(TypedDict, total=False):
+class ReaderKeywords(TypedDict, total=False):
     """Settings of a read: which rows and columns, and how."""
 
     topic: str | Iterable[str] | re.Pattern[str] | None
@@ -70,7 +70,7 @@ class ReaderSettings(TypedDict, total=False):
     """Where the files are; by default on the disk."""
 
 
-def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchReader:
+def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
     """Return the messages of a store, or several, as a stream of record batches.
 
     By default these are all user messages. Columns have the names of Spark's source: ``topic``, ``queueId``,
@@ -81,7 +81,7 @@ def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchR
 
     Args:
         store: The folder of a store, or several; the column ``store`` then says which.
-        **settings: See `ReaderSettings`.
+        **settings: See `ReaderKeywords`.
 
     Raises:
         ConfigError: A setting, a column or a value is wrong.
@@ -103,11 +103,11 @@ def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator
     yield from batches_of(options, schema)
 
 
-def selection(store: Stores, settings: ReaderSettings) -> tuple[ReadOptions, pa.Schema, int, Files | None]:
+def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.Schema, int, Files | None]:
     """Check the settings; return options, schema, number of processes and files."""
     for name in settings:
-        if name not in ReaderSettings.__annotations__:
-            raise ConfigError(f"{name:.80}: unknown setting of reader; {nearest(name, ReaderSettings.__annotations__)}")
+        if name not in ReaderKeywords.__annotations__:
+            raise ConfigError(f"{name:.80}: unknown setting of reader; {nearest(name, ReaderKeywords.__annotations__)}")
     paths = [store] if isinstance(store, str | os.PathLike) else list(store)
     if not paths:
         raise ConfigError("store: expected the folder of a store, found none")
@@ -150,7 +150,7 @@ def batches_of(
     return pa.RecordBatchReader.from_batches(schema, batches())
 
 
-def _options(paths: tuple[str, ...], settings: ReaderSettings) -> ReadOptions:
+def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     view, mode = settings.get("view", "messages"), settings.get("mode", "FAILFAST")
     for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
         if value not in known:

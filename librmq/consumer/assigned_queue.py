@@ -14,11 +14,10 @@ __all__ = ["AssignedQueue"]
 
 
 class AssignedQueue:
-    """One queue from its assignment until it is given up. Changed under the runner's lock."""
+    """One queue from its assignment until it is released. Changed under the runner's lock."""
 
     __slots__ = (
         "delivering",
-        "dropped",
         "endpoint",
         "idle_since_ms",
         "is_retry",
@@ -35,6 +34,7 @@ class AssignedQueue:
         "pulled_timestamp_ms",
         "queue",
         "release_until_ms",
+        "released",
         "running",
         "since_ms",
         "throttled",
@@ -64,8 +64,8 @@ class AssignedQueue:
         """The queue offset of the next message to consume; None before the first consumed message."""
         self.told: int | None = None
         """The last stored progress."""
-        self.dropped = False
-        """Whether the queue is given up: nothing begins, and results of running listeners are ignored."""
+        self.released = False
+        """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
         self.locked = False
         """Whether the broker has locked the queue for this client."""
         self.lock_timestamp_ms: int | None = None
@@ -78,8 +78,8 @@ class AssignedQueue:
         self.since_ms = 0
         """Orderly: since when listeners have run without a rest."""
         self.release_until_ms = 0
-        """Latest end of a listener that still runs in a dropped queue; then the next rebalance releases it."""
+        """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
 
     def __repr__(self) -> str:
-        state = "dropped" if self.dropped else "locked" if self.locked else "assigned"
+        state = "released" if self.released else "locked" if self.locked else "assigned"
         return f"AssignedQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"

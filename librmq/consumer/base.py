@@ -79,14 +79,14 @@ class Consumer(Generic[C]):
         self.filters: dict[str, TagFilter] = {}
         """Exact checks by topic, for subscriptions with tags."""
         self.assigned: dict[MessageQueue, AssignedQueue] = {}
-        """The queues of this instance now, including dropped ones until they are given up."""
+        """The queues of this instance now, including released ones whose listener still runs."""
         self.stopping = False
         """Whether the instance is shutting down, so that nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
         self.states = StateLog(_log, self.label)
         self._differences = ""
-        self.rebalancing = Rebalancing(self, self._take, self._give_up, self._lock)
+        self.rebalancing = Rebalancing(self, self._take, self._release, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
@@ -107,7 +107,7 @@ class Consumer(Generic[C]):
     def _take(self, assigned: AssignedQueue) -> None:
         raise NotImplementedError
 
-    def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
+    def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
         self._save((assigned,))
         return True
 
@@ -263,7 +263,7 @@ class Consumer(Generic[C]):
 
     def _leave(self) -> None:
         for assigned in self.assigned.values():
-            assigned.dropped = True
+            assigned.released = True
         self.assigned.clear()
         self.client.leave(self)
 
@@ -389,7 +389,7 @@ class Consumer(Generic[C]):
             name = assigned.queue.broker_name
             if forgotten or (name in names and self.client.endpoint(name) is not assigned.endpoint):
                 assigned.told = None
-                if assigned.pull.at is None and not assigned.dropped and not assigned.throttled:
+                if assigned.pull.at is None and not assigned.released and not assigned.throttled:
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:
                     self.save_soon()

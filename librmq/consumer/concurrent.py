@@ -90,7 +90,7 @@ class ConcurrentDelivery(Delivery):
         while pulled and self.running < most:
             next_one = pulled[0]
             assigned = next_one.assigned
-            if assigned.dropped:
+            if assigned.released:
                 pulled.popleft()
                 continue
             if next_one.again is not None:
@@ -122,7 +122,7 @@ class ConcurrentDelivery(Delivery):
         error: Exception | None,
     ) -> None:
         self.ended()
-        if not assigned.dropped:
+        if not assigned.released:
             consumed = 0
             if error is None:
                 try:
@@ -158,7 +158,7 @@ class ConcurrentDelivery(Delivery):
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
             self.consumer.progressed(assigned, progress)
         if assigned.throttled:
-            self.consumer.pulling.less_is_held(assigned)
+            self.consumer.pull_requests.less_is_held(assigned)
 
     def _send_all_back(
         self, assigned: AssignedQueue, failed: list[DeliveredMessage], error: Exception | None
@@ -240,7 +240,7 @@ class ConcurrentDelivery(Delivery):
             for _ in range(MOST_EXPIRED):
                 first = assigned.messages.first_begun()
                 started_ms = None if first is None else first.consume_start_timestamp_ms
-                if first is None or assigned.dropped or started_ms is None or now_ms - started_ms <= self._timeout_ms:
+                if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
                 _log.warning("%s: timeout of %s at %d", self.consumer.label, assigned.label, first.queue_offset)
                 cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
@@ -251,7 +251,7 @@ class ConcurrentDelivery(Delivery):
                     self.log_dead_letter(assigned, first, first.reconsume_times + 1, TimeoutError(cause))
                 assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
                 if assigned.throttled:
-                    self.consumer.pulling.less_is_held(assigned)
+                    self.consumer.pull_requests.less_is_held(assigned)
                 elif not len(assigned.messages):
                     self.runner.wake(assigned.pull)
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):

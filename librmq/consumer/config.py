@@ -13,7 +13,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.protocol import ConsumeFrom, MessageModel
 
-__all__ = ["ConsumerConfig", "ConsumerSettings", "PullConsumerConfig", "PullConsumerSettings"]
+__all__ = ["ConsumerConfig", "ConsumerKeywords", "PullConsumerConfig", "PullConsumerKeywords"]
 
 _DURATIONS: Final = ("consume_timeout", "suspend_time", "pull_interval", "shutdown_timeout", "poll_timeout")
 
@@ -98,7 +98,7 @@ class PullConsumerConfig(ConsumerConfig):
     """Whether each poll commits the messages of earlier polls."""
 
 
-class ConsumerSettings(TypedDict, total=False):
+class ConsumerKeywords(TypedDict, total=False):
     """Keywords of a `PushConsumer`: the settings of `ConsumerConfig`, for type checkers."""
 
     model: MessageModel
@@ -125,7 +125,7 @@ class ConsumerSettings(TypedDict, total=False):
     files: Files
 
 
-class PullConsumerSettings(ConsumerSettings, total=False):
+class PullConsumerKeywords(ConsumerKeywords, total=False):
     """Keywords of a `PullConsumer`: the settings of `PullConsumerConfig`, for type checkers."""
 
     poll_timeout: float | timedelta

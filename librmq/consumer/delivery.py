@@ -83,8 +83,8 @@ class Delivery:
     def take(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken."""
 
-    def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Note that a queue was dropped; return whether it can be given up now."""
+    def release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        """Note that a queue is released; return False while its listener has to end first."""
         return True
 
     def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
@@ -149,7 +149,7 @@ class Delivery:
 
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
-        if assigned.dropped:
+        if assigned.released:
             return None  # the result would be ignored
         consumer = self.consumer
         metrics = consumer.metrics

@@ -41,7 +41,7 @@ def show_gauges(member: Instance, metrics: Metrics) -> None:
 def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:
     def total() -> float:
         with member.runner.lock:
-            assigned = [one for one in member.assigned.values() if one.queue.topic == topic and not one.dropped]
+            assigned = [one for one in member.assigned.values() if one.queue.topic == topic and not one.released]
             return sum(measure(member, one) for one in assigned)
 
     return total

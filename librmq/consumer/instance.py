@@ -76,7 +76,7 @@ class _Rebalancing(Protocol):
     def look_again(self) -> None: ...
 
 
-class _Pulling(Protocol):
+class _PullRequests(Protocol):
     def less_is_held(self, assigned: AssignedQueue, /) -> None: ...
 
 
@@ -106,7 +106,7 @@ class PushInstance(Instance, Protocol):
         ...
 
     @property
-    def pulling(self) -> _Pulling:
+    def pull_requests(self) -> _PullRequests:
         """Pulls the assigned queues."""
         ...
 
@@ -119,6 +119,6 @@ class PushInstance(Instance, Protocol):
         """Set the progress of a queue, which is stored soon."""
         ...
 
-    def let_go(self, assigned: AssignedQueue) -> None:
-        """Give up a queue whose progress was set from outside."""
+    def reassign(self, assigned: AssignedQueue) -> None:
+        """Release a queue whose progress was set from outside."""
         ...

@@ -5,7 +5,7 @@
     broker's lock      of group, queue and client; ends 60 s after it was last renewed
     trusted            for 30 s after it was renewed; renewed on a grid of 20 s that begins 1 s after the start
     one call a queue   ``AssignedQueue.delivering``: nothing else of the queue begins
-    consume lock       a queue is not given up while its listener runs; if that takes over 1 s, the next rebalance
+    consume lock       a queue is not released while its listener runs; if that takes over 1 s, the next rebalance
                        tries again
 
 After a failure below the maximum the queue pauses, and the listener is called again. At the maximum the client itself
@@ -158,7 +158,7 @@ class OrderlyDelivery(Delivery):
                 return
         assigned.lock_timestamp_ms = now_ms
         was_locked, assigned.locked = assigned.locked, True
-        if not was_locked and not assigned.dropped:
+        if not was_locked and not assigned.released:
             self.runner.wake(assigned.pull)
             self._go_on(assigned, now_ms)
 
@@ -222,10 +222,10 @@ class OrderlyDelivery(Delivery):
         except RmqError as error:
             _log.warning("%s: could not release the lock of %s: %s", self.consumer.label, queue, error)
 
-    # ---- giving up
+    # ---- release
 
-    def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Unlock a dropped queue; return False while its listener runs."""
+    def release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        """Unlock a released queue; return False while its listener runs."""
         if assigned.running:
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
@@ -272,7 +272,7 @@ class OrderlyDelivery(Delivery):
 
     def _go_on(self, assigned: AssignedQueue, now_ms: int) -> None:
         """Begin with the next messages of a queue, unless some are being delivered."""
-        if not assigned.delivering and not assigned.dropped and assigned.messages.waiting:
+        if not assigned.delivering and not assigned.released and assigned.messages.waiting:
             assigned.delivering = True
             assigned.since_ms = now_ms
             self._waiting.append(assigned)
@@ -282,7 +282,7 @@ class OrderlyDelivery(Delivery):
         waiting, most = self._waiting, self.config.threads
         while waiting and self.running < most and not self.consumer.stopping:
             assigned = waiting.popleft()
-            if assigned.dropped:
+            if assigned.released:
                 assigned.delivering = False
             elif not self._has_lock(assigned, now_ms):
                 self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
@@ -326,12 +326,12 @@ class OrderlyDelivery(Delivery):
         self.ended()
         assigned.running = False
         now_ms = self.runner.now_ms()
-        if assigned.dropped:
-            self._done_after_drop(assigned, messages, now_ms)
+        if assigned.released:
+            self._done_after_release(assigned, messages, now_ms)
         else:
             rest_ms = self._judge(assigned, messages, listener, result, error)
             if assigned.throttled:
-                self.consumer.pulling.less_is_held(assigned)
+                self.consumer.pull_requests.less_is_held(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MOST_WITHOUT_REST_MS:
                 rest_ms = REST_MS
             if rest_ms is not None:
@@ -342,12 +342,12 @@ class OrderlyDelivery(Delivery):
                 assigned.delivering = False
         self._begin(now_ms)
 
-    def _done_after_drop(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
+    def _done_after_release(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
         assigned.delivering = False
         assigned.messages.remove(messages)
         if assigned.release_until_ms and not self.consumer.stopping:
             if now_ms <= assigned.release_until_ms:
-                if self.give_up(assigned, now_ms):
+                if self.release(assigned, now_ms):
                     self.consumer.assigned.pop(assigned.queue, None)
                     self.consumer.rebalancing.wake()
             else:

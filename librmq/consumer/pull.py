@@ -18,7 +18,7 @@ from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
-from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
+from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
@@ -84,7 +84,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         client: Client | None = None,
         instance_name: str | None = None,
         config: PullConsumerConfig | None = None,
-        **settings: Unpack[PullConsumerSettings],
+        **settings: Unpack[PullConsumerKeywords],
     ) -> None:
         """Make an instance that `start`, or a ``with`` block, lets join its group.
 
@@ -143,8 +143,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         wanted = self._assigned or ()
         for queue in [queue for queue in self.assigned if queue not in wanted]:
             assigned = self.assigned.pop(queue)
-            assigned.dropped = True
-            self._give_up(assigned, self.runner.now_ms())
+            assigned.released = True
+            self._release(assigned, self.runner.now_ms())
         for queue in wanted:
             if queue not in self.assigned:
                 stored = self.offsets.read(queue)
@@ -156,7 +156,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def assignment(self) -> tuple[MessageQueue, ...]:
         """Return the queues that are read now, sorted."""
         with self.runner.lock:
-            return tuple(sorted(queue for queue, assigned in self.assigned.items() if not assigned.dropped))
+            return tuple(sorted(queue for queue, assigned in self.assigned.items() if not assigned.released))
 
     # ---- life
 
@@ -315,7 +315,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Move the position past one message; return False if the position has changed meanwhile."""
         with self.runner.lock:
             assigned = self.assigned.get(message.queue)
-            if assigned is None or assigned.dropped or assigned.next_offset != message.queue_offset:
+            if assigned is None or assigned.released or assigned.next_offset != message.queue_offset:
                 return False
             if self.config.auto_commit and assigned.progress != assigned.next_offset:
                 self.progressed(assigned, assigned.next_offset)
@@ -349,7 +349,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         queues = [
             assigned
             for assigned in self.assigned.values()
-            if not assigned.dropped and assigned.queue not in self._paused
+            if not assigned.released and assigned.queue not in self._paused
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
@@ -418,7 +418,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _assigned_queue(self, queue: MessageQueue) -> AssignedQueue:
         assigned = self.assigned.get(queue)
-        if assigned is None or assigned.dropped:
+        if assigned is None or assigned.released:
             raise ClientStateError(f"{self._life.what} does not read {queue} at the moment")
         return assigned
 
@@ -471,7 +471,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _commit_polled(self) -> None:
         for assigned in self.assigned.values():
-            if not assigned.dropped and assigned.progress != assigned.next_offset:
+            if not assigned.released and assigned.progress != assigned.next_offset:
                 self.progressed(assigned, assigned.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
@@ -483,7 +483,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         with self.runner.lock:
             self._life.check_running("commit")
             if offsets is None:
-                chosen = {assigned: assigned.next_offset for assigned in self.assigned.values() if not assigned.dropped}
+                chosen = {one: one.next_offset for one in self.assigned.values() if not one.released}
             else:
                 chosen = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
             for assigned, queue_offset in chosen.items():

@@ -12,7 +12,7 @@ from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
-from librmq.consumer.config import ConsumerConfig, ConsumerSettings
+from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery
 from librmq.consumer.gauges import show_gauges
@@ -26,7 +26,7 @@ from librmq.consumer.listeners import (
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
-from librmq.consumer.pulling import Pulling
+from librmq.consumer.pull_requests import PullRequests
 from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
@@ -68,7 +68,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         hooks: Iterable[ConsumeHook] = (),
         before_last_attempt: Callable[[DeliveredMessage], object] | None = None,
         metrics: Metrics | None = None,
-        **settings: Unpack[ConsumerSettings],
+        **settings: Unpack[ConsumerKeywords],
     ) -> None:
         """Make an instance that `start`, or a ``with`` block, lets join its group.
 
@@ -95,7 +95,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.is_paused = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
-        self.pulling = Pulling(self)
+        self.pull_requests = PullRequests(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
 
     # ---- subscribing
@@ -188,7 +188,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.subscribe(topic, function, **how)
 
     def unsubscribe(self, topic: str) -> None:
-        """Give up the topic's queues."""
+        """Release the topic's queues."""
         with self.runner.lock:
             self.subscriptions.pop(topic, None)
             self.listeners.forget(topic)
@@ -247,7 +247,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Pull again."""
         with self.runner.lock:
             self.is_paused = False
-            self.pulling.wake_all()
+            self.pull_requests.wake_all()
             if self.is_running:
                 self.rebalancing.wake()
 
@@ -255,31 +255,31 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue before taking it."""
-        step = self.pulling.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
+        step = self.pull_requests.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
         return AssignedQueue(queue, next_offset, progress, step)
 
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock(queue)
 
     def _take(self, assigned: AssignedQueue) -> None:
-        self.pulling.share_limits()
+        self.pull_requests.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
         self.delivery.take(assigned)
-        self.pulling.start(assigned)
+        self.pull_requests.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
         is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # its earlier work has ended
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
-    def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        super()._give_up(assigned, now_ms)
-        return self.delivery.give_up(assigned, now_ms)
+    def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        super()._release(assigned, now_ms)
+        return self.delivery.release(assigned, now_ms)
 
-    def let_go(self, assigned: AssignedQueue) -> None:
-        """Give up a queue whose progress was set from outside; the next rebalance takes it again there."""
+    def reassign(self, assigned: AssignedQueue) -> None:
+        """Release a queue whose progress was set from outside; the next rebalance takes it again there."""
         assigned.told = None
-        if self._give_up(assigned, self.runner.now_ms()):
+        if self._release(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
 
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
@@ -292,7 +292,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             before[:] = [one for one in before if one[0].queue not in offsets]
         self._resets.append(reset)
         for assigned, _ in reset:
-            assigned.dropped = True
+            assigned.released = True
             assigned.messages.clear()
 
         def go_on(now_ms: int) -> int | None:
@@ -300,7 +300,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             for assigned, queue_offset in reset:
                 if self.assigned.get(assigned.queue) is assigned and not self.stopping:
                     assigned.progress = queue_offset
-                    self.let_go(assigned)
+                    self.reassign(assigned)
             if not self._resets:
                 self.resume()
             return None

@@ -53,7 +53,7 @@ class Rebalancing:
         self,
         member: Instance,
         take: Callable[[AssignedQueue], None],
-        give_up: Callable[[AssignedQueue, int], bool],
+        release: Callable[[AssignedQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
         """Assign the queues of ``member``.
@@ -61,12 +61,12 @@ class Rebalancing:
         Args:
             member: The instance.
             take: Begins with a queue.
-            give_up: Ends with a queue; returns False if that is not possible yet.
+            release: Ends with a queue; returns False if that is not possible yet.
             lock: Locks a queue before it is taken.
         """
         self._member = member
         self._take = take
-        self._give_up = give_up
+        self._release = release
         self._lock = lock
         self._started_ms = 0
         self._made_ms = member.runner.now_ms()
@@ -108,7 +108,7 @@ class Rebalancing:
             self._member.runner.wake(self.step, next_on_grid(now_ms, self._started_ms, INTERVAL_MS))
 
     def run_due(self, now_ms: int) -> int | None:
-        """Compute the share of each topic, and take and give up queues accordingly."""
+        """Compute the share of each topic, and take and release queues accordingly."""
         member = self._member
         if member.stopping or not member.shares_queues:
             return None
@@ -116,7 +116,7 @@ class Rebalancing:
         changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
         for assigned in list(member.assigned.values()):
             if assigned.queue.topic not in member.subscriptions:
-                self._drop(assigned, now_ms)
+                self._release_queue(assigned, now_ms)
         if any(assigned.lost for assigned in member.assigned.values()):
             self._open = True
         member.warn_of_differences()
@@ -170,12 +170,12 @@ class Rebalancing:
         member = self._member
         changed = False
         for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
-            given_back = assigned.dropped and assigned.release_until_ms  # its listener still ran
+            given_back = assigned.released and assigned.release_until_ms  # its listener still ran
             if assigned.queue not in share or given_back:
-                changed |= self._drop(assigned, now_ms)
+                changed |= self._release_queue(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:
-                    changed |= self._drop(assigned, now_ms)  # added again below
+                    changed |= self._release_queue(assigned, now_ms)  # added again below
                 elif assigned.pull.at is None and not assigned.throttled:
                     member.runner.wake(assigned.pull)  # the broker can have lost the pull that it held
         for queue in share:
@@ -183,13 +183,13 @@ class Rebalancing:
                 changed |= self._add(queue, now_ms)
         return changed
 
-    def _drop(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        assigned.dropped = True
-        if not self._give_up(assigned, now_ms):
+    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        assigned.released = True
+        if not self._release(assigned, now_ms):
             self._open = True
             return False
         self._member.assigned.pop(assigned.queue, None)
-        _log.info("%s: gives up %s", self._member.label, assigned.label)
+        _log.info("%s: releases %s", self._member.label, assigned.label)
         return True
 
     def _add(self, queue: MessageQueue, now_ms: int) -> bool:

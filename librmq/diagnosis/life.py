@@ -25,7 +25,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import QUEUE, half_of
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_settings import DELETE_KEY, TIMER_TOPIC
+from librmq.scheduling.timer_config import DELETE_KEY, TIMER_TOPIC
 from librmq.store import MessageStore
 
 __all__ = ["EventKind", "StoryEvent", "story"]

@@ -21,7 +21,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import EndedHalves, half_of, progress
-from librmq.scheduling.timer_settings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus

@@ -135,7 +135,7 @@ class OutboxConfig(Config):
     """Rows that were sent are kept this long."""
 
 
-class OutboxSettings(TypedDict, total=False):
+class OutboxKeywords(TypedDict, total=False):
     """Keywords of an `OutboxSender`: the settings of `OutboxConfig`, for type checkers."""
 
     claim_timeout: float | timedelta
@@ -161,7 +161,7 @@ class OutboxSender:
         table: str = "rmq_outbox",
         send_ordered: Callable[[Message, str], object] | None = None,
         clock: Clock | None = None,
-        **settings: Unpack[OutboxSettings],
+        **settings: Unpack[OutboxKeywords],
     ) -> None:
         """Prepare a sender; it does not use the database yet.
 

@@ -119,7 +119,7 @@ class FlushAside(Generic[_T]):
         if self._due_ms is not None:
             self._due_ms = now_ms
 
-    def let_go(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """Flush nothing any more; later calls raise ``why``. Return when nothing is being flushed. Thread-safe."""
         with self._one_at_a_time:
             self._why_over = why

@@ -100,7 +100,7 @@ class ThreadRunner(Runner):
             self._start(self._run_clock, "clock")
             self._clock_runs = True  # after the start, which can fail
         elif at < self._sleeps_until:
-            _let_go(self._clock_turn)
+            _release_turn(self._clock_turn)
 
     def _tell_clock(self, at: int) -> bool:
         """Signal the clock thread for a worker; return False if no thread could start, so that it looks again."""
@@ -116,7 +116,7 @@ class ThreadRunner(Runner):
     def _rouse(self) -> None:
         """Make one more worker look."""
         if self._parked:
-            _let_go(self._parked[-1])
+            _release_turn(self._parked[-1])
             self._is_roused = True
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
@@ -219,7 +219,7 @@ class ThreadRunner(Runner):
         else:
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
-                _let_go(self._clock_turn)
+                _release_turn(self._clock_turn)
             elif not self._tell_clock(0):
                 self._is_watched = self._is_swift = False
                 self._rouse()
@@ -367,7 +367,7 @@ class ThreadRunner(Runner):
         with self.lock:
             self._stopping = True
             for turn in (self._clock_turn, *self._parked):
-                _let_go(turn)
+                _release_turn(turn)
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         deadline = self.clock.monotonic() + seconds
@@ -388,7 +388,7 @@ def _turn() -> threading.Lock:
     return turn
 
 
-def _let_go(turn: threading.Lock) -> None:
+def _release_turn(turn: threading.Lock) -> None:
     """Wake the thread that waits for its turn; an interrupted caller repeats this. Under the lock."""
     if turn.locked():
         turn.release()

@@ -11,7 +11,7 @@ own topic. A message further away than the window goes into an earlier slot, and
 A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey``, cancels that message if it is in the same slot, so
 it must name the same time. It delivers nothing itself.
 
-Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_settings` reads a message's time,
+Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_config` reads a message's time,
 `librmq.scheduling.timer_wheel` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
 that waits makes the files, so a 4.9 store without timers stays as it is.
 """
@@ -40,8 +40,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
-from librmq.scheduling.timer_progress import TimerProgress
-from librmq.scheduling.timer_settings import (
+from librmq.scheduling.timer_config import (
     DELAY_MS,
     DELAY_SEC,
     DELETE_KEY,
@@ -57,6 +56,7 @@ from librmq.scheduling.timer_settings import (
     is_timed,
     out_time_ms,
 )
+from librmq.scheduling.timer_progress import TimerProgress
 from librmq.scheduling.timer_wheel import TimerSlots
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
@@ -422,9 +422,9 @@ class Timers:
         """
         self._progress.save()
 
-    def let_go(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """Stop writing for this reason, and wait until no write is running. Thread-safe."""
-        self._progress.let_go(why)
+        self._progress.end(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_settings import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.scheduling.timer_wheel import TimerSlots
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint
@@ -24,7 +24,7 @@ class _Reached(NamedTuple):
 
 
 class TimerProgress:
-    """How far the timers have come. Not thread-safe, but for `let_go`."""
+    """How far the timers have come. Not thread-safe, but for `end`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TimerProgress:
             retry_s=settings.retry_s,
             aside=aside,
         )
-        self.run_due, self.put_back, self.let_go, self._save = saver.run_due, saver.put_back, saver.let_go, saver.save
+        self.run_due, self.put_back, self.end, self._save = saver.run_due, saver.put_back, saver.end, saver.save
 
     def save(self) -> None:
         """Write the checkpoint if anything has changed, after a flush of everything that it covers."""

@@ -128,11 +128,11 @@ class CheckPass:
         properties = dict(half.properties)
         check_times = self._times_checked(half) + 1
         if check_times > self._check_max:
-            return self._give_up(half, properties)
+            return self._discard(half, properties)
         properties[_CHECK_TIMES] = str(check_times)
         age_ms = now_ms - half.born_timestamp_ms
         if age_ms > self._reserved_ms:
-            return self._give_up(half, properties)
+            return self._discard(half, properties)
         if half.store_timestamp_ms >= self._start_ms:
             return False
         immunity_ms = self._timeout_ms
@@ -236,13 +236,13 @@ class CheckPass:
             result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
         except MessageIllegalError as error:  # it was full to the brim
             _log.error("the half message at queue offset %d can't be put back: %s", half.queue_offset, error)
-            self._give_up(half, half.properties)
+            self._discard(half, half.properties)
             return None
         copy = self._store.message_at(result.physical_offset)
         assert copy is not None
         return copy
 
-    def _give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
+    def _discard(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
         """Move a half that was checked too often or is too old to its topic; the pass continues."""
         check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
         _log.error(

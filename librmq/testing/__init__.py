@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
-    from librmq.testing.roster import ProcessStateError as ProcessStateError
+    from librmq.testing.process_table import ProcessStateError as ProcessStateError
     from librmq.testing.undelivered import UndeliveredWarning as UndeliveredWarning
 
 _MODULES = {
@@ -42,7 +42,7 @@ _MODULES = {
     "history": ("DeliveryAttempt", "History", "HistoryLine"),
     "kit": ("Kit", "UnsoundStoreError"),
     "process": ("Process", "ProcessDied"),
-    "roster": ("ProcessStateError",),
+    "process_table": ("ProcessStateError",),
     "undelivered": ("UndeliveredWarning",),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted

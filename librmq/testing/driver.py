@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from librmq.errors import NotIdleError
+from librmq.testing.kit_runner import KitRunner
 from librmq.testing.process import LIBRARY
-from librmq.testing.turns import KitRunner
 
 __all__ = ["Driver", "Elapsed", "NotAwaitedError"]
 

@@ -26,7 +26,7 @@ from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
-from librmq.testing.kit import Kit, KitSettings
+from librmq.testing.kit import Kit, KitKeywords
 from librmq.testing.process import LIBRARY
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -395,7 +395,7 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
 
 
 @contextmanager
-def explored_kit(explorer: Explorer, **settings: Unpack[KitSettings]) -> Iterator[Kit]:
+def explored_kit(explorer: Explorer, **settings: Unpack[KitKeywords]) -> Iterator[Kit]:
     """Make the kit for one run, in memory or, ``on_disk``, in a folder, and abandon it at the end.
 
     Only the first run checks its store: the same broker writes all of them.
@@ -420,7 +420,7 @@ def explore(
     *,
     seed: str = "0",
     lines: bool = False,
-    **settings: Unpack[KitSettings],
+    **settings: Unpack[KitKeywords],
 ) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 

@@ -33,9 +33,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 from librmq.client.identity import Client
 from librmq.clock import ManualClock
 from librmq.runtime.runner import Runner, Step, Turn, Work
+from librmq.testing.kit_runner import KitRunner, current_work, is_dead
 from librmq.testing.pausable_threads import Baton, Piece
 from librmq.testing.process import LIBRARY, Process, ProcessDied
-from librmq.testing.turns import KitRunner, current_work, is_dead
 
 __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
@@ -283,12 +283,12 @@ class Explorer(KitRunner):
     def _let_run(self, piece: Piece) -> None:
         if not self._baton.run(piece):
             if self.paused:
-                self._let_go()
+                self._run_as_threads()
             else:
                 self._baton.wait()
         self._after(piece)
 
-    def _let_go(self) -> None:
+    def _run_as_threads(self) -> None:
         """Let all paused listeners run as threads, since one waits for something that another holds."""
         self.trace.replayable = False
         self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")

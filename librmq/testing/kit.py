@@ -25,9 +25,9 @@ from librmq.testing.driver import Driver, Elapsed
 from librmq.testing.evidence import Evidence
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
+from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
-from librmq.testing.roster import ProcessStateError, Roster
-from librmq.testing.turns import KitRunner, current_work
+from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
 __all__ = ["Kit", "UnsoundStoreError"]
@@ -42,7 +42,7 @@ class UnsoundStoreError(AssertionError):
     """The store that the broker leaves at the end of a test is damaged."""
 
 
-class KitSettings(TypedDict, total=False):
+class KitKeywords(TypedDict, total=False):
     """The settings of a `Kit`, as `librmq.testing.explore` and the marker ``rmq`` take them."""
 
     path: str | os.PathLike[str] | None
@@ -83,7 +83,7 @@ class Kit:
         self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
-        self._roster = Roster(self, self.runner.choose)
+        self._process_table = ProcessTable(self, self.runner.choose)
         self._watchers: list[Callable[[], None]] = []
         self._routes: dict[str, tuple[QueueData, ...]] = {}
         self._unstarted: list[PushConsumer] = []
@@ -95,7 +95,7 @@ class Kit:
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
         self._open_broker()
-        self._test = self._roster.make("test", lambda process: None)
+        self._test = self._process_table.make("test", lambda process: None)
 
     broker: Broker
     """The broker, replaced by `crash_broker`."""
@@ -103,7 +103,7 @@ class Kit:
     @property
     def processes(self) -> list[Process]:
         """All processes of the test, dead ones too."""
-        return self._roster.processes
+        return self._process_table.processes
 
     def _open_broker(self) -> None:
         self.broker = Broker.open(
@@ -148,8 +148,8 @@ class Kit:
             return consumer
 
         if not fail_fast:
-            self._roster.tolerate(group)
-        process = self._roster.make(self._roster.free_name(group), again)
+            self._process_table.tolerate(group)
+        process = self._process_table.make(self._process_table.free_name(group), again)
         self._declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
@@ -160,9 +160,9 @@ class Kit:
 
         The process is a route: an application connects to it as to a broker. What the factory returns is its ``state``.
         """
-        process = self._roster.make(self._roster.free_name(name), factory)
+        process = self._process_table.make(self._process_table.free_name(name), factory)
         if not fail_fast:
-            self._roster.tolerate(process.name)
+            self._process_table.tolerate(process.name)
         self._set_up(process)
         self._is_new = True
         return process
@@ -223,10 +223,10 @@ class Kit:
 
         Within a listener of that process the listener ends at this call, as by a signal.
         """
-        process = self._roster.living(process)
+        process = self._process_table.living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
         process.starts_again = restart
-        if self._roster.runs_now(process):
+        if self._process_table.runs_now(process):
             self.runner.die_here(process)
         process.die()
         self.died(process)
@@ -242,8 +242,8 @@ class Kit:
 
     def restart(self, process: Process) -> Process:
         """Shut a process down in order and start it again with fresh state; return the new one."""
-        process = self._roster.living(process)
-        if self._roster.runs_now(process):
+        process = self._process_table.living(process)
+        if self._process_table.runs_now(process):
             raise ProcessStateError(
                 f"{process.label} can't shut down in order within its own listener, for which it would wait: "
                 "call rmq.crash there, or rmq.restart in the test"
@@ -254,8 +254,8 @@ class Kit:
 
     def join(self, process: Process) -> Process:
         """Start one more process like this one, and return it."""
-        other = self._roster.make(self._roster.free_name(process.name), process.factory)
-        self._roster.tolerate_like(process, other)
+        other = self._process_table.make(self._process_table.free_name(process.name), process.factory)
+        self._process_table.tolerate_like(process, other)
         self.note("fault", f"{other.label} joins, made like {process.label}")
         self._set_up(other)
         return other
@@ -265,7 +265,7 @@ class Kit:
 
         The process is back at the next of its heartbeats, which are 30 s apart.
         """
-        process = self._roster.living(process)
+        process = self._process_table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
         for client_id in process.clients:
             self.broker.call(ChannelClosed(client_id))
@@ -294,7 +294,7 @@ class Kit:
                 self.runner.wake(Step("the broker is back", open_again), self.clock.now_ms() + round(1000 * seconds))
 
     def _again(self, process: Process) -> Process:
-        new = self._roster.make(process.name, process.factory, process.generation + 1)
+        new = self._process_table.make(process.name, process.factory, process.generation + 1)
         self._set_up(new)
         return new
 
@@ -399,7 +399,7 @@ class Kit:
 
     def fails_fast(self, work: Work) -> bool:
         """Return whether what this code raises fails the test."""
-        return self._roster.fails_fast(work)
+        return self._process_table.fails_fast(work)
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Let the error of a call by `Process.background` fail the test."""
@@ -413,7 +413,7 @@ class Kit:
 
     def process_of(self, work: Work) -> Process | None:
         """Return the process whose code this is."""
-        return self._roster.process_of(work)
+        return self._process_table.process_of(work)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic; while the broker is down, those that were known before."""

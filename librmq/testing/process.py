@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.broker import Broker
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendHook, SendResult
+from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
-from librmq.consumer.config import ConsumerSettings
+from librmq.consumer.config import ConsumerKeywords
 from librmq.errors import BrokerUnreachableError
 from librmq.files.seam import Files
 from librmq.message.topics import RETRY_PREFIX
@@ -44,7 +44,7 @@ LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + o
 """The folder of librmq's own code, which a traceback shown to the test leaves out."""
 
 
-class ProducerArguments(ProducerSettings, total=False):
+class ProducerArguments(ProducerKeywords, total=False):
     """Keywords of a `Producer`."""
 
     client: Client | None
@@ -54,7 +54,7 @@ class ProducerArguments(ProducerSettings, total=False):
     metrics: Metrics | None
 
 
-class ConsumerArguments(ConsumerSettings, total=False):
+class ConsumerArguments(ConsumerKeywords, total=False):
     """Keywords of a `PushConsumer`."""
 
     client: Client | None

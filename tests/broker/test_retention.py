@@ -20,7 +20,7 @@ from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeFrom, EndTransaction, ResponseCode, SendMessage, TransactionState
 from librmq.runtime.manual import ManualRunner
-from librmq.scheduling.timer_settings import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
 
 FILE = 4096

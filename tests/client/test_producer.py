@@ -14,7 +14,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendResult
+from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendResult
 from librmq.clock import ManualClock
 from librmq.errors import (
     BrokerBusyError,
@@ -426,7 +426,7 @@ def test_producers_show_who_they_are(broker: Broker) -> None:
 
 
 def test_typed_keywords_are_the_settings() -> None:
-    assert set(get_type_hints(ProducerSettings)) == {one.name for one in fields(ProducerConfig)}
+    assert set(get_type_hints(ProducerKeywords)) == {one.name for one in fields(ProducerConfig)}
 
 
 def test_bodies_are_bytes_text_or_json(broker: Broker) -> None:

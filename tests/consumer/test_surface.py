@@ -14,7 +14,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PullConsumerConfig, PushConsumer
-from librmq.consumer.config import ConsumerSettings, PullConsumerSettings
+from librmq.consumer.config import ConsumerKeywords, PullConsumerKeywords
 from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
 from librmq.runtime.manual import ManualRunner
@@ -208,7 +208,7 @@ def test_consumers_show_what_they_do(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "settings"), [(ConsumerConfig, ConsumerSettings), (PullConsumerConfig, PullConsumerSettings)]
+    ("config", "settings"), [(ConsumerConfig, ConsumerKeywords), (PullConsumerConfig, PullConsumerKeywords)]
 )
 def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any]) -> None:
     assert set(get_type_hints(settings)) == {one.name for one in fields(config)}

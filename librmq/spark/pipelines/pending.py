@@ -9,17 +9,15 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.columns.decode import LAST_MS
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
-from librmq.scheduling.timer_settings import DELETE_KEY, OUT_MS
+from librmq.scheduling.half_messages import CHECK_GROUP
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS
 from librmq.spark.stores import DELAY_GROUP
 from librmq.store.format.timerfiles import DELETE, ROLL
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["CHECK_GROUP", "pending_delays", "pending_timers", "pending_transactions"]
-
-CHECK_GROUP = "CID_RMQ_SYS_TRANS"
-"""Group under which the broker keeps the progress of its checks."""
+__all__ = ["pending_delays", "pending_timers", "pending_transactions"]
 
 
 def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) -> DataFrame:

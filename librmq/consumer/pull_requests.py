@@ -16,7 +16,7 @@ from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runtime.runner import Step
 
-__all__ = ["Pulling"]
+__all__ = ["PullRequests"]
 
 AFTER_ERROR_MS: Final = 3_000
 HOLD_MS: Final = 15_000
@@ -26,7 +26,7 @@ CORRECTION_MS: Final = 10_000
 _log = logging.getLogger("librmq.consumer")
 
 
-class Pulling:
+class PullRequests:
     """The pulls of a push consumer. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:
@@ -74,7 +74,7 @@ class Pulling:
     def wake_all(self) -> None:
         """Pull all queues again."""
         for assigned in self._consumer.assigned.values():
-            if not assigned.dropped:
+            if not assigned.released:
                 self._consumer.runner.wake(assigned.pull)
 
     def _pull_or_lose(self, assigned: AssignedQueue, now_ms: int) -> int | None:
@@ -88,7 +88,7 @@ class Pulling:
 
     def _pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
         consumer = self._consumer
-        if assigned.dropped or consumer.stopping or consumer.is_paused:
+        if assigned.released or consumer.stopping or consumer.is_paused:
             return None
         assigned.pulled_timestamp_ms = now_ms
         assigned.throttled = self.is_too_much(assigned)
@@ -190,12 +190,12 @@ class Pulling:
         _log.warning(
             "%s: %s has no offset %d; %d is next", consumer.label, assigned.label, assigned.next_offset, next_offset
         )
-        assigned.dropped = True
+        assigned.released = True
 
         def correct(now_ms: int) -> int | None:
             if not consumer.stopping and consumer.assigned.get(assigned.queue) is assigned:
                 assigned.progress = next_offset
-                consumer.let_go(assigned)
+                consumer.reassign(assigned)
                 consumer.rebalancing.look_again()
             return None
 

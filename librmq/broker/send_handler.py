@@ -29,10 +29,10 @@ from librmq.protocol import (
 )
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import is_timed
-from librmq.scheduling.timer_settings import DELAY_MS, DELIVER_MS
+from librmq.scheduling.timer_config import DELAY_MS, DELIVER_MS
 from librmq.store import AppendResult
 
-__all__ = ["Sending"]
+__all__ = ["SendHandler"]
 
 _log = logging.getLogger("librmq.broker")
 
@@ -44,7 +44,7 @@ _MOST_ODD_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 
 
-class Sending:
+class SendHandler:
     """The writing side of one broker. Thread-safe."""
 
     def __init__(

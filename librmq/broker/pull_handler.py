@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.sending import Sending
+from librmq.broker.send_handler import SendHandler
 from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
@@ -41,7 +41,7 @@ _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO
 class PullHandler:
     """The reading side of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, sending: Sending) -> None:
+    def __init__(self, context: BrokerContext, sending: SendHandler) -> None:
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
@@ -49,7 +49,7 @@ class PullHandler:
         self._offsets = context.offsets
         self._registry = context.registry
         self._registrations = context.registrations
-        self._holds = context.holds
+        self._held_pulls = context.held_pulls
         self._sending = sending
         self._broker_name = context.name
         self._metrics = context.metrics
@@ -58,7 +58,7 @@ class PullHandler:
     def pull(self, request: PullMessage) -> PullResponse:
         """Read, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
-        store, holds, notify = self._store, self._holds, request.notify
+        store, held_pulls, notify = self._store, self._held_pulls, request.notify
         name, holder = (topic, queue_id), (request.client_id, request.group)
         is_held = False
         with self._runner.lock:
@@ -66,27 +66,27 @@ class PullHandler:
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
             if notify is not None:
-                arrived = holds.asked_again(name, holder, selection)
+                arrived = held_pulls.asked_again(name, holder, selection)
                 if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
                     response = self._give_last(request, arrived, selection, notify)
                     if response is not None:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    holds.add(name, holder, selection, notify)
+                    held_pulls.add(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
-                    holds.remove(name, holder)
+                    held_pulls.remove(name, holder)
             result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
             status = _status(result, queue_offset)
             if notify is not None and request.stay and status is PullStatus.FOUND:
                 end = result.next_offset
                 if end == result.max_offset:
-                    holds.add(name, holder, selection, notify)
+                    held_pulls.add(name, holder, selection, notify)
                     is_held = store.queue_range(topic, queue_id)[1] == end
                     if not is_held:
-                        holds.remove(name, holder)
+                        held_pulls.remove(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
         if self._metrics is not None and result.messages:
@@ -104,10 +104,10 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._holds.add(name, holder, selection, notify)
+        self._held_pulls.add(name, holder, selection, notify)
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
-            self._holds.remove(name, holder)
+            self._held_pulls.remove(name, holder)
             return None
         if self._metrics is not None:
             self._count(request, 1, arrived.size)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from librmq.runtime.runner import Work
+from librmq.testing.kit_runner import current_work, group_of
 from librmq.testing.process import Process, ProcessHost
-from librmq.testing.turns import current_work, group_of
 
-__all__ = ["ProcessStateError", "Roster"]
+__all__ = ["ProcessStateError", "ProcessTable"]
 
 
 class ProcessStateError(RuntimeError):
     """A process cannot do what the test asks: it has ended, or its own listener asks."""
 
 
-class Roster:
+class ProcessTable:
     """All processes of a test, dead ones too, in the order in which they were made."""
 
     def __init__(self, host: ProcessHost, choose: Callable[[str, Sequence[str]], str]) -> None:
