@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE
+from librmq.consumequeue import ENTRY_DTYPE, HOLE_SIZE, ConsumeQueue
 from librmq.diagnosis.findings import Finding, Severity, Thresholds
 from librmq.diagnosis.store_times import UNKNOWN, store_times
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 _NONE: Final = -(1 << 62)
 _NEVER: Final = (1 << 63) - 1
-_LONGEST_HOLE: Final = 4096
+_AT_ONCE: Final = 4096  # entries
 
 
 class QueueLag(NamedTuple):
@@ -272,35 +272,49 @@ def _rows(queues: Ints | None, offsets: dict[int, int]) -> Ints:
 
 def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
     """Fill in when the message at ``start`` was stored, for each row that lags."""
-    queues = view.store.queues
     late = np.flatnonzero(found.lags)
-    of = (np.searchsorted(found.begins, late, side="right") - 1).tolist()
-    numbers: dict[tuple[str, int, int], int] = {}  # of each message that is looked up
-    wanted: list[int] = []
-    raws: list[bytes] = []
-    for name, queue_id, queue_offset in zip(of, found.queue_ids[late].tolist(), start[late].tolist(), strict=True):
-        place = found.names[name][1], queue_id, queue_offset
-        number = numbers.get(place)
-        if number is None:
-            number = numbers[place] = len(raws)
-            raws.append(queues[place[0], queue_id].read(queue_offset, 1) or bytes(ENTRY_SIZE))
-        wanted.append(number)
-    entries = np.frombuffer(b"".join(raws), ENTRY_DTYPE)
-    times = store_times(view.store.log, entries["physical_offset"].astype(np.int64))
-    places = list(numbers)
-    for number in np.flatnonzero((entries["size"] == HOLE_SIZE) | (entries["size"] <= 0)).tolist():
-        times[number] = _behind_hole(view, *places[number])
-    found.oldest_ms[late] = times[wanted]
+    if not len(late):
+        return
+    topics = sorted({topic for _, topic in found.names})
+    number = {topic: at for at, topic in enumerate(topics)}
+    of_name = np.array([number[topic] for _, topic in found.names], np.int64)
+    of = of_name[np.searchsorted(found.begins, late, side="right") - 1]
+    ids, offsets = found.queue_ids[late], start[late]
+    order = np.lexsort((offsets, ids, of))  # so that each queue is looked into once
+    late, of, ids, offsets = late[order], of[order], ids[order], offsets[order]
+    begins = np.flatnonzero(np.append(True, (np.diff(of) != 0) | (np.diff(ids) != 0))).tolist()
+    places = np.empty(len(late), np.int64)
+    queues = view.store.queues
+    for begin, end in zip(begins, [*begins[1:], len(late)], strict=True):
+        queue = queues[topics[int(of[begin])], int(ids[begin])]
+        places[begin:end] = _places(queue, offsets[begin:end])
+    found.oldest_ms[late] = store_times(view.store.log, places)
 
 
-def _behind_hole(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> int:
-    """Return when the first message from ``queue_offset`` on was stored that the queue leads to."""
-    queue = view.store.queues[topic, queue_id]
-    end = min(queue.max_offset, queue_offset + _LONGEST_HOLE)
-    for _, block in queue.blocks(queue_offset, end):
+def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:
+    """Return where in the log the messages at ascending queue offsets are; those that entries without one precede."""
+    found = np.full(len(offsets), UNKNOWN, np.int64)
+    at = 0
+    while at < len(offsets):
+        first = int(offsets[at])
+        block = np.frombuffer(queue.read(first, min(_AT_ONCE, int(offsets[-1]) - first + 1)), ENTRY_DTYPE)
+        upto = max(at + 1, int(np.searchsorted(offsets, first + len(block))))
+        if len(block):
+            entries = block[offsets[at:upto] - first]
+            is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
+            found[at:upto] = np.where(is_sound, entries["physical_offset"], UNKNOWN)
+            for row in np.flatnonzero(entries["size"] == HOLE_SIZE).tolist():
+                found[at + row] = _behind_hole(queue, int(offsets[at + row]))
+        at = upto
+    return found
+
+
+def _behind_hole(queue: ConsumeQueue, queue_offset: int) -> int:
+    """Return where the first message from ``queue_offset`` on is that the queue leads to."""
+    for _, block in queue.blocks(queue_offset, queue_offset + _AT_ONCE):
         sound = np.flatnonzero(block["size"] != HOLE_SIZE)
         if len(sound):
-            return int(store_times(view.store.log, block["physical_offset"][sound[:1]].astype(np.int64))[0])
+            return int(block["physical_offset"][sound[0]])
     return UNKNOWN
 
 

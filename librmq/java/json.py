@@ -33,6 +33,9 @@ _MAX_DEPTH: Final = 64
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+# Tables of progress are objects of whole numbers, and can have a hundred thousand of them.
+_PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}):-?(?:0|[1-9][0-9]{0,17})"
+_NUMBERS: Final = re.compile(rf"\{{({_PAIR}(?:,{_PAIR})*)[ \t\r\n]*\}}")
 _LITERALS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _string_at: Final = json.JSONDecoder().raw_decode
 
@@ -96,6 +99,11 @@ class _Reader:
         return self._number()
 
     def _object(self, depth: int) -> dict[Any, Any]:
+        numbers = _NUMBERS.match(self._text, self._at) if depth < _MAX_DEPTH else None
+        if numbers is not None:
+            self._at = numbers.end()
+            flat = list(map(int, numbers[1].replace(":", ",").split(",")))
+            return dict(zip(flat[::2], flat[1::2], strict=True))
         result: dict[Any, Any] = {}
 
         def entry() -> None:

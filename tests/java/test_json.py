@@ -159,3 +159,13 @@ def test_what_contains_itself_is_refused() -> None:
     value.append(value)
     with pytest.raises(MalformedError, match="at most 64 deep"):
         dumps(value)
+
+
+def test_tables_of_numbers_are_read_at_once_as_pair_by_pair() -> None:
+    table = {number: number * 7 for number in range(-3, 1000)}
+    pairs = ",".join(f"{key}:{value}" for key, value in table.items())
+    assert loads(f"{{{pairs}\n\t}}") == loads(f"{{ {pairs.replace(',', ' , ')} }}") == table
+    assert loads("{0:1,0:2}") == {0: 2}
+    for wrong in ("{0:1,}", "{0:01}", "{0:1,2}", "{0:99999999999999999999}", "{0:1"):
+        with pytest.raises(MalformedError):
+            loads(wrong)
