@@ -19,7 +19,7 @@ from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG, check_kind
 from librmq.store.recovery.salvage import find_record
 
-__all__ = ["dump"]
+__all__ = ["dump", "zero_from"]
 
 _ZEROS: Final = bytes(1 << 20)
 
@@ -58,7 +58,7 @@ def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
     try:
         yield from _whole_files(sequence, sequence.begin, check_body=True)
     except CorruptionError as error:
-        if not _zero_from(sequence, error.offset):
+        if not zero_from(sequence, error.offset):
             raise
 
 
@@ -69,7 +69,7 @@ def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], o
         try:
             yield from _whole_files(sequence, at, check_body=False)
         except CorruptionError as error:
-            if _zero_from(sequence, error.offset):
+            if zero_from(sequence, error.offset):
                 return
             damaged(error)
             following = find_record(sequence, error.offset + 1, check_body=False)
@@ -90,7 +90,7 @@ def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> 
         yield physical_offset, size, raw
 
 
-def _zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
+def zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
     """Return whether only zeros follow up to the end of the last file."""
     at = physical_offset
     while (file := sequence.file_at(at)) is not None:

@@ -10,6 +10,7 @@ from librmq.cli.input import field, parse_time, read_rows, standard_input
 from librmq.cli.output import Output, whole_number
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
+from librmq.cli.selection import check_id
 from librmq.clock import SystemClock
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.tags import TagFilter
@@ -21,8 +22,6 @@ __all__ = ["ask", "query"]
 
 _LARGEST: Final = (1 << 63) - 1
 _USUAL_MAX: Final = 64
-_HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
-_ID_LENGTHS: Final = (32, 56)
 
 
 def query(arguments: argparse.Namespace, output: Output) -> int:
@@ -41,18 +40,10 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
             found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
             _print(store, found, output)
     else:
-        _check_id(arguments.id)
+        check_id(arguments.id)
         with open_store(arguments) as store:
             _print(store, store.find_by_id(arguments.id), output)
     return 0
-
-
-def _check_id(text: str) -> None:
-    """Refuse a text that is neither an offset id nor a possible unique id of a client."""
-    if not text or not text.isprintable() or " " in text:
-        raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")
-    if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
-        raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
 
 
 def _print(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:

@@ -65,6 +65,15 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("unique id", _property("UNIQ_KEY")),
         ("checksum", lambda row: "right" if row.get("crc_ok") else "WRONG"),
     ],
+    "shown": [
+        *_QUEUE,
+        ("offset", _of("queue_offset")),
+        ("stored", _time("store_timestamp")),
+        ("tags", _property("TAGS")),
+        ("keys", _property("KEYS")),
+        ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")),
+        ("body", _of("body")),
+    ],
     "blank": [("physical offset", _of("phys")), ("size", _of("size")), ("", lambda row: "end of file")],
     "cq": [
         ("queue offset", _of("offset")),
@@ -103,7 +112,9 @@ class Table:
 
     def row(self, row: Row) -> None:
         """Take a row; a full table is drawn."""
-        kind = str(row.get("type") or ("queue" if "max_physic_offset" in row else "other"))
+        kind = (
+            "shown" if "body" in row else str(row.get("type") or ("queue" if "max_physic_offset" in row else "other"))
+        )
         if kind in _LISTS:
             self._take_list(kind, row)
         else:

@@ -4,11 +4,60 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import LISTED, TIME_HELP, Command, option
+from librmq.cli.commands.options import LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
 
 __all__ = ["COMMANDS"]
 
+_ALL: Final = option("--all", action="store_true", help="the broker's own topics too")
+_BODY: Final = option(
+    "--body",
+    choices=("text", "json", "hex", "base64", "none"),
+    default="text",
+    help="how to print bodies (text)",
+)
+
 COMMANDS: Final = (
+    Command("topics", "topics", "list the topics, their messages and times", "store", output=LISTED),
+    Command(
+        "show",
+        "show",
+        "print messages: by topic, key, tag, text, time …",
+        "store --topic OrderTopic --limit 3",
+        (*SELECTION, _BODY),
+        output=LISTED,
+    ),
+    Command(
+        "tail",
+        "show",
+        "print the last messages; with -f those that come too",
+        "store --topic OrderTopic",
+        (
+            option("-n", "--count", metavar="N", default="10", help="how many of the last (10)"),
+            option("-f", "--follow", action="store_true", help="go on with messages that come"),
+            _ALL,
+            *SELECTION,
+            _BODY,
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "count",
+        "count",
+        "count messages by topic, tag, key, hour …",
+        "store --by tag",
+        (
+            option(
+                "--by",
+                choices=("topic", "queue", "tag", "key", "minute", "hour", "day"),
+                default="topic",
+                help="what to count by (topic)",
+            ),
+            _ALL,
+            *SELECTION,
+        ),
+        output=LISTED,
+    ),
+    Command("stats", "topics", "print what is in the store, in one row", "store", output=OUTPUT),
     Command("queues", "queues", "list the queues and their offsets", "store", output=LISTED),
     Command(
         "query",

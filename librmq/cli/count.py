@@ -1,0 +1,146 @@
+"""``count``: numbers of messages and their bytes by topic, queue, tag, key or time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from librmq.cli.output import Output
+from librmq.cli.queues import open_store
+from librmq.cli.selection import Selection, select
+from librmq.cli.topics import kind_of_topic
+from librmq.message.message import StoredMessage
+from librmq.store import MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
+
+__all__ = ["count"]
+
+Group = tuple[Any, ...]
+Counts = dict[Group, tuple[int, int]]
+
+_UNIT_MS: Final = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+_COLUMNS: Final = {
+    "topic": ("topic",),
+    "queue": ("topic", "queueId"),
+    "tag": ("tags",),
+    "key": ("keys",),
+}
+
+
+def count(arguments: argparse.Namespace, output: Output) -> int:
+    """Print how many messages there are of each group, and the bytes of their records."""
+    selection, by = select(arguments), arguments.by
+    with open_store(arguments) as store:
+        found = _by_columns(store, selection, by, arguments.all) if _is_for_columns(selection) else None
+        if found is None:
+            found = _by_messages(_messages(store, selection, arguments.all), by)
+    for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
+        output.row({**_named(by, group), "messages": messages, "bytes": size})
+    return 0
+
+
+def _place(by: str, group: Group, counts: tuple[int, int]) -> tuple[Any, ...]:
+    """Return the sort key of a line: times and queues in their order, else the largest number first."""
+    return group if by in _UNIT_MS or by == "queue" else (-counts[0], group[0] is not None, group[0] or "")
+
+
+def _named(by: str, group: Group) -> dict[str, Any]:
+    if by == "queue":
+        return {"queue": f"{group[0]}:{group[1]}", "topic": group[0], "queue_id": group[1]}
+    if by in _UNIT_MS:
+        return {by: datetime.fromtimestamp(group[0] / 1000, UTC).isoformat().replace("+00:00", "Z")}
+    return {by: group[0]}
+
+
+# -------------------------------------------------------------------------------------------------- one by one
+
+
+def _messages(store: MessageStore, selection: Selection, everything: bool) -> Iterator[StoredMessage]:
+    named = selection.topic is not None
+    for message in selection.messages(store):
+        if has_queue_entry(message.sys_flag) and (everything or named or kind_of_topic(message.topic) == "user"):
+            yield message
+
+
+def _by_messages(messages: Iterable[StoredMessage], by: str) -> Counts:
+    found: Counts = {}
+    for message in messages:
+        for group in _groups(message, by):
+            number, size = found.get(group, (0, 0))
+            found[group] = number + 1, size + message.size
+    return found
+
+
+def _groups(message: StoredMessage, by: str) -> list[Group]:
+    if by == "topic":
+        return [(message.topic,)]
+    if by == "queue":
+        return [(message.topic, message.queue_id)]
+    if by == "tag":
+        return [(message.tags,)]
+    if by == "key":
+        return [(key,) for key in dict.fromkeys(message.keys)] or [(None,)]
+    return [(message.store_timestamp_ms // _UNIT_MS[by] * _UNIT_MS[by],)]
+
+
+# ---------------------------------------------------------------------------------------------------- by columns
+
+
+def _is_for_columns(selection: Selection) -> bool:
+    return not selection.is_by_index and selection.grep is None and selection.offsets is None
+
+
+def _by_columns(store: MessageStore, selection: Selection, by: str, everything: bool) -> Counts | None:
+    """Return the counts from columns of the store, a block at a time; None without the extra ``arrow``."""
+    try:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+    except ImportError:
+        return None
+    from librmq.columns import ReaderKeywords, reader
+
+    names = _COLUMNS.get(by, ("storeTimestamp",))
+    settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)
+    if by in ("topic", "queue") and selection.tags is None and selection.sql is None:
+        settings["view"] = "queues"
+    if selection.topic is not None:
+        settings["topic"] = selection.topic
+    else:
+        topics = {topic for topic, _ in store.queues}
+        settings["topic"] = sorted(topic for topic in topics if everything or kind_of_topic(topic) == "user")
+    if selection.queue_id is not None:
+        settings["queue"] = selection.queue_id
+    if selection.has_times:
+        settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
+    found: Counts = {}
+    for batch in reader(store.path, **settings):
+        table = pa.table(batch)
+        if by in _UNIT_MS:
+            at = pc.divide(pc.cast(table["storeTimestamp"], pa.int64()), 1000 * _UNIT_MS[by])
+            table = pa.table({"at": pc.multiply(at, _UNIT_MS[by]), "size": table["size"]})
+        elif by == "key":
+            table = _one_row_a_key(table)
+        counted = table.group_by(table.column_names[:-1]).aggregate([("size", "count"), ("size", "sum")])
+        *groups, numbers, sizes = (
+            counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
+        )
+        for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
+            before = found.get(group, (0, 0))
+            found[group] = before[0] + number, before[1] + size
+    return found
+
+
+def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)
+    """Return the rows of ``keys`` and ``size`` once for each key of a message."""
+    from librmq.message.record import split_keys
+
+    rows = [
+        (key, size)
+        for keys, size in zip(table["keys"].to_pylist(), table["size"].to_pylist(), strict=True)
+        for key in (dict.fromkeys(split_keys(keys)) if keys else [None])
+    ]
+    import pyarrow as pa
+
+    return pa.table({"key": pa.array([key for key, _ in rows], pa.string()), "size": [size for _, size in rows]})

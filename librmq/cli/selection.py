@@ -1,0 +1,239 @@
+"""Which messages a command takes: topic, queue, offset, key, id, tag, SQL, text and time, and how they are found."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from librmq.cli.input import parse_time
+from librmq.clock import SystemClock
+from librmq.errors import BodyCompressionError, InputError, MissingExtraError
+from librmq.message.message import StoredMessage
+from librmq.message.topics import is_system_topic
+
+if TYPE_CHECKING:  # a search of the log alone needs none of these
+    from librmq.consumequeue import ConsumeQueue
+    from librmq.store import MessageStore
+    from librmq.store.engine.queue_table import QueueName
+    from librmq.store.engine.read import MessageFilter
+
+__all__ = ["Selection", "check_id", "in_queue", "select", "user_queue"]
+
+_LARGEST: Final = (1 << 63) - 1
+_HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
+_ID_LENGTHS: Final = (32, 56)
+_OFFSETS: Final = re.compile(r"(\d{1,18})(?:(-)(\d{1,18})?)?", re.ASCII)
+_READ: Final = 32
+
+Test = Callable[[StoredMessage], bool]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the options of a command line select; None and the widest ranges select all."""
+
+    topic: str | None = None
+    queue_id: int | None = None
+    offsets: range | None = None
+    """Queue offsets."""
+    key: str | None = None
+    id: str | None = None
+    tags: str | None = None
+    sql: str | None = None
+    grep: re.Pattern[str] | None = None
+    begin_ms: int = -_LARGEST - 1
+    end_ms: int = _LARGEST
+    """Exclusive."""
+
+    @property
+    def is_by_index(self) -> bool:
+        """Whether the index leads to the messages."""
+        return self.id is not None or self.key is not None
+
+    @property
+    def has_times(self) -> bool:
+        """Whether store times limit the messages."""
+        return self.begin_ms > -_LARGEST - 1 or self.end_ms < _LARGEST
+
+    def wants_queue(self, name: QueueName) -> bool:
+        """Return whether messages of a queue may be selected."""
+        return self.topic in (None, name[0]) and self.queue_id in (None, name[1])
+
+    def test(self) -> Test:
+        """Return the function that decides about a message.
+
+        Raises:
+            FilterSyntaxError: An expression does not compile.
+        """
+        tests: list[Test] = []
+        if self.topic is not None:
+            tests.append(lambda message: message.topic == self.topic)
+        if self.queue_id is not None:
+            tests.append(lambda message: message.queue_id == self.queue_id)
+        if self.offsets is not None:
+            offsets = self.offsets
+            tests.append(lambda message: message.queue_offset in offsets)
+        if self.has_times:
+            tests.append(lambda message: self.begin_ms <= message.store_timestamp_ms < self.end_ms)
+        if self.key is not None:
+            tests.append(lambda message: self.key in message.keys or self.key == message.unique_key)
+        if self.tags is not None:
+            from librmq.filter import TagFilter  # a grammar comes with it
+
+            by_tags = TagFilter(self.tags)
+            tests.append(lambda message: by_tags.matches(message.tags))
+        if self.sql is not None:
+            from librmq.filter import SqlFilter
+
+            by_sql = SqlFilter(self.sql, strict=True)
+            tests.append(lambda message: by_sql.matches(message.properties))
+        if self.grep is not None:
+            pattern = self.grep
+            tests.append(lambda message: pattern.search(_text(message)) is not None)
+        return lambda message: all(test(message) for test in tests)
+
+    def messages(self, store: MessageStore) -> Iterator[StoredMessage]:
+        """Yield the selected messages of a store in log order; by queue where topic, key or id are given."""
+        test = self.test()
+        if self.id is not None:
+            yield from filter(test, store.find_by_id(self.id))
+        elif self.key is not None:
+            yield from filter(test, self._with_key(store, self.key))
+        elif self.topic is None:
+            yield from filter(test, store)
+        else:
+            yield from filter(test, self._in_queues(store))
+
+    def _with_key(self, store: MessageStore, key: str) -> list[StoredMessage]:
+        topics = {name[0] for name in store.queues} if self.topic is None else {self.topic}
+        found = [one for topic in topics for one in store.find_by_key(topic, key, max_messages=1 << 31)]
+        return sorted(found, key=lambda message: message.physical_offset)
+
+    def ranges(self, store: MessageStore) -> dict[QueueName, range]:
+        """Return the queue offsets that may be selected, by queue; a binary search finds those of times."""
+        found = {}
+        for name in sorted(filter(self.wants_queue, store.queues)):
+            queue = store.queues[name]
+            begin, end = queue.min_offset, queue.max_offset
+            if self.offsets is not None:
+                begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
+            if begin < end and self.has_times:
+                begin, end = (_first_at(store, queue, at, range(begin, end)) for at in (self.begin_ms, self.end_ms))
+            if begin < end:
+                found[name] = range(begin, end)
+        return found
+
+    def _in_queues(self, store: MessageStore) -> Iterator[StoredMessage]:
+        matching = store.matching(tags=self.tags)
+        found = [in_queue(store, name, wanted, matching) for name, wanted in self.ranges(store).items()]
+        return heapq.merge(*found, key=lambda message: message.physical_offset)
+
+
+def in_queue(
+    store: MessageStore, name: QueueName, wanted: range, matching: MessageFilter | None = None
+) -> Iterator[StoredMessage]:
+    """Yield the messages of a queue with the wanted queue offsets."""
+    at = wanted.start
+    while at < wanted.stop:
+        found = store.read(*name, at, min(_READ, wanted.stop - at), matching)
+        yield from (message for message in found.messages if message.queue_offset < wanted.stop)
+        if found.next_offset <= at:
+            return
+        at = found.next_offset
+
+
+def _first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+    """Return the first of some queue offsets whose message was stored at a time or later."""
+
+    def stored(queue_offset: int) -> int:
+        entry = queue.entry(queue_offset)
+        found = None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+        return -_LARGEST - 1 if found is None else found
+
+    return bisect_left(range(wanted.stop), time_ms, wanted.start, wanted.stop, key=stored)
+
+
+def _text(message: StoredMessage) -> str:
+    """Return the body as text; of one that cannot be decompressed the stored bytes."""
+    try:
+        body = message.body
+    except (BodyCompressionError, MissingExtraError):
+        body = message.stored_body
+    return body.decode(errors="backslashreplace")
+
+
+def user_queue(name: QueueName) -> bool:
+    """Return whether a queue belongs to no topic of the broker's own."""
+    return not is_system_topic(name[0])
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+def select(arguments: argparse.Namespace) -> Selection:
+    """Return what the options of `librmq.cli.commands.options.SELECTION` select.
+
+    Raises:
+        InputError: The value of an option is wrong, or options contradict each other.
+    """
+    clock = SystemClock()
+    times = {
+        name: parse_time(text, clock)
+        for name, text in (("begin_ms", arguments.since), ("end_ms", arguments.until))
+        if text is not None
+    }
+    if arguments.offset is not None and (arguments.topic is None or arguments.queue is None):
+        raise InputError("--offset is a queue offset: name the queue too, by --topic and --queue")
+    if arguments.id is not None:
+        check_id(arguments.id)
+    return Selection(
+        topic=arguments.topic,
+        queue_id=None if arguments.queue is None else _number("--queue", arguments.queue),
+        offsets=None if arguments.offset is None else _offsets(arguments.offset),
+        key=arguments.key,
+        id=arguments.id,
+        tags=arguments.tag,
+        sql=arguments.sql,
+        grep=None if arguments.grep is None else _pattern(arguments.grep),
+        **times,
+    )
+
+
+def check_id(text: str) -> None:
+    """Refuse a text that is neither an offset id nor a possible unique id of a client.
+
+    Raises:
+        InputError: The text is no id.
+    """
+    if not text or not text.isprintable() or " " in text:
+        raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")
+    if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
+        raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 10:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
+
+
+def _offsets(text: str) -> range:
+    found = _OFFSETS.fullmatch(text)
+    if found is None:
+        raise InputError(f"--offset: expected a queue offset such as 100, or 100-200, or 100-, found {text!r:.80}")
+    begin = int(found[1])
+    if not found[2]:
+        return range(begin, begin + 1)
+    return range(begin, int(found[3]) + 1 if found[3] else _LARGEST)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise InputError(f"--grep: {error} in {text!r:.80}") from None

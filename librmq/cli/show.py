@@ -1,0 +1,163 @@
+"""``show`` and ``tail``: messages for people, the first that are selected or the last."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from librmq.cli.bodies import shown_row
+from librmq.cli.input import settle_config
+from librmq.cli.output import Output, whole_number
+from librmq.cli.selection import Selection, in_queue, select, user_queue
+from librmq.clock import Clock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.errors import CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.format.directory import COMMITLOG, check_kind
+
+if TYPE_CHECKING:
+    from librmq.store import MessageStore
+
+__all__ = ["show", "tail"]
+
+_FILES_MAPPED: Final = 32
+_LOOK_AGAIN_S: Final = 0.2
+_FIRST_WINDOW: Final = 32
+
+
+def show(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the selected messages in log order."""
+    selection = select(arguments)
+    if selection.topic is None and not selection.is_by_index:
+        files = DiskFiles()
+        check_kind(arguments.store, files, log_only=True)
+        config = settle_config(arguments.store, files, arguments.config)
+        levels = DelayLevels.parse(config.message_delay_level)
+        folder = os.path.join(arguments.store, COMMITLOG)
+        sequence = MappedFileQueue(
+            folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False
+        )
+        for message in _in_log(sequence, selection):
+            output.row(shown_row(message, levels, arguments.body))
+        return 0
+    from librmq.cli.queues import open_store
+
+    with open_store(arguments) as store:
+        for message in selection.messages(store):
+            output.row(shown_row(message, store.levels, arguments.body))
+    return 0
+
+
+def _in_log(sequence: MappedFileQueue, selection: Selection) -> Iterator[StoredMessage]:
+    """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
+
+    Raises:
+        CorruptionError: The bytes are no record, and the log does not end there.
+    """
+    test = selection.test()
+    log = CommitLog(sequence)
+    log.end = sequence.end
+    begin = _first_file(log, sequence, selection.begin_ms)
+    try:
+        for _, _, raw in log.scan(begin):
+            if raw is not None:
+                message = StoredMessage(raw)
+                if message.store_timestamp_ms >= selection.end_ms:
+                    return
+                if test(message):
+                    yield message
+    except CorruptionError as error:
+        from librmq.cli.log import zero_from
+
+        if not zero_from(sequence, error.offset):
+            raise
+
+
+def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int:
+    """Return where the last file begins whose first record is not later than a time."""
+    begin, end = sequence.begin, sequence.end
+    low, high = 0, max(0, -(-(end - begin) // sequence.file_size) - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = log.first_store_timestamp_ms(begin + middle * sequence.file_size)
+        if first is not None and first < begin_ms:
+            low = middle
+        else:
+            high = middle - 1
+    return begin + low * sequence.file_size
+
+
+# ------------------------------------------------------------------------------------------------------------ tail
+
+
+def tail(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the last of the selected messages, and with ``--follow`` those that come."""
+    from librmq.cli.queues import open_store
+
+    count = whole_number("--count", arguments.count)
+    selection = select(arguments)
+    with open_store(arguments) as store:
+        end = store.log.end
+        for message in _last(store, selection, count, everything=arguments.all):
+            output.row(shown_row(message, store.levels, arguments.body))
+        if arguments.follow:
+            for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
+                output.row(shown_row(message, store.levels, arguments.body))
+                output.flush()
+    return 0
+
+
+def _last(store: MessageStore, selection: Selection, count: int, *, everything: bool) -> list[StoredMessage]:
+    """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
+    if selection.is_by_index:
+        return list(selection.messages(store))[-count:]
+    test, matching = selection.test(), store.matching(tags=selection.tags)
+    ranges = {
+        name: wanted
+        for name, wanted in selection.ranges(store).items()
+        if everything or selection.topic is not None or user_queue(name)
+    }
+    window = max(count, _FIRST_WINDOW)
+    while True:
+        found: list[StoredMessage] = []
+        complete_from = 0
+        for name, wanted in ranges.items():
+            begin = max(wanted.start, wanted.stop - window)
+            found += filter(test, in_queue(store, name, range(begin, wanted.stop), matching))
+            if begin > wanted.start:
+                entry = store.queues[name].entry(begin)
+                complete_from = max(complete_from, 0 if entry is None else entry.physical_offset)
+        found = sorted(
+            (message for message in found if message.physical_offset >= complete_from),
+            key=lambda message: message.physical_offset,
+        )
+        if len(found) >= count or not complete_from:
+            return found[-count:]
+        window *= 8
+
+
+def _following(
+    store: MessageStore, selection: Selection, begin: int, clock: Clock, *, everything: bool
+) -> Iterator[StoredMessage]:
+    """Yield the selected messages that are stored from ``begin`` on, for ever."""
+    test, never, at = selection.test(), threading.Event(), begin
+    while True:
+        store.refresh()
+        at = max(at, store.log.begin)
+        for physical_offset, size, raw in store.log.scan(min(at, store.log.end)):
+            at = physical_offset + size
+            if raw is None:
+                continue
+            message = StoredMessage(raw)
+            if not (everything or (has_queue_entry(message.sys_flag) and user_queue((message.topic, 0)))):
+                continue
+            if test(message):
+                yield message
+        clock.wait(never, _LOOK_AGAIN_S)

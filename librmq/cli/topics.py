@@ -1,0 +1,114 @@
+"""``topics`` and ``stats``: what is in a store."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.cli.output import Output
+from librmq.cli.queues import open_store
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.store import MessageStore
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.checkpoint import has_abort
+
+if TYPE_CHECKING:
+    from librmq.consumequeue import ConsumeQueue
+
+__all__ = ["kind_of_topic", "stats", "tables_of", "topics"]
+
+_INHERITED: Final = 1
+_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
+
+
+def kind_of_topic(topic: str) -> str:
+    """Return what a topic is for: user, retry, dead, delay, half, op or system."""
+    if topic.startswith(RETRY_PREFIX):
+        return "retry"
+    if topic.startswith(DEAD_LETTER_PREFIX):
+        return "dead"
+    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
+
+
+def tables_of(store: MessageStore) -> BrokerTables:
+    """Return the broker's tables in a store's folder."""
+    return BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
+
+
+def topics(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each topic that has queues, or that users made."""
+    with open_store(arguments) as store:
+        for topic, queues in _queues_by_topic(store).items():
+            output.row(_topic_row(store, topic, queues))
+    return 0
+
+
+def _queues_by_topic(store: MessageStore) -> dict[str, list[ConsumeQueue]]:
+    found: dict[str, list[ConsumeQueue]] = {
+        topic: []
+        for topic, row in tables_of(store).topics.rows.items()
+        if kind_of_topic(topic) != "system" and topic not in _KINDS and not row.get("perm", 0) & _INHERITED
+    }
+    found = {topic: queues for topic, queues in found.items() if not _is_brokers_own(topic)}
+    for (topic, _), queue in sorted(store.queues.items()):
+        found.setdefault(topic, []).append(queue)
+    return dict(sorted(found.items()))
+
+
+def _is_brokers_own(topic: str) -> bool:
+    return topic.endswith("_REPLY_TOPIC")
+
+
+def _topic_row(store: MessageStore, topic: str, queues: list[ConsumeQueue]) -> dict[str, Any]:
+    ends = [(queue, at) for queue in queues if queue.max_offset > queue.min_offset for at in (queue.min_offset,)]
+    return {
+        "topic": topic,
+        "kind": kind_of_topic(topic),
+        "queues": len(queues),
+        "messages": sum(queue.max_offset - queue.min_offset for queue in queues),
+        "min_timestamp_ms": min(filter(None, (_stored_ms(store, *one) for one in ends)), default=None),
+        "max_timestamp_ms": max(
+            filter(None, (_stored_ms(store, queue, queue.max_offset - 1) for queue, _ in ends)), default=None
+        ),
+    }
+
+
+def _stored_ms(store: MessageStore, queue: ConsumeQueue, queue_offset: int) -> int | None:
+    entry = queue.entry(queue_offset)
+    return None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+
+
+def stats(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a row about the whole store."""
+    with open_store(arguments) as store:
+        rows = [_topic_row(store, topic, queues) for topic, queues in _queues_by_topic(store).items()]
+        own = [row for row in rows if row["kind"] == "user"]
+        times = [
+            row[name] for row in rows for name in ("min_timestamp_ms", "max_timestamp_ms") if row[name] is not None
+        ]
+        holder = store.files.lock_holder(directory.lock_path(store.path))
+        output.row(
+            {
+                "type": "stats",
+                "path": os.path.abspath(store.path),
+                "kind": directory.recognise(store.path, store.files).value,
+                "used_by": holder,
+                "closed_cleanly": None if holder is not None else not has_abort(store.files, store.path),
+                "topics": len(own),
+                "queues": sum(row["queues"] for row in own),
+                "messages": sum(row["messages"] for row in own),
+                "retries": sum(row["messages"] for row in rows if row["kind"] == "retry"),
+                "dead_letters": sum(row["messages"] for row in rows if row["kind"] == "dead"),
+                "groups": len(tables_of(store).offsets.rows),
+                "log_bytes": store.log.end - store.log.begin,
+                "log_files": len(store.log.sequence.starts),
+                "min_phy_offset": store.log.begin,
+                "max_phy_offset": store.log.end,
+                "min_timestamp_ms": min(times, default=None),
+                "max_timestamp_ms": max(times, default=None),
+            }
+        )
+    return 0

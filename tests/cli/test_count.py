@@ -1,0 +1,122 @@
+"""``topics``, ``stats`` and ``count``, held against ``dump`` and ``queues``."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ManualRunner
+from librmq.cli.topics import kind_of_topic
+from tests.cli.stand import Shell
+
+Row = dict[str, Any]
+
+
+def groups(row: Row, by: str) -> list[Any]:
+    match by:
+        case "queue":
+            return [f"{row['topic']}:{row['queue_id']}"]
+        case "tag":
+            return [row["properties"].get("TAGS")]
+        case "key":
+            return list(dict.fromkeys((row["dispatch_keys"] or "").split())) or [None]
+        case "hour":
+            return [
+                datetime.fromtimestamp(row["store_timestamp"] // 3_600_000 * 3600, UTC).strftime("%Y-%m-%dT%H:00:00Z")
+            ]
+        case "minute":
+            return [datetime.fromtimestamp(row["store_timestamp"] // 60_000 * 60, UTC).strftime("%Y-%m-%dT%H:%M:00Z")]
+        case _:
+            return [row["topic"]]
+
+
+@pytest.mark.parametrize("arrow", [True, False], ids=["columns", "messages"])
+@pytest.mark.parametrize("words", [[], ["--all"], ["--topic", "OrderTopic", "--queue", "1"], ["--tag", "a || TagA"]])
+@pytest.mark.parametrize("by", ["topic", "queue", "tag", "key", "hour", "minute"])
+def test_messages_are_counted_by(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, by: str, words: list[str], arrow: bool
+) -> None:
+    if arrow:
+        pytest.importorskip("pyarrow")
+    else:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    messages: Counter[Any] = Counter()
+    sizes: Counter[Any] = Counter()
+    for row in shell("dump", "store").rows:
+        if row["type"] != "message" or row["sys_flag"] & 12 not in (0, 8):
+            continue
+        if "--topic" in words and (row["topic"], row["queue_id"]) != ("OrderTopic", 1):
+            continue
+        if "--tag" in words and row["properties"].get("TAGS") not in ("a", "TagA"):
+            continue
+        if "--all" not in words and kind_of_topic(row["topic"]) != "user":
+            continue
+        for group in groups(row, by):
+            messages[group] += 1
+            sizes[group] += row["size"]
+    found = shell("count", "store", "--by", by, *words).rows
+    assert {row[by]: (row["messages"], row["bytes"]) for row in found} == {
+        group: (number, sizes[group]) for group, number in messages.items()
+    }
+    if by in ("topic", "tag", "key"):
+        assert [row["messages"] for row in found] == sorted(messages.values(), reverse=True)
+
+
+def test_topics_sum_up_their_queues(shell: Shell) -> None:
+    queues = shell("queues", "store").rows
+    found = shell("topics", "store").rows
+    assert [row["topic"] for row in found] == sorted({row["topic"] for row in queues})
+    dumped = shell("dump", "store").rows
+    for row in found:
+        own = [queue for queue in queues if queue["topic"] == row["topic"]]
+        times = [
+            one["store_timestamp"] for one in dumped
+            if one.get("topic") == row["topic"] and one["sys_flag"] & 12 in (0, 8)
+        ]  # fmt: skip
+        assert row == {
+            "topic": row["topic"],
+            "kind": kind_of_topic(row["topic"]),
+            "queues": len(own),
+            "messages": sum(queue["max_offset"] - queue["min_offset"] for queue in own),
+            "min_timestamp_ms": min(times),
+            "max_timestamp_ms": max(times),
+        }
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind"),
+    [
+        ("orders", "user"),
+        ("%RETRY%g", "retry"),
+        ("%DLQ%g", "dead"),
+        ("SCHEDULE_TOPIC_XXXX", "delay"),
+        ("RMQ_SYS_TRANS_HALF_TOPIC", "half"),
+        ("RMQ_SYS_TRANS_OP_HALF_TOPIC", "op"),
+        ("TBW102", "system"),
+        ("rmq_sys_wheel_timer", "system"),
+    ],
+)
+def test_kinds_of_topics(topic: str, kind: str) -> None:
+    assert kind_of_topic(topic) == kind
+
+
+def test_a_topic_that_was_only_made_is_listed(shell: Shell) -> None:
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        broker.create_topic("made", 3)
+    empty = {"queues": 0, "messages": 0, "min_timestamp_ms": None, "max_timestamp_ms": None}
+    assert shell("topics", "new").rows == [{"topic": "made", "kind": "user", **empty}]
+
+
+def test_stats_are_one_row_about_the_store(shell: Shell) -> None:
+    (row,) = shell("stats", "store").rows
+    topics = shell("topics", "store").rows
+    assert row["messages"] == sum(one["messages"] for one in topics if one["kind"] == "user")
+    assert (row["min_phy_offset"], row["max_phy_offset"], row["log_files"]) == (0, 281277, 5)
+    assert (row["used_by"], row["closed_cleanly"]) == (None, True)
+    with Broker.open("store", runner=ManualRunner()):
+        (row,) = shell("stats", "store").rows
+    assert row["used_by"] is not None

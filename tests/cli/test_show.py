@@ -1,0 +1,194 @@
+"""``show`` and ``tail``: which messages, in which order, with which bodies; held against ``dump``."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq import Message, MessageStore
+from tests.cli.stand import Shell
+
+Row = dict[str, Any]
+Test = Callable[[Row], bool]
+
+FROM, TO = "2026-11-20T04:54:53Z", "2026-11-20T04:54:58Z"
+FROM_MS, TO_MS = 1_795_150_493_000, 1_795_150_498_000
+
+
+def dumped(shell: Shell) -> list[Row]:
+    """The message rows of ``dump``, which another test holds against a real broker."""
+    return [row for row in shell("dump", "store").rows if row["type"] == "message"]
+
+
+def body(row: Row) -> bytes:
+    return base64.b64decode(row["body_b64"] or "")
+
+
+def ordinary(row: Row) -> bool:
+    return not row["topic"].startswith(("RMQ_SYS", "SCHEDULE"))
+
+
+SELECTIONS: list[tuple[list[str], Test]] = [
+    ([], lambda row: True),
+    (["--topic", "OrderTopic"], lambda row: row["topic"] == "OrderTopic"),
+    (["--topic", "订单主题", "--queue", "0"], lambda row: row["topic"] == "订单主题"),
+    (["--queue", "1"], lambda row: row["queue_id"] == 1),
+    (
+        ["--topic", "OrderTopic", "--queue", "1", "--offset", "7"],
+        lambda row: (row["topic"], row["queue_id"], row["queue_offset"]) == ("OrderTopic", 1, 7),
+    ),
+    (
+        ["--topic", "OrderTopic", "--queue", "1", "--offset", "7-9"],
+        lambda row: (row["topic"], row["queue_id"]) == ("OrderTopic", 1) and 7 <= row["queue_offset"] <= 9,
+    ),
+    (
+        ["--topic", "OrderTopic", "--queue", "1", "--offset", "30-"],
+        lambda row: (row["topic"], row["queue_id"]) == ("OrderTopic", 1) and row["queue_offset"] >= 30,
+    ),
+    (["--key", "key14"], lambda row: "key14" in (row["dispatch_keys"] or "").split()),
+    (
+        ["--topic", "OrderTopic", "--key", "key14"],
+        lambda row: row["topic"] == "OrderTopic" and "key14" in (row["dispatch_keys"] or "").split(),
+    ),
+    (["--id", "7F00000100002A9F00000000000195F7"], lambda row: row["phys"] == 103927),
+    (["--id", "UNIQ-same"], lambda row: row["dispatch_uniq_key"] == "UNIQ-same"),
+    (["--tag", "TagA || BB"], lambda row: row["properties"].get("TAGS") in ("TagA", "BB")),
+    (
+        ["--topic", "OrderTopic", "--tag", "a"],
+        lambda row: row["topic"] == "OrderTopic" and row["properties"].get("TAGS") == "a",
+    ),
+    (
+        ["--sql", "qty IS NOT NULL AND TAGS IS NULL"],
+        lambda row: "qty" in row["properties"] and "TAGS" not in row["properties"],
+    ),
+    (["--grep", "hello$"], lambda row: body(row).endswith(b"hello")),
+    (["--since", FROM, "--until", TO], lambda row: FROM_MS <= row["store_timestamp"] < TO_MS),
+    (
+        ["--topic", "OrderTopic", "--since", FROM, "--until", TO],
+        lambda row: row["topic"] == "OrderTopic" and FROM_MS <= row["store_timestamp"] < TO_MS,
+    ),
+    (
+        ["--key", "Aa", "--since", FROM],
+        lambda row: row["store_timestamp"] >= FROM_MS and "Aa" in (row["dispatch_keys"] or "").split(),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "wanted"), SELECTIONS, ids=[" ".join(words) or "all" for words, _ in SELECTIONS])
+def test_what_is_selected_is_shown_in_log_order(shell: Shell, words: list[str], wanted: Test) -> None:
+    expected = [row for row in dumped(shell) if wanted(row)]
+    assert expected
+    answer = shell("show", "store", *words)
+    assert (answer.status, answer.said) == (0, "")
+    if "--key" in words:  # the index has no half messages of the broker's
+        expected = [row for row in expected if ordinary(row)]
+        assert [row["phys"] for row in answer.rows if ordinary(row)] == [row["phys"] for row in expected]
+        return
+    assert [row["phys"] for row in answer.rows] == [row["phys"] for row in expected]
+    for row, original in zip(answer.rows, expected, strict=True):
+        assert row.pop("body") == body(original).decode(errors="backslashreplace")
+        assert row == {name: value for name, value in original.items() if not name.endswith("body_b64")}
+
+
+def test_bodies_are_printed_in_the_form_asked_for(shell: Shell) -> None:
+    with MessageStore.open("new") as store:
+        for one in (b'{"a": [1, 2]}', b"text", b"\xff\x00", b"", b"[NaN]"):
+            store.append(Message("T", one))
+    shown = {
+        form: [row["body"] for row in shell("show", "new", "--body", form).rows]
+        for form in ("text", "json", "hex", "base64", "none")
+    }
+    assert shown == {
+        "text": ['{"a": [1, 2]}', "text", "\\xff\x00", "", "[NaN]"],
+        "json": [{"a": [1, 2]}, "text", "\\xff\x00", "", "[NaN]"],
+        "hex": ["7b2261223a205b312c20325d7d", "74657874", "ff00", "", "5b4e614e5d"],
+        "base64": ["eyJhIjogWzEsIDJdfQ==", "dGV4dA==", "/wA=", "", "W05hTl0="],
+        "none": [None] * 5,
+    }
+
+
+def test_a_table_shows_times_with_their_zone(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    text = shell("show", "store", "--topic", "OrderTopic", "--limit", 1, "--format", "table").out
+    assert "2026-11-20 04:54:52.124Z" in text
+    assert "world paid hello" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--offset", "1"], "name the queue too, by --topic and --queue"),
+        (["--topic", "T", "--queue", "0", "--offset", "x"], "expected a queue offset such as 100"),
+        (["--queue", "-1"], "expected a whole number"),
+        (["--grep", "("], "--grep: "),
+        (["--sql", "a = 1 rest"], "rest"),
+        (["--tag", "||"], "tag"),
+        (["--id", "two words"], "malformed id"),
+        (["--since", "soon"], "not a time"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(shell: Shell, words: list[str], said: str) -> None:
+    answer = shell("show", "store", *words)
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.said
+
+
+def test_damage_ends_the_list_with_its_place(shell: Shell) -> None:
+    log = shell.folder / "store" / "commitlog" / f"{65536:020d}"
+    data = bytearray(log.read_bytes())
+    data[38500] ^= 1
+    log.write_bytes(data)
+    answer = shell("show", "store")
+    assert answer.status == 1
+    assert answer.rows[-1]["phys"] < 103927
+    assert "103927" in answer.said
+
+
+# --- tail
+
+
+@pytest.mark.parametrize("count", [1, 10, 60, 1000])
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], ordinary),
+        (["--all"], lambda row: True),
+        (["--topic", "OrderTopic"], lambda row: row["topic"] == "OrderTopic"),
+        (["--tag", "TagA"], lambda row: ordinary(row) and row["properties"].get("TAGS") == "TagA"),
+        (["--grep", "order"], lambda row: ordinary(row) and b"order" in body(row)),
+        (["--until", TO], lambda row: ordinary(row) and row["store_timestamp"] < TO_MS),
+    ],
+)
+def test_tail_prints_the_last_messages(shell: Shell, words: list[str], wanted: Test, count: int) -> None:
+    in_queues = {row["phys"] for row in dumped(shell) if row["sys_flag"] & 12 in (0, 8)}
+    expected = [row["phys"] for row in dumped(shell) if wanted(row) and row["phys"] in in_queues]
+    answer = shell("tail", "store", "-n", count, *words)
+    assert [row["phys"] for row in answer.rows] == expected[-count:]
+
+
+def test_tail_follows_what_is_stored(shell: Shell) -> None:
+    done = threading.Event()
+    with MessageStore.open("new") as store:
+        for number in range(3):
+            store.append(Message("T", b"%d" % number))
+
+        def write() -> None:
+            number = 3
+            while not done.wait(0.01):
+                store.append(Message("T", b"%d" % number, tags="odd" if number % 2 else "even"))
+                number += 1
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            answer = shell("tail", "new", "-f", "-n", 1, "--limit", 6, "--tag", "odd")
+        finally:
+            done.set()
+            thread.join()
+    numbers = [int(row["body"]) for row in answer.rows]
+    assert len(numbers) == 6
+    assert numbers == list(range(numbers[0], numbers[0] + 12, 2))
