@@ -28,7 +28,7 @@ import difflib
 import enum
 import math
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -36,7 +36,17 @@ from typing import Annotated, Any, Final, Literal, Self, Union, cast, get_args, 
 
 from librmq.errors import ConfigError
 
-__all__ = ["Between", "Config", "Seconds", "StoreConfig", "parse_hours", "to_seconds", "to_timestamp_ms"]
+__all__ = [
+    "Between",
+    "Config",
+    "Seconds",
+    "StoreConfig",
+    "check_kind",
+    "did_you_mean",
+    "parse_hours",
+    "to_seconds",
+    "to_timestamp_ms",
+]
 
 ENTRY_SIZE: Final = 20  # of a consume queue
 KIB: Final = 1024
@@ -120,7 +130,7 @@ class Config:
         known = self.names()
         for name in settings:
             if name not in known:
-                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {_nearest(name, known)}")
+                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {did_you_mean(name, known)}")
         return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     @classmethod
@@ -129,9 +139,22 @@ class Config:
         return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
+    """Refuse the value of an optional keyword that is not of its class; ``example`` is an expression that makes one.
+
+    Raises:
+        TypeError: the value is neither None nor of ``kind``.
+    """
+    if value is not None and not isinstance(value, kind):
+        such_as = f" such as {example}" if example else ""
+        raise TypeError(f"{name}: expected a {kind.__name__}{such_as}, found {value!r:.80}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the name that was probably meant, or all known names, as the end of an error."""
+    known = sorted(known)
     close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
 
 
 @lru_cache(maxsize=64)

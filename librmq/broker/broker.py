@@ -29,7 +29,7 @@ from librmq.broker.life import BrokerLife
 from librmq.broker.parts import BrokerParts
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
-from librmq.config import StoreConfig, to_seconds
+from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
     ConfigError,
@@ -128,6 +128,11 @@ class Broker:
         if config is not None and not isinstance(config, BrokerConfig):
             which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
             raise ConfigError(f"Broker.open(path, {type(config).__name__}(…)): expected {which}")
+        check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
+        check_kind("metrics", metrics, Metrics)
+        _check_names(path, name, cluster_name)
+        if files is not None and not hasattr(files, "create"):
+            raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")
         if runner is not None and clock is not None:
             raise ConfigError("Broker.open: runner= has a clock of its own: leave clock= out, or runner=")
         folder, config, files = os.fspath(path), config or BrokerConfig(), files or DiskFiles()
@@ -312,7 +317,7 @@ class Broker:
 
         Raises:
             ConfigError: ``to`` is none of these.
-            BrokerError: the topic or the queue does not exist.
+            BrokerError: the group, the topic or the queue does not exist.
         """
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
@@ -486,3 +491,14 @@ class Broker:
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
+
+
+def _check_names(path: object, name: object, cluster_name: object) -> None:
+    """Refuse a path that names no folder, and names that a route or a file could not carry."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected the folder of a store, found {path!r:.80}")
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ConfigError(f"path: expected the folder of a store, found {os.fspath(path)!r:.80}")
+    for what, value in (("name", name), ("cluster_name", cluster_name)):
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")

@@ -129,6 +129,8 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
     Raises:
         ConfigError: the message is no dead letter, or none of ``group`` where that is given.
     """
+    if not isinstance(letter, StoredMessage):
+        raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
     topic = letter.topic
     if not topic.startswith(DEAD_LETTER_PREFIX):
         raise ConfigError(f"{letter.message_id} of topic {topic!r} is no dead letter: expected {DEAD_LETTER_PREFIX}…")

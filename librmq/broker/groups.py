@@ -71,6 +71,10 @@ class Groups:
             row.get("consumeBroadcastEnable", True) is not False,
         )
 
+    def of_users(self) -> list[str]:
+        """Return the names of all groups but the broker's own."""
+        return [name for name in self.known if name not in _BROKERS_OWN]
+
     def get(self, name: str) -> Group:
         """The group, made on demand; `BrokerError` where that is switched off."""
         found = self.known.get(name)

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal
 
 from librmq.broker.context import BrokerContext
-from librmq.config import to_timestamp_ms
+from librmq.config import did_you_mean, to_timestamp_ms
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -41,6 +41,7 @@ class Progress:
     def __init__(self, context: BrokerContext) -> None:
         self._store = context.store
         self._topics = context.topics
+        self._groups = context.groups
         self._offsets = context.offsets
         self._registry = context.registry
         self._broker_name = context.name
@@ -112,11 +113,18 @@ class Progress:
 
         Raises:
             ConfigError: ``to`` is none of these.
-            BrokerError: the topic or the queue does not exist.
+            BrokerError: the group, the topic or the queue does not exist.
         """
         found = self._topics.known.get(topic)
         if found is None:
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
+            near = did_you_mean(str(topic), self._topics.of_users())
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {near}")
+        if group not in self._groups.known and group not in self._offsets.groups(topic):
+            near = did_you_mean(str(group), self._groups.of_users())
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+                f"group {group!r} does not exist; {near} (set_group makes a new one)",
+            )
         if queue_id is not None and not 0 <= queue_id < found.queues:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}"

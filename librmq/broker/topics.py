@@ -104,6 +104,10 @@ class Topics:
     def _topic(self, name: str) -> Topic:
         return Topic(name, self._table.rows[name], name not in self._own)
 
+    def of_users(self) -> list[str]:
+        """Return the names of all topics but the broker's own."""
+        return [name for name in self.known if name not in self._own and not is_system_topic(name)]
+
     def for_send(self, name: str, default_queues: int) -> Topic:
         """The topic that a message is sent to, made on demand with ``default_queues`` queues or the broker's default.
 

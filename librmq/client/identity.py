@@ -16,6 +16,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final, Protocol, TypeVar, cast
 
+from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.hashing import string_hash
 from librmq.message.hosts import Host, encode_host
@@ -133,6 +134,7 @@ class Client:
     """
 
     def __init__(self, route: Route, *, instance_name: str | None = None, host: Host | None = None) -> None:
+        check_kind("instance_name", instance_name, str)
         if instance_name is not None and not instance_name.isprintable():
             raise ConfigError(
                 f"instance_name: expected text of printable characters, as it names a file too, "

@@ -18,7 +18,7 @@ from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.send_attempts import SendAttempts
 from librmq.client.send_result import SendContext, SendHook, SendResult
-from librmq.config import to_seconds
+from librmq.config import check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
@@ -98,6 +98,8 @@ class Producer:
             given["timeout"] = to_seconds("timeout", given["timeout"])
         self.config = ProducerConfig.given_or_default(config).with_settings(given)
         self._usual_timeout_ms = 1000 * self.config.timeout
+        check_kind("metrics", metrics, Metrics)
+        check_kind("client", client, Client)
         if client is not None:
             client.check_route(route)
         self.client = client or Client(route, instance_name=instance_name)
@@ -221,6 +223,8 @@ class Producer:
             MessageIllegalError: The messages have several topics or wait flags, one has a delay, or together they have
                 more than 4 MiB; `split_batch` cuts longer lists. Other errors are those of `send`.
         """
+        if isinstance(messages, Message) or not isinstance(messages, Iterable):
+            raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 from librmq.broker.group_differences import comparable, told_differences
 from librmq.client.allocation import refuse_differences
 from librmq.client.identity import Client, LifeCycle, State, check_route
-from librmq.config import to_seconds
+from librmq.config import check_kind, to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -64,6 +64,7 @@ class Consumer(Generic[C]):
         validate_group(group)
         if client is not None and instance_name is not None:
             raise ConfigError("instance_name: the client that was given has one")
+        check_kind("client", client, Client)
         if client is not None:
             client.check_route(route)
         self.group = group

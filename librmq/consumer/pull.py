@@ -131,7 +131,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Read exactly these queues, even if others read them, in place of the queues assigned before."""
         if self._assigned is None and self.subscriptions:
             raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
-        wanted = tuple(dict.fromkeys(queues))
+        wanted = tuple(dict.fromkeys(_checked(queues)))
         self._assigned = wanted
         for topic in dict.fromkeys(queue.topic for queue in wanted):
             self._set_subscription(*self._subscription(topic, tags, sql))
@@ -407,11 +407,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Exclude queues from polls."""
-        self._paused.update(queues)
+        self._paused.update(_checked(queues))
 
     def resume(self, queues: Iterable[MessageQueue]) -> None:
         """Include queues in polls again."""
-        self._paused.difference_update(queues)
+        self._paused.difference_update(_checked(queues))
         self._arrived.set()
 
     # ---- positions
@@ -435,8 +435,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         with self.runner.lock:
             assigned = self._assigned_queue(queue)
             first, end = self.min_offset(queue), self.max_offset(queue)
-            if not first <= queue_offset <= end:
-                raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset}")
+            if type(queue_offset) is not int or not first <= queue_offset <= end:
+                raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset!r:.80}")
             self._go_to(assigned, queue_offset)
 
     def seek_to_begin(self, queue: MessageQueue) -> None:
@@ -479,13 +479,19 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
         Raises:
             ClientError: A broker has not stored it.
+            TypeError: ``offsets`` are no queue offsets of queues.
         """
+        if offsets is not None and not isinstance(offsets, Mapping):
+            raise TypeError(f"offsets: expected {{MessageQueue: queue offset}}, found {offsets!r:.80}")
         with self.runner.lock:
             self._life.check_running("commit")
             if offsets is None:
                 chosen = {one: one.next_offset for one in self.assigned.values() if not one.released}
             else:
                 chosen = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+                for assigned, queue_offset in chosen.items():
+                    if type(queue_offset) is not int or queue_offset < 0:
+                        raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
             for assigned, queue_offset in chosen.items():
                 assigned.progress = queue_offset
             if not self.offsets.save(chosen):
@@ -493,5 +499,20 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def committed(self, queue: MessageQueue) -> int | None:
         """Return the stored progress of the group in a queue; None if there is none."""
+        if not isinstance(queue, MessageQueue):
+            raise TypeError(f"queue: expected a MessageQueue, found {queue!r:.80}")
         with self.runner.lock:
             return self.offsets.read(queue)
+
+
+def _checked(queues: object) -> list[MessageQueue]:
+    """Return the queues.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if isinstance(queues, Iterable) and not isinstance(queues, MessageQueue):
+        found = list(queues)
+        if all(isinstance(queue, MessageQueue) for queue in found):
+            return found
+    raise TypeError(f"queues: expected a list of MessageQueue, found {queues!r:.200}")

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar, Unpack, overload
 
 from librmq.client.identity import Client
+from librmq.config import check_kind
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
@@ -89,6 +90,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)
         self.before_last_attempt = before_last_attempt
+        check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         self.listeners = Listeners()
         self.loop: asyncio.AbstractEventLoop | None = None

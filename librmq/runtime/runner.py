@@ -108,6 +108,8 @@ class Runner:
     """The time of day in milliseconds since 1970 (UTC)."""
 
     def __init__(self, clock: Clock) -> None:
+        if not callable(getattr(clock, "monotonic", None)):
+            raise TypeError(f"clock: expected a Clock such as ManualClock(), found {clock!r:.80}")
         self.clock = clock
         self.now_ms = clock.now_ms
         self.lock = threading.RLock()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import librmq
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.identity import Client
 from librmq.client.producer import Producer
@@ -25,9 +26,11 @@ from librmq.errors import (
     ConfigError,
     GroupBehindError,
     MessageIllegalError,
+    RmqError,
     StoreClosedError,
     StoreLockedError,
 )
+from librmq.message import Message
 from librmq.protocol import ResetGroup, TransactionState
 from librmq.runtime.manual import ManualRunner
 from librmq.testing import Kit
@@ -90,6 +93,57 @@ def test_a_wrong_way_to_open_is_told() -> None:
         Broker.open("data", StoreConfig())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Broker\.open"):
         Broker("data")
+
+
+untyped: Any = librmq  # the type checker would find what these uses do wrong
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda broker: untyped.Broker.open(5), "path: expected the folder of a store, found 5"),
+        (lambda broker: untyped.Broker.open(""), "path: expected the folder of a store, found ''"),
+        (lambda broker: untyped.Broker.open("a\0b"), "path: expected the folder of a store, found 'a.x00b'"),
+        (lambda broker: untyped.Broker.temporary(name=5), "^name: expected text of printable characters, found 5"),
+        (lambda broker: untyped.Broker.temporary(name=""), "^name: expected text of printable characters, found ''"),
+        (
+            lambda broker: untyped.Broker.temporary(cluster_name="a\n"),
+            "cluster_name: expected text of printable characters",
+        ),
+        (
+            lambda broker: untyped.Broker.temporary(runner=3),
+            r"runner: expected a Runner such as ManualRunner\(\).*, found 3",
+        ),
+        (lambda broker: untyped.Broker.temporary(clock=3), "clock: expected a Clock such as ManualClock.*, found 3"),
+        (lambda broker: untyped.Broker.temporary(metrics={}), "metrics: expected a Metrics, found {}"),
+        (
+            lambda broker: untyped.Broker.open("x", files="disk"),
+            "files: expected a Files such as DiskFiles.*, found 'disk'",
+        ),
+        (lambda broker: untyped.ManualRunner("now"), "clock: expected a Clock such as ManualClock.*, found 'now'"),
+        (lambda broker: untyped.Producer(broker, "p", metrics=3), "metrics: expected a Metrics, found 3"),
+        (lambda broker: untyped.Producer(broker, "p", client="c"), "client: expected a Client, found 'c'"),
+        (lambda broker: untyped.Producer(broker, "p", instance_name=5), "instance_name: expected a str, found 5"),
+        (
+            lambda broker: untyped.Producer(broker, "p").send_batch(Message("T", b"x")),
+            "messages: expected a list of Message",
+        ),
+        (lambda broker: untyped.PushConsumer(broker, "g", metrics=3), "metrics: expected a Metrics, found 3"),
+        (lambda broker: untyped.PushConsumer(broker, "g", client="c"), "client: expected a Client, found 'c'"),
+        (lambda broker: broker.resend_dead_letters("g", ["x"]), "letters: expected messages .*, found 'x'"),
+        (
+            lambda broker: broker.reset_group("store", "T", "end"),
+            "group 'store' does not exist; did you mean stores.*set_group",
+        ),
+        (lambda broker: broker.reset_group("stores", "Tt", "end"), "topic 'Tt' does not exist; did you mean T?"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_was_expected(use: Callable[[Any], object], expected: str) -> None:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        broker.create_topic("T")
+        broker.set_group("stores")
+        with pytest.raises((TypeError, RmqError), match=expected):
+            use(broker)
 
 
 def test_a_broker_is_not_pickled(broker: Broker) -> None:
@@ -218,6 +272,7 @@ def test_a_stopped_group_is_reset(rmq: Kit, broker: Broker) -> None:
         times.append(datetime.fromtimestamp(rmq.clock.now_ms() / 1000, UTC))
         send(broker, "T")
         rmq.advance(ms=1_000)
+    broker.set_group("g")
     assert broker.reset_group("g", "T", to="end")[0] == 4
     assert broker.reset_group("g", "T", to=times[2])[0] == 2
     assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[0] == 3

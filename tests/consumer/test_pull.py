@@ -313,6 +313,21 @@ def test_misuse(filled: Kit) -> None:
         other.subscribe("t")
 
 
+@pytest.mark.parametrize("offsets", [3, "x", [QUEUES[0]], {QUEUES[0]: "1"}, {QUEUES[0]: -1}])
+def test_wrong_queues_and_offsets_are_told(filled: Kit, offsets: Any) -> None:
+    consumer: Any = reading(filled, 1)
+    with pytest.raises(TypeError, match=r"expected .*queue offset.*, found"):
+        consumer.commit(offsets)
+    for use in (consumer.pause, consumer.resume, consumer.assign):
+        for queues in (3, QUEUES[0], [3]):
+            with pytest.raises(TypeError, match="queues: expected a list of MessageQueue, found"):
+                use(queues)
+    with pytest.raises(TypeError, match="queue: expected a MessageQueue, found 3"):
+        consumer.committed(3)
+    with pytest.raises(ClientStateError, match="not '1'"):
+        consumer.seek(QUEUES[0], "1")
+
+
 def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
     consumer = reader(filled)
     consumer.assign([MessageQueue("t", "elsewhere", 0)])
