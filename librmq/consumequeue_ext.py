@@ -18,7 +18,6 @@ Mirrors 4.9.4's ``ConsumeQueueExt``.
 from __future__ import annotations
 
 import struct
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
@@ -108,9 +107,7 @@ class ConsumeQueueExt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

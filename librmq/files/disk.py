@@ -240,17 +240,8 @@ class DiskFiles:
             path = os.path.realpath(path)
         folder = os.path.dirname(path)
         beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # the folder limits names
-        try:
-            with named("copy", path):
-                with open(path, "rb") as source, _new_file(beside) as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-        except StoreIOError:
-            with suppress(OSError):
-                os.unlink(beside)
-            raise
+        with _replaced("copy", path, beside) as file, open(path, "rb") as source:
+            shutil.copyfileobj(source, file, 1 << 20)
         self.flush_folder(folder)
         return True
 
@@ -265,18 +256,8 @@ class DiskFiles:
         return data
 
     def write(self, path: str, data: bytes) -> None:
-        beside = path + ".tmp"
-        try:
-            with named("write", path):
-                with _new_file(beside) as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-        except StoreIOError:
-            with suppress(OSError):
-                os.unlink(beside)
-            raise
+        with _replaced("write", path, path + ".tmp") as file:
+            file.write(data)
         self.flush_folder(os.path.dirname(path))
 
     def lock(self, path: str) -> FileLock:
@@ -333,6 +314,22 @@ def _new_file(path: str) -> BinaryIO:
     with suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644), "wb")
+
+
+@contextmanager
+def _replaced(call: str, path: str, beside: str) -> Iterator[BinaryIO]:
+    """Yield a file ``beside`` another, which takes its place when what was written is on the device."""
+    try:
+        with named(call, path):
+            with _new_file(beside) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+    except StoreIOError:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 class TemporaryFolder:

@@ -195,6 +195,8 @@ def prepare_batch(
         raise MessageIllegalError(
             f"the batch has {encoded_size} bytes as a client encodes it, at most {largest} are taken: split it"
         )
+    tags = [each.get("TAGS") for each in found]
+    code_of = {each: record_format.tags_code(each) for each in set(tags)}  # few in most batches
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -203,7 +205,7 @@ def prepare_batch(
         list(map(_pack_short, raw_sizes)),
         raws,
         [zlib.crc32(body) & 0x7FFFFFFF for body in bodies],
-        [record_format.tags_code(each.get("TAGS")) for each in found],
+        [code_of[each] for each in tags],
         [each.get("UNIQ_KEY") for each in found],
         [each.get("KEYS") for each in found],
     )

@@ -1,17 +1,14 @@
 """One index file: written in batches, queried by hash.
 
-A writer writes entries before the slots that lead to them, and the header last. A batch counts when its header is
-there. If the writer dies before that, the next opening for writing takes back the rest of the batch. The bytes are
-drawn in `librmq.store.format.index_layout`. Mirrors 4.9.4's ``IndexFile``.
+If a writer dies within a batch, the next opening for writing takes back its rest. `librmq.store.format.index_layout`
+draws the bytes. Mirrors 4.9.4's ``IndexFile``.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
@@ -25,26 +22,20 @@ from librmq.store.format.index_layout import (
     ENTRY_SIZE,
     HEADER,
     HEADER_SIZE,
-    LARGEST_SECONDS,
     SLOT_DTYPE,
     SLOT_SIZE,
     STORED_ENTRY,
     IndexHeader,
     check_geometry,
-    entry_seconds,
     file_length,
     geometry,
     unpack_entry,
 )
+from librmq.store.format.index_writer import IndexWriter
 
 __all__ = ["IndexFile"]
 
-_pack_header = HEADER.pack
-_pack_entry = struct.Struct(">iqi4s").pack
-_pack_entries = struct.Struct(">iqi4siqi4s").pack
 _INT: Final = struct.Struct(">i")
-_pack_int = _INT.pack
-_NO_ENTRY: Final = bytes(SLOT_SIZE)
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
@@ -59,27 +50,19 @@ class IndexFile:
 
     __slots__ = (
         "_announced",
-        "_begin_physical",
-        "_begin_timestamp",
         "_closed",
         "_dirty",
         "_file",
         "_files",
         "_on_map",
         "_reserved",
-        "_slot_count",
-        "count",
-        "end_physical",
+        "_writer",
         "max_entries",
         "max_slots",
         "path",
         "writable",
     )
-    _begin_timestamp: int
-    _begin_physical: int
-    end_physical: int
-    _slot_count: int
-    count: int
+    _writer: IndexWriter
 
     def __init__(
         self,
@@ -212,6 +195,16 @@ class IndexFile:
         return header if count else header._replace(index_count=1)
 
     @property
+    def count(self) -> int:
+        """The number of the writer's next entry."""
+        return self._writer.count
+
+    @property
+    def end_physical(self) -> int:
+        """The place of the record that was written last."""
+        return self._writer.end_physical
+
+    @property
     def full(self) -> bool:
         """Whether there is no room for another entry."""
         return self.header.index_count >= self.max_entries
@@ -278,7 +271,7 @@ class IndexFile:
 
     def begin_after(self, header: IndexHeader) -> None:
         """Begin an empty file at the end of one with this header; it needs no flush, because it can be repeated."""
-        self.file.buffer[:HEADER_SIZE] = _pack_header(*header.follower._replace(index_count=0))
+        self.file.buffer[:HEADER_SIZE] = HEADER.pack(*header.follower._replace(index_count=0))
         self._load()
 
     def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:
@@ -296,152 +289,33 @@ class IndexFile:
         self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
         return True
 
-    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:  # noqa: C901 (the hot path of appending keys)
+    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
         """Add all keys of records, for which there is room; skip records before that of the last entry."""
-        # Hot path of every append: literal sizes, locals, and no avoidable call.
-        number = start = self.count
-        if number + keys > self._reserved:
-            self._reserve(number + keys)
-        buffer = (self._file or self._map()).buffer
-        if number > 1:
-            self._announced = number + keys
-        begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
-        end_physical = self.end_physical
-        slot_count, max_slots = self._slot_count, self.max_slots
-        position = 40 + 4 * max_slots + 20 * number
-        end_timestamp, seconds = None, 0
+        self._make_room(keys)
         try:
-            for physical, timestamp, hashes in records:
-                if physical < end_physical or not hashes:
-                    continue
-                if timestamp != end_timestamp:
-                    end_timestamp = timestamp
-                    seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
-                    if not 0 <= seconds <= LARGEST_SECONDS:
-                        seconds = entry_seconds(timestamp, begin_timestamp)
-                if len(hashes) == 2 and number > 1:
-                    # Fast path for a unique id and one key: both entries in one write.
-                    first, second = hashes
-                    first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
-                    first_number, second_number = _pack_int(number), _pack_int(number + 1)
-                    first_previous = buffer[first_slot : first_slot + 4]
-                    second_previous = buffer[second_slot : second_slot + 4]
-                    # Packed numbers compare like numbers, with negative ones after all others.
-                    if not _NO_ENTRY < first_previous <= first_number:
-                        first_previous = _NO_ENTRY
-                        slot_count += 1
-                    if first_slot == second_slot:
-                        second_previous = first_number
-                    elif not _NO_ENTRY < second_previous <= second_number:
-                        second_previous = _NO_ENTRY
-                        slot_count += 1
-                    buffer[position : position + 40] = _pack_entries(
-                        first, physical, seconds, first_previous, second, physical, seconds, second_previous
-                    )
-                    buffer[first_slot : first_slot + 4] = first_number
-                    buffer[second_slot : second_slot + 4] = second_number
-                    number += 2
-                    position += 40
-                else:
-                    for key_hash in hashes:
-                        slot = key_hash % max_slots * 4 + 40
-                        packed = _pack_int(number)
-                        previous = buffer[slot : slot + 4]
-                        if not _NO_ENTRY < previous <= packed:
-                            previous = _NO_ENTRY
-                            slot_count += 1
-                        buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
-                        buffer[slot : slot + 4] = packed
-                        if number <= 1:
-                            begin_timestamp, begin_physical, seconds = timestamp, physical, 0
-                        number += 1
-                        position += 20
-                end_physical = physical
-            if end_timestamp is not None:
-                buffer[0:40] = _pack_header(
-                    begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number
-                )
-                if start <= 1:
-                    self._begin_timestamp, self._begin_physical = begin_timestamp, begin_physical
-                self.end_physical = end_physical
-                self._slot_count, self.count = slot_count, number
-                self._dirty = True
-            self._announced = 0
+            self._writer.put_many((self._file or self._map()).buffer, records)
         except BaseException:
             self._load()
             raise
+        self._dirty, self._announced = True, 0
 
     def put_block(self, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]) -> None:
         """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
-        keys, number = len(hashes), self.count
-        if number + keys > self._reserved:
-            self._reserve(number + keys)
-        buffer = (self._file or self._map()).buffer
-        slots = hashes % self.max_slots
-        numbers = np.arange(number, number + keys)
-        before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots].astype(np.int64)
-        previous = np.where((before > 0) & (before <= numbers), before, 0)
-        # Sort keys by slot, stably. Sorting pairs as single numbers is fastest.
-        shift = keys.bit_length()
-        pairs = np.sort(slots << shift | np.arange(keys))
-        ordered = pairs >> shift
-        again = ordered[1:] == ordered[:-1]
-        touched, newest = slots, numbers
-        if again.any():
-            order = pairs & (1 << shift) - 1
-            previous[order[1:][again]] = numbers[order[:-1][again]]
-            last = order[np.append(~again, True)]
-            touched, newest = slots[last], numbers[last]
-
-        begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
-        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
-        if number <= 1:
-            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
-        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
-        entries = np.empty(keys, STORED_ENTRY)
-        entries["hash"] = hashes
-        entries["physical"] = physical
-        if begin_timestamp > 0:
-            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), LARGEST_SECONDS)
-        else:
-            entries["time_diff"] = 0
-        entries["time_diff"][0] = first_seconds
-        entries["previous"] = previous
-        slot_count = self._slot_count + keys - int(np.count_nonzero(previous))
-        if number > 1:
-            self._announced = number + keys
+        self._make_room(len(hashes))
         try:
-            position = self.entry_position(number)
-            buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
-            self._write_slots(int(ordered[0]), int(ordered[-1]), touched, newest)
-            buffer[:HEADER_SIZE] = _pack_header(
-                begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
-            )
-            self._begin_timestamp, self._begin_physical = begin_timestamp, begin_physical
-            self.end_physical = end_physical
-            self._slot_count, self.count = slot_count, number + keys
-            self._dirty = True
-            self._announced = 0
+            self._writer.put_block((self._file or self._map()).buffer, physical, timestamps, hashes)
         except BaseException:
             self._load()
             raise
+        self._dirty, self._announced = True, 0
 
-    def _write_slots(self, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Set slots from ``first`` to ``last``, in one piece if they are close together."""
-        buffer = self.file.buffer
-        if last - first < 16 * len(slots):
-            begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
-            table = np.frombuffer(buffer[begin:end], ">i4").copy()
-            table[slots - first] = numbers
-            buffer[begin:end] = table.tobytes()
-            return
-        if type(buffer) is mmap.mmap:
-            np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
-            return
-        # A file that records its writes, or copies at the first, must see each write.
-        packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
-        for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
-            buffer[position : position + 4] = number
+    def _make_room(self, keys: int) -> None:
+        """Let the next entries have blocks, and queries follow slots to them."""
+        end = self.count + keys
+        if end > self._reserved:
+            self._reserve(end)
+        if self.count > 1:
+            self._announced = end
 
     def _reserve(self, upto: int) -> None:
         """Reserve blocks for the entries below number ``upto`` and for a growing number of further ones."""
@@ -456,37 +330,10 @@ class IndexFile:
 
     def _load(self) -> None:
         """Read the header, and take back the remains of a write that did not reach its header."""
-        header = self.header
-        self._begin_timestamp, self._begin_physical = header.begin_timestamp_ms, header.begin_physical_offset
-        self.end_physical = header.end_physical_offset
-        self._slot_count, self.count = header.slot_count, header.index_count
-        if self.writable:
-            self._take_back()
-        self._announced = 0
-
-    def _take_back(self) -> None:
-        """Undo uncounted entries: a slot that leads to one gets the entry's previous number."""
-        buffer, start = self.file.buffer, self.count
-        position, restore = self.entry_position(start), []
-        for number in range(start, self.max_entries):
-            entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
-            if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
-                break  # no remains of a write
-            slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
-            if not (entry_hash or physical or seconds or previous):
-                # Nothing, or the entry of hash 0 at the start of the log; its slot decides.
-                (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
-                if newest < number:
-                    break
-            restore.append((number, slot, previous))
-            position += ENTRY_SIZE
-        for number, slot, previous in reversed(restore):
-            if buffer[slot : slot + SLOT_SIZE] == _pack_int(number):
-                buffer[slot : slot + SLOT_SIZE] = _pack_int(previous)
-        if restore:
-            begin = self.entry_position(start)
-            buffer[begin:position] = bytes(position - begin)
+        self._writer = writer = IndexWriter(self.header, self.max_slots)
+        if self.writable and writer.take_back(self.file.buffer, self.max_entries):
             self._dirty = True
+        self._announced = 0
 
     def write_again(self) -> None:
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
@@ -520,7 +367,5 @@ class IndexFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
