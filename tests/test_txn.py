@@ -508,7 +508,7 @@ def test_a_half_that_is_full_to_the_brim_is_given_up(caplog: pytest.LogCaptureFi
     desk = Desk(StoreConfig.tiny())
     desk.prepare(properties={"long": "x" * 32_680})
     assert desk.check() == []
-    assert "can't be put back" in caplog.text
+    assert "can't be copied" in caplog.text
     assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties_raw == desk.of(HALF_TOPIC)[0].properties_raw
 
 

@@ -1,4 +1,4 @@
-"""Producers, and what producers and consumers share: identity, queue choice, allocation."""
+"""Producers, and the common parts of producers and consumers: identity, queue choice, allocation."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ _MODULES = {
     "queue_selectors": ("select_by_hash", "select_by_remainder"),
     "transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

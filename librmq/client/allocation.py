@@ -1,9 +1,9 @@
-"""Allocation of queues: strategies, a client's own share, groups whose instances differ.
+"""Allocation of queues: strategies, a client's own share, and groups whose instances differ.
 
-Every client of a group computes its share by itself, from the same queues and the same clients, and nothing is
-agreed upon: shares fit together only if all use the same strategy and see the same lists. Strategies are pure
-functions of these lists and do not sort; `own_share` does. Mirrors ``AllocateMessageQueueStrategy``, the classes in
-``client.consumer.rebalance``, and the middle of ``RebalanceImpl.rebalanceByTopic``.
+Each client of a group computes its share independently, from the same queues and clients. The shares fit together only
+if all clients use the same strategy and see the same lists. Strategies are pure functions of these lists and do not
+sort; `own_share` does. Mirrors ``AllocateMessageQueueStrategy``, the classes in ``client.consumer.rebalance``, and the
+middle of ``RebalanceImpl.rebalanceByTopic``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
-"""``strategy(client_id, queues, clients)``: the queues of one client, out of all queues of a topic and all clients."""
+"""``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""
 
 _LARGEST_RING: Final = 1 << 20
 
@@ -48,21 +48,24 @@ _LARGEST_RING: Final = 1 << 20
 
 
 def _is_member(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> bool:
-    """Return whether the client has a share at all; `AllocationError` for what no strategy takes."""
+    """Return whether the client gets a share; `AllocationError` for arguments that no strategy accepts."""
     if not client_id:
         raise AllocationError("the client id is empty")
     if not queues:
-        raise AllocationError("there are no queues to share out")
+        raise AllocationError("expected at least one queue to allocate")
     if not clients:
-        raise AllocationError("there are no clients to share queues out to")
+        raise AllocationError("expected at least one client to allocate queues to")
     return client_id in clients
 
 
 def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """Give neighbouring queues to each client, one more to the first: 0 1 2, 3 4 for five queues and two clients.
+    """Allocate neighbouring queues to each client, one more to the first: 0 1 2, 3 4 for five queues and two clients.
 
-    With more clients than queues the last ones get none. `AllocationError` without client id, queues or clients;
-    nothing for a client that is not among ``clients``. This holds for all strategies but `allocate_by_config`.
+    With more clients than queues the last clients get none, nor does a client that is not among ``clients``. These
+    rules, and the error, hold for all strategies except `allocate_by_config`.
+
+    Raises:
+        AllocationError: the client id, the queues or the clients are empty.
     """
     if not _is_member(client_id, queues, clients):
         return []
@@ -75,23 +78,23 @@ def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: 
 def allocate_averagely_by_circle(
     client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]
 ) -> list[MessageQueue]:
-    """Deal queues out in turn: 0 2 4, 1 3 for five queues and two clients."""
+    """Allocate queues in turn: 0 2 4, 1 3 for five queues and two clients."""
     if not _is_member(client_id, queues, clients):
         return []
     return list(queues[clients.index(client_id) :: len(clients)])
 
 
 def allocate_by_config(chosen: Iterable[MessageQueue]) -> AllocationStrategy:
-    """Return a strategy that gives these queues to every client, and checks nothing."""
+    """Return a strategy that allocates these queues to every client, without any check."""
     fixed = tuple(chosen)
     return lambda client_id, queues, clients: list(fixed)
 
 
 def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
-    """Return a strategy for brokers named ``room@broker``, which shares out the queues in ``rooms`` alone.
+    """Return a strategy for brokers named ``room@broker``, which allocates only the queues in ``rooms``.
 
-    Unlike `allocate_averagely` what is left after equal shares is dealt out from the end: 0 1 4, 2 3 for five
-    queues and two clients.
+    Unlike `allocate_averagely` it deals the rest after equal shares from the end: 0 1 4, 2 3 for five queues and two
+    clients.
     """
     known = frozenset(rooms)
 
@@ -118,10 +121,10 @@ def allocate_machine_room_nearby(
     queue_room: Callable[[MessageQueue], str | None],
     client_room: Callable[[str], str | None],
 ) -> AllocationStrategy:
-    """Return a strategy that keeps queues in their room.
+    """Return a strategy that keeps queues in their machine room.
 
-    ``inner`` shares the queues of a room out among the clients in it, and those of each room without clients among
-    all clients. `AllocationError` for a queue or client for which there is no room.
+    ``inner`` allocates the queues of a room to the clients in it, and those of a room without clients to all clients.
+    The strategy raises `AllocationError` for a queue or client without a room.
     """
 
     def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
@@ -153,11 +156,14 @@ def allocate_machine_room_nearby(
 def allocate_consistent_hash(
     client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str], *, virtual_nodes: int = 10
 ) -> list[MessageQueue]:
-    """Give each queue to the next client on a ring of hashes, so that few queues move when a client comes or goes.
+    """Allocate each queue to the next client on a ring of hashes, so that few queues move when clients join or leave.
 
-    More ``virtual_nodes`` of each client make shares more even (``functools.partial`` sets them); with 0 no client gets
-    anything. Rings and hashes of queues are kept for the next call. `AllocationError` for fewer than 0 too;
-    `ConfigError` for a ring of over a million nodes.
+    More ``virtual_nodes`` for each client (set by ``functools.partial``) make shares more even; with 0 no client gets a
+    queue. Rings and hashes of queues are cached.
+
+    Raises:
+        AllocationError: as for `allocate_averagely`, and for a negative number of nodes.
+        ConfigError: the ring would have over a million nodes.
     """
     if virtual_nodes < 0:
         raise AllocationError(f"virtual_nodes: expected 0 or more, found {virtual_nodes}")
@@ -171,9 +177,9 @@ def allocate_consistent_hash(
 
 class _Ring(NamedTuple):
     hashes: npt.NDArray[np.uint32]
-    """Where the nodes are, ascending."""
+    """Places of the nodes, ascending."""
     owners: npt.NDArray[np.intp]
-    """The number of each node's client; once more that of the first, for what lies behind the last."""
+    """The number of each node's client, then that of the first node's for places after the last node."""
     numbers: dict[str, int]
 
 
@@ -184,7 +190,7 @@ def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
     nodes: dict[int, str] = {}
     held: Counter[str] = Counter()
     for client in clients:
-        begin = held[client]  # not 0 for one that is listed twice
+        begin = held[client]  # not 0 for a client that is listed twice
         for number in range(begin, begin + virtual_nodes):
             place = _text_hash(f"{client}-{number}")
             if place in nodes:
@@ -215,23 +221,25 @@ def own_share(
     clients: Iterable[str],
     strategy: AllocationStrategy = allocate_averagely,
 ) -> list[MessageQueue]:
-    """Return what ``client_id`` is to consume of a topic: queues and clients are sorted as in 4.9, then allocated.
+    """Return the queues of a topic for ``client_id``: queues and clients are sorted as in 4.9, then allocated.
 
-    Each queue comes once. `AllocationError` where the strategy cannot tell, as without queues or clients; a client
-    then stays with what it holds.
+    Each queue occurs once. A client whose strategy raises keeps its present queues.
+
+    Raises:
+        AllocationError: the strategy can't allocate, for example without queues or clients.
     """
     in_order = sorted(set(queues), key=MessageQueue.sort_key)
     return list(dict.fromkeys(strategy(client_id, in_order, sorted(clients, key=utf16_order))))
 
 
-# ------------------------------------------------------------------------------------------- groups that do not agree
+# ----------------------------------------------------------------------------------- groups whose instances differ
 
 
 def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise if the instances of ``group`` differ: the guard (see `group_differences`).
+    """Raise if the instances of ``group`` have different subscriptions (see `group_differences`).
 
     Raises:
-        GroupMismatchError: They do; the message names topics, clients and subscriptions.
+        GroupMismatchError: they have; the message names topics, clients and subscriptions.
     """
     told = told_differences(group, subscriptions)
     if told:
@@ -243,9 +251,9 @@ def unowned_queues(
     queues: Iterable[MessageQueue],
     strategy: AllocationStrategy = allocate_averagely,
 ) -> list[MessageQueue]:
-    """Return the queues, sorted, that no client of a group reads: they are allotted to clients without their topic.
+    """Return the queues, sorted, that no client of a group reads, because they go to clients that lack their topic.
 
-    Topics without subscribers are left out: they are not the group's.
+    Topics without subscribers are left out.
     """
     by_topic: dict[str, list[MessageQueue]] = {}
     for queue in queues:

@@ -1,9 +1,9 @@
-"""A client: the identity that producers and consumers share towards the brokers of a route, and its life.
+"""A client: the identity of producers and consumers towards the brokers of a route, and its life.
 
-Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer has a client of its own
-unless it is given one. A client of 4.9 repeats its heartbeat every 30 s. Here a heartbeat goes out
-when there is something to tell: at a start, when subscriptions or brokers change, and, to a broker that has forgotten
-the client, at the next of its 30 s, which count from 1 s after its start.
+Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer makes a client unless it
+gets one. A client of 4.9 repeats its heartbeat every 30 s. This one sends a heartbeat only when something changes: at a
+start, and when subscriptions or brokers change. A broker that has forgotten the client gets one at its next time on
+the grid of 30 s, which begins 1 s after the start.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class State(enum.Enum):
 
 
 class LifeCycle:
-    """Life of one producer or consumer, which refuses calls at the wrong stage. Thread-safe."""
+    """Life of a producer or consumer, which refuses calls at the wrong stage. Thread-safe."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -71,29 +71,29 @@ class LifeCycle:
         """Run ``action`` once.
 
         Raises:
-            ClientStateError: It was started before, failed to start, or was shut down.
+            ClientStateError: It was started or shut down before, or its start failed.
         """
         if self.state is not State.CREATED:
-            raise ClientStateError(f"{self.what} is {self.state.value}: it starts once; make a new one")
+            raise ClientStateError(f"{self.what} is {self.state.value}: it can start only once; make a new one")
         self.state = State.START_FAILED
         action()
         self.state = State.RUNNING
 
     def shut_down(self) -> bool:
-        """Note the end; gives whether it ran."""
+        """Note the end; return whether it was running."""
         was_running = self.is_running
         self.state = State.SHUT_DOWN
         return was_running
 
     def check_running(self, call: str) -> None:
-        """Refuse ``call`` unless it runs.
+        """Refuse ``call`` unless running.
 
         Raises:
-            ClientStateError: It does not run; the message says at which stage it is.
+            ClientStateError: It does not run; the message names the stage.
         """
         if not self.is_running:
             advice = "call start() or open a with block first" if self.state is State.CREATED else "make a new one"
-            raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one: {advice}")
+            raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 
 def check_route(route: object, user: str) -> None:
@@ -104,9 +104,7 @@ def check_route(route: object, user: str) -> None:
     """
     if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
         opened = f": open it with Broker.open({os.fspath(route)!r})" if isinstance(route, str | os.PathLike) else ""
-        raise TypeError(
-            f"{user} takes a route, which is a Broker or a RouteTable of several, found {route!r:.80}{opened}"
-        )
+        raise TypeError(f"{user}: expected a route, which is a Broker or a RouteTable, found {route!r:.80}{opened}")
 
 
 class Member(Protocol):
@@ -115,7 +113,7 @@ class Member(Protocol):
     group: str
 
     def consumer_data(self) -> ConsumerData | None:
-        """Return what heartbeats say of a consumer; None for a producer."""
+        """Return the consumer's part of a heartbeat; None for a producer."""
         ...
 
     def answer(self, request: Request[R], /) -> R:
@@ -126,21 +124,21 @@ class Member(Protocol):
 class Client:
     """Identity of producers and consumers of distinct groups. Thread-safe.
 
-    ``instance_name`` makes the id ``ip@instance_name``; without one it is unique to this client. A broadcasting
-    consumer keeps its progress by this id, and so wants a stable name.
+    ``instance_name`` makes the id ``ip@instance_name``; without it the id is unique to this client. A broadcasting
+    consumer keeps its progress under this id, so give it a stable name.
 
     Raises:
-        ConfigError: ``instance_name`` has characters that can't be printed.
+        ConfigError: ``instance_name`` has unprintable characters.
     """
 
     def __init__(self, route: Route, *, instance_name: str | None = None, host: Host | None = None) -> None:
         check_kind("instance_name", instance_name, str)
         if instance_name is not None and not instance_name.isprintable():
             raise ConfigError(
-                f"instance_name: expected text of printable characters, as it names a file too, "
+                f"instance_name: expected printable characters, because it also names a file, "
                 f"found {instance_name!r:.80}"
             )
-        identity = getattr(route, "identity", None)  # a test's route names its clients, the same from run to run
+        identity = getattr(route, "identity", None)  # a test's route gives its clients the same names in each run
         if identity is not None:
             host_of_route, name_of_route = identity()
             host, instance_name = host or host_of_route, instance_name or name_of_route
@@ -154,15 +152,15 @@ class Client:
         number = next(_numbers)
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
         self.client_id = f"{host[0]}@{name}"
-        # A test's ids are the same from run to run; all others are drawn.
+        # The ids of a test are the same in each run; all others are random.
         maker, first = (None, None) if identity is None else (string_hash(self.client_id), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
         self.random = Random() if identity is None else None
-        """Draws a producer's first queues; None in a kit, where the schedule and its seed decide."""
+        """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
         self.times_forgotten = 0
-        """How often a broker has forgotten this client, and with it the pulls that it held."""
+        """How often brokers have forgotten this client and the pulls that they held."""
         self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
         self._states = StateLog(_log, self.client_id)
@@ -170,11 +168,11 @@ class Client:
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
 
     def join(self, member: Member) -> None:
-        """Take a producer or consumer and tell the brokers.
+        """Add a producer or consumer and tell the brokers.
 
         Raises:
             BrokerUnreachableError: The route is a single broker, which is closed.
-            ClientStateError: The client has one of that group already.
+            ClientStateError: The client already has one of that group.
         """
         with self.runner.lock:
             is_consumer = member.consumer_data() is not None
@@ -182,10 +180,10 @@ class Client:
             if member.group in members:
                 kind = "consumer" if is_consumer else "producer"
                 raise ClientStateError(
-                    f"client {self.client_id} has a {kind} of group {member.group!r} already: "
-                    "one instance of a group for each client"
+                    f"client {self.client_id} already has a {kind} of group {member.group!r}: "
+                    "a client has one instance of a group; make another Client"
                 )
-            unwatch = self.route.watch(self._route_changed)  # refused by a broker that is closed
+            unwatch = self.route.watch(self._route_changed)  # a closed broker refuses
             members[member.group] = member
             if self._unwatch is None:
                 self._unwatch = unwatch
@@ -195,10 +193,10 @@ class Client:
             self.beat()
 
     def check_route(self, route: Route) -> None:
-        """Refuse to serve a producer or consumer of another route: its messages would go to this client's brokers.
+        """Refuse a producer or consumer of another route, because its messages would go to this client's brokers.
 
         Raises:
-            ConfigError: ``route`` is not the one that this client was made for.
+            ConfigError: The client was made for another route.
         """
         if route is not self.route:
             raise ConfigError(
@@ -214,7 +212,7 @@ class Client:
         return [*self._producers.values(), *self._consumers.values()]
 
     def leave(self, member: Member) -> None:
-        """Let a producer or consumer go and tell the brokers."""
+        """Remove a producer or consumer and tell the brokers."""
         with self.runner.lock, critical:
             is_consumer = self._consumers.get(member.group) is member
             members = self._consumers if is_consumer else self._producers
@@ -232,13 +230,13 @@ class Client:
                 self._unwatch = None
 
     def beat(self) -> None:
-        """Tell every broker now which groups this client has."""
+        """Send each broker a heartbeat now."""
         with self.runner.lock:
             self._told.clear()
             self._send_heartbeats(self.runner.now_ms())
 
     def forgotten_by(self, broker_name: str) -> None:
-        """Note that a broker, perhaps reopened, does not know this client; the next heartbeat registers it."""
+        """Note that a broker, perhaps reopened, has forgotten this client; the next heartbeat registers it again."""
         with self.runner.lock:
             self.times_forgotten += 1
             self._told.discard(broker_name)
@@ -253,7 +251,7 @@ class Client:
         return now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
 
     def tell_all(self, request: Request[None]) -> None:
-        """Send a request to each broker that can be reached; one that fails is logged."""
+        """Send a request to each reachable broker; log failures."""
         for name in self.route.broker_names():
             try:
                 self.route.endpoint(name).call(request)
@@ -265,7 +263,7 @@ class Client:
         return self.route.endpoint(broker_name)
 
     def call(self, request: Request[R], /) -> R:
-        """Give a broker's request to the producer or consumer whose group it names."""
+        """Pass a broker's request to the producer or consumer of its group."""
         if isinstance(request, Forgotten):
             if not self.dead:
                 self.forgotten_by(request.broker_name)

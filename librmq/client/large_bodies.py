@@ -1,17 +1,16 @@
-"""Bodies too large for one message: split into parts, or kept outside with a reference.
+"""Bodies too large for one message: split into parts, or stored elsewhere with a reference in the message.
 
 Keep ordinary bodies below 128 KiB. There are two ways for larger ones. RocketMQ has neither; its clients see plain
 messages:
 
 - `split_body` makes parts of a message, and `BodyAssembler` joins them in the consumer. Properties name the body, its
-length
-  and its checksum, so order and duplicates do not matter. Parts wait in memory, so this suits consumers that commit
-  their own progress (see `BodyAssembler`).
+  length and its checksum, so order and duplicates do not matter. Parts wait in memory, so this suits consumers that
+  commit their own progress (see `BodyAssembler`).
 - `park_body` stores the body in a `BodyStore` and sends the reference; `fetch_body` returns it. This suits all
-consumers.
+  consumers.
 
 A part has the properties ``LARGE_BODY_ID``, ``LARGE_BODY_PART`` (``2/7``), ``LARGE_BODY_SIZE`` (total bytes) and
-``LARGE_BODY_SHA256``. All parts except the last have the same length, ⌈size / parts⌉. A message with its body outside
+``LARGE_BODY_SHA256``. All parts except the last have the same length, ⌈size / parts⌉. A message whose body is elsewhere
 has the last two and ``LARGE_BODY_REFERENCE``, and the reference as its body.
 """
 
@@ -63,8 +62,8 @@ _NUMBER: Final = re.compile(r"[1-9][0-9]{0,11}", re.ASCII)
 _PART: Final = re.compile(r"([1-9][0-9]{0,11})/([1-9][0-9]{0,11})", re.ASCII)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LONGEST_ID: Final = 128
-_PART_OVERHEAD: Final = 512  # memory of a part beside its bytes, so that many empty ones are limited too
-_REMEMBERED: Final = 4096  # bodies that are done, for duplicates of their parts that come late
+_PART_OVERHEAD: Final = 512  # memory that each part costs besides its bytes
+_REMEMBERED: Final = 4096  # bodies that are done, to ignore late duplicates of their parts
 
 
 class DeliveredBody(Protocol):
@@ -72,22 +71,22 @@ class DeliveredBody(Protocol):
 
     @property
     def topic(self) -> str:
-        """The topic that it was sent to."""
+        """The topic of the send."""
         ...
 
     @property
     def queue_id(self) -> int:
-        """The queue that it was stored in."""
+        """The queue that holds the message."""
         ...
 
     @property
     def queue_offset(self) -> int:
-        """Its entry in the queue."""
+        """The message's entry in the queue."""
         ...
 
     @property
     def store_timestamp_ms(self) -> int:
-        """When it was stored."""
+        """The time of storing."""
         ...
 
     @property
@@ -105,11 +104,14 @@ class DeliveredBody(Protocol):
 
 
 def split_body(message: Message, body_id: str, part_size: int = PART_SIZE) -> list[Message]:
-    """The messages to send in place of ``message``: itself if its body fits into one, else parts, in order.
+    """Return the messages to send in place of ``message``: itself if its body is small, else parts in order.
 
-    Parts have its topic, flag and properties, the unique key apart, which each gets for itself. ``body_id`` is any
-    text that no other body has, a unique id for one; sent by a selector of its hash, all parts meet in one queue.
-    `MessageIllegalError` for a body or id that no consumer would take.
+    Parts have the topic, flag and properties of the message, except its unique key: each part gets one. ``body_id`` is
+    a text that no other body has, such as a unique id. Send parts with a selector by its hash to put them all into one
+    queue.
+
+    Raises:
+        MessageIllegalError: no consumer would accept the body or the id.
     """
     if part_size < 1:
         raise MessageIllegalError(f"part_size: expected at least 1 byte, found {part_size}")
@@ -131,10 +133,10 @@ def split_body(message: Message, body_id: str, part_size: int = PART_SIZE) -> li
 
 
 def _marked(properties: Mapping[str, str], body: bytes) -> dict[str, str]:
-    """With size and checksum of ``body``; `MessageIllegalError` if that was done before."""
+    """Return properties with the size and checksum of ``body``; `MessageIllegalError` if they already have them."""
     already = sorted(_NAMES & properties.keys())
     if already:
-        raise MessageIllegalError(f"properties: {', '.join(already)} is set where a large body is made smaller")
+        raise MessageIllegalError(f"properties: {', '.join(already)} is reserved for large bodies; send the body once")
     return {**properties, SIZE: str(len(body)), SHA256: sha256(body).hexdigest()}
 
 
@@ -161,7 +163,7 @@ class _Pieces:
 
 
 class IncompleteBody(NamedTuple):
-    """A body that was given up."""
+    """An incomplete body that was dropped."""
 
     body_id: str
     size: int
@@ -172,18 +174,18 @@ class IncompleteBody(NamedTuple):
 
 
 class BodyAssembler:
-    """Puts bodies together from their parts, wherever in the stream they come. Thread-safe.
+    """Joins bodies from their parts, in any order. Thread-safe.
 
-    ``body = assembler.add(message)`` for every message; None means that parts are missing yet. Once the body is dealt
-    with, ``assembler.done(message)``: until then its parts are kept, so that any of them delivered again gives the
+    Call ``body = assembler.add(message)`` for every message; None means that parts are missing. After processing the
+    body, call ``assembler.done(message)``. Until then its parts are kept, so that a part delivered again returns the
     body again.
 
-    Parts wait in memory, and are lost with the process. A consumer that commits its own progress loses nothing: it
-    commits a queue no further than `safe_progress`. A consumer whose progress is moved by acknowledging every single
-    message cannot do that: there, keep large bodies outside.
+    Parts wait in memory and are lost with the process. A consumer that commits its own progress loses nothing if it
+    commits no queue beyond `safe_progress`. A consumer whose progress follows the acknowledgement of single messages
+    can't do that; store its large bodies elsewhere.
 
-    A body takes at most ``body_limit`` bytes, all that wait at most ``held_limit``; a message beyond is refused.
-    ``bodies`` is where to fetch bodies that lie outside.
+    A body has at most ``body_limit`` bytes, all waiting parts together at most ``held_limit``; a message beyond a limit
+    is refused. ``bodies`` is the store of bodies that are elsewhere.
     """
 
     def __init__(
@@ -199,14 +201,16 @@ class BodyAssembler:
 
     @property
     def held_size(self) -> int:
-        """How much waits, in bytes, with what each part costs beside its own."""
+        """The size of the waiting parts in bytes, including an overhead for each."""
         return self._held_size
 
     def add(self, message: DeliveredBody) -> bytes | None:
-        """The whole body if ``message`` has it or completes it; None while parts are missing, or of a body done.
+        """Return the whole body if ``message`` has or completes it; None if parts are missing or the body is done.
 
-        `LargeBodyError` for a part that cannot be one, that differs from one already there, that is one too many for
-        the limits, or with which the whole does not have its checksum (all its parts are then dropped).
+        Raises:
+            LargeBodyError: a part is invalid, differs from an earlier copy or exceeds a limit, or the joined body does
+            not match
+                its checksum (all its parts are then dropped).
         """
         properties = message.properties
         if PART not in properties:
@@ -234,7 +238,7 @@ class BodyAssembler:
                 pieces.latest_ms = max(pieces.latest_ms, message.store_timestamp_ms)
                 self._waiting[claim] = pieces
             elif known.body != body:
-                raise LargeBodyError(f"part {number} of {claim.body_id!r} was there already, with other bytes")
+                raise LargeBodyError(f"part {number} of {claim.body_id!r} differs from an earlier copy")
             if len(pieces.held) < claim.parts:
                 return None
             whole = b"".join(pieces.held[at].body for at in range(1, claim.parts + 1))
@@ -276,7 +280,7 @@ class BodyAssembler:
                     self._drop(claim)
 
     def give_up(self, before_ms: int) -> list[IncompleteBody]:
-        """Drop bodies whose latest part was stored before a time, and tell which: their other parts were lost."""
+        """Drop bodies whose latest part was stored before a time, because other parts were lost; return them."""
         with self._lock:
             given_up = []
             for claim, pieces in list(self._waiting.items()):
@@ -293,7 +297,7 @@ class BodyAssembler:
 
 
 def _read_part(properties: Mapping[str, str], body_limit: int) -> tuple[int, _Claim]:
-    """Which part of what a message is; `LargeBodyError` if that makes no sense."""
+    """Return the number of a part, and its description of the body; `LargeBodyError` if they are invalid."""
     size, digest = _read_mark(properties, body_limit)
     body_id, found = properties.get(ID, ""), _PART.fullmatch(properties[PART])
     if not body_id or len(body_id) > _LONGEST_ID:
@@ -306,7 +310,7 @@ def _read_part(properties: Mapping[str, str], body_limit: int) -> tuple[int, _Cl
 
 
 def _read_mark(properties: Mapping[str, str], body_limit: int) -> tuple[int, str]:
-    """Size and checksum of a whole body."""
+    """Return size and checksum of a whole body."""
     size, digest = properties.get(SIZE, ""), properties.get(SHA256, "")
     if not _NUMBER.fullmatch(size):
         raise LargeBodyError(f"{SIZE}: expected a number of bytes, found {size!r:.80}")
@@ -317,7 +321,7 @@ def _read_mark(properties: Mapping[str, str], body_limit: int) -> tuple[int, str
     return int(size), digest
 
 
-# ---------------------------------------------------------------------------------------------------------- outside
+# ---------------------------------------------------------------------------------------------------------- elsewhere
 
 
 class BodyStore(Protocol):
@@ -347,14 +351,14 @@ def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Me
     properties = _marked(message.properties, message.body)
     reference = bodies.put(message.body)
     if not reference.strip() or len(reference) > 1024 or "\1" in reference or "\2" in reference:
-        raise MessageIllegalError(f"the store of bodies gave an unusable reference: {reference!r:.80}")
+        raise MessageIllegalError(f"bodies: expected a reference of 1 to 1,024 characters, found {reference!r:.80}")
     parked = Message(message.topic, reference.encode(), flag=message.flag)
     parked.properties.update(properties | {REFERENCE: reference})
     return parked
 
 
 def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BODY_LIMIT) -> bytes:
-    """Return the body of a message, fetched if it is outside.
+    """Return the body of a message, fetched if it is elsewhere.
 
     Raises:
         LargeBodyError: it is missing, larger than ``limit`` by the message's properties, or not the body that was sent.
@@ -372,13 +376,13 @@ def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BO
 
 
 class FolderBodies:
-    """Bodies in a folder, each in a file named by its SHA-256. Thread-safe; processes may share it.
+    """Bodies in a folder, each in a file named by its SHA-256. Thread-safe; processes can share it.
 
-    Files are never deleted: they may go when the oldest message that can refer to them is gone.
+    Files are never deleted: remove those older than the oldest message that can refer to them.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Files | None = None, *, limit: int = BODY_LIMIT) -> None:
-        """``limit`` is the largest body that is read, in bytes."""
+        """Use the folder ``path``; ``limit`` is the size of the largest body to read, in bytes."""
         self._path = os.fspath(path)
         self._files = files or DiskFiles()
         self._limit = limit
@@ -386,10 +390,10 @@ class FolderBodies:
         self._files.make_folder(self._path)
 
     def put(self, body: bytes) -> str:
-        """Keep a body in a file named by its checksum; return that name."""
+        """Store a body in a file named by its checksum; return that name."""
         reference = sha256(body).hexdigest()
         if self._files.size(self._file(reference)) != len(body):
-            # Written under a name of its own first, so that two writers of one body use two files.
+            # Write under a unique name first, so that two writers of one body use two files.
             beside = self._file(f"{reference}.{os.getpid()}-{next(self._numbers)}")
             self._files.write(beside, body)
             self._files.rename(beside, self._file(reference))
@@ -397,10 +401,10 @@ class FolderBodies:
         return reference
 
     def get(self, reference: str) -> bytes:
-        """Return a body that was kept.
+        """Return a stored body.
 
         Raises:
-            LargeBodyError: There is no such body, or it is not what was kept.
+            LargeBodyError: There is no such body, or its bytes have changed.
         """
         if not _DIGEST.fullmatch(reference):
             raise LargeBodyError(f"no reference to a body in {self._path}: {reference!r:.80}")

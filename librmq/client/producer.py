@@ -326,12 +326,12 @@ class Producer:
 
 def _checked(message: object) -> Message:
     if not isinstance(message, Message):
-        raise MessageIllegalError(f"messages: expected Message after Message, found {message!r:.80}")
+        raise MessageIllegalError(f"messages: expected only Message objects, found {message!r:.80}")
     return message
 
 
 def _both_queue_and_selector(topic: str) -> MessageIllegalError:
-    return MessageIllegalError(f"topic {topic!r}: queue= and selector= both choose the queue: give one of them")
+    return MessageIllegalError(f"topic {topic!r}: give queue= or selector=, not both")
 
 
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:
@@ -340,4 +340,4 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
         raise MessageIllegalError("a retry topic takes no batch")
     size = sum(map(encoded_size, batch))
     if size > max_size:
-        raise MessageIllegalError(f"the batch has {size:,} bytes, {max_size:,} at most: cut it with split_batch")
+        raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")

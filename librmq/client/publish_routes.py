@@ -22,14 +22,14 @@ class TopicQueues(NamedTuple):
 
 
 class PublishRoutes:
-    """What a producer knows of its route: queues by topic, brokers by name. Thread-safe."""
+    """A producer's cache of its route: queues by topic, brokers by name. Thread-safe."""
 
     def __init__(self, client: Client, group: str, default_topic_queues: int) -> None:
-        """``default_topic_queues`` is the number of queues of a topic that is made by its first send."""
+        """``default_topic_queues`` is the number of queues of a topic that its first send creates."""
         self.topics: dict[str, TopicQueues] = {}
-        """The topics that were looked up since the route changed last."""
+        """The topics looked up since the last change of the route."""
         self.endpoints: dict[str, Endpoint] = {}
-        """The brokers likewise."""
+        """The brokers looked up since then."""
         self._topics_before: dict[str, TopicQueues] = {}  # the route can have changed since
         self.client = client
         self._route = client.route
@@ -39,26 +39,26 @@ class PublishRoutes:
         self._version = 0
 
     def changed(self) -> None:
-        """Forget what was looked up, under the runner's lock; turns go on where a topic stays as it was."""
+        """Clear the cache, under the runner's lock; a topic that stays the same keeps its turn."""
         self._version += 1
         self._topics_before.update(self.topics)
         self.topics.clear()
         self.endpoints.clear()
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name, and keep it."""
+        """Return the broker of that name, and cache it."""
         version = self._version
         endpoint = self._route.endpoint(broker_name)
         with self._runner.lock:
-            if version == self._version:  # otherwise it can be an old one
+            if version == self._version:  # otherwise the endpoint can be outdated
                 self.endpoints[broker_name] = endpoint
         return endpoint
 
     def queues(self, topic: str) -> TopicQueues:
-        """Return the queues of a topic, and keep them.
+        """Return the queues of a topic, and cache them.
 
         Raises:
-            NoRouteError: No broker has the topic, and none makes it.
+            NoRouteError: No broker has the topic, and none creates it.
         """
         found = self.topics.get(topic)
         if found is not None:
@@ -88,15 +88,15 @@ class PublishRoutes:
             first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
             found = TopicQueues(tuple(queues), RoundRobin(first))
         with self._runner.lock:
-            if not is_new and version == self._version:  # once it is made, it can have another number
+            if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = found
         return found
 
     def given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
-        """Return the queue that a caller names, by its number where one broker has the topic."""
+        """Return the queue that a caller names; its number is enough if only one broker has the topic."""
         if isinstance(queue, MessageQueue):
             if queue.topic != topic:
-                raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
+                raise MessageIllegalError(f"queue: expected one of topic {topic!r}, found one of {queue.topic!r}")
             return queue
         if type(queue) is not int or queue < 0:
             raise MessageIllegalError(

@@ -1,7 +1,7 @@
-"""Which queue a message is sent to: by key, at random, by room, in turn, away from brokers that fail or are slow.
+"""Queue selectors: by key, at random, by room, in turn, or away from failing and slow brokers.
 
-A selector is a function ``selector(queues, message, key) -> queue`` of the queues of a topic, what is sent, and
-whatever the caller gave along. Mirrors ``client.producer.selector``, ``TopicPublishInfo``, ``MQFaultStrategy`` and
+A selector is a function ``selector(queues, message, key) -> queue``. It gets the queues of a topic, the message, and
+the argument of the send. Mirrors ``client.producer.selector``, ``TopicPublishInfo``, ``MQFaultStrategy`` and
 ``LatencyFaultToleranceImpl``.
 """
 
@@ -41,17 +41,20 @@ AVOIDANCE_TABLE: Final = (
     (100, 0),
     (50, 0),
 )
-"""``(latency, away)`` in milliseconds: how long a broker is avoided after a send that took that long; slowest first."""
+"""``(latency, away)`` in ms: how long to avoid a broker after a send with that latency; slowest first."""
 
 _FAILED_LATENCY_MS: Final = 30_000
 
 
 def key_hash(key: object) -> int:
-    """Java's ``hashCode`` of a key: text, bool, float (a ``Double``), whole number, `MessageQueue`.
+    """Return Java's ``hashCode`` of a key: text, bool, float (a ``Double``), whole number or `MessageQueue`.
 
-    A number of 32 bits is taken for an ``Integer``, a larger one for a ``Long``. They differ for negative numbers:
-    to send where a Java client sends for a negative ``Long`` key, give ``javahash.long_hash(key)`` for the key.
-    `AllocationError` for anything else, None included.
+    A number of 32 bits counts as an ``Integer``, a larger one as a ``Long``. They differ for negative numbers: to
+    choose the queue of a Java client with a negative ``Long`` key, pass ``long_hash(key)`` of `librmq.java.hashing` as
+    the key.
+
+    Raises:
+        AllocationError: the key has another type, or is None.
     """
     match key:
         case str():
@@ -67,24 +70,24 @@ def key_hash(key: object) -> int:
         case MessageQueue():
             return key.java_hash
         case None:
-            raise AllocationError("no key to choose a queue by", "NullPointerException")
-    raise AllocationError(f"expected a text, number or bool to choose a queue by, found {key!r:.80}")
+            raise AllocationError("arg: expected a key to choose the queue by, found None", "NullPointerException")
+    raise AllocationError(f"arg: expected a text, number or bool to choose the queue by, found {key!r:.80}")
 
 
 def select_by_hash(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
-    """The same queue for equal keys, as long as the number of queues stays; `AllocationError` without queues or key."""
+    """Return the same queue for equal keys while their number stays; `AllocationError` without queues or key."""
     return queues[abs(_remainder(key_hash(key), queues))]
 
 
 def select_by_remainder(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
-    """The queue at the remainder of a number that is not negative: neighbouring numbers to neighbouring queues."""
+    """Return the queue at the remainder of a number of at least 0: neighbouring numbers get neighbouring queues."""
     if isinstance(key, bool) or not isinstance(key, int) or key < 0:
-        raise AllocationError(f"expected a whole number of 0 or more to choose a queue by, found {key!r:.80}")
+        raise AllocationError(f"arg: expected a whole number of 0 or more to choose the queue by, found {key!r:.80}")
     return queues[_remainder(key, queues)]
 
 
 def _remainder(number: int, queues: Sequence[MessageQueue]) -> int:
-    """As Java has it: with the sign of ``number``."""
+    """Return Java's remainder, which has the sign of ``number``."""
     if not queues:
         raise AllocationError("there are no queues to choose from", "ArithmeticException")
     remainder = abs(number) % len(queues)
@@ -92,7 +95,7 @@ def _remainder(number: int, queues: Sequence[MessageQueue]) -> int:
 
 
 def select_at_random(random: Random) -> QueueSelector:
-    """A selector that throws ``random``'s dice."""
+    """Return a selector that draws from ``random``."""
 
     def select(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
         if not queues:
@@ -105,7 +108,7 @@ def select_at_random(random: Random) -> QueueSelector:
 def select_by_room(
     rooms: Collection[str], queue_room: Callable[[MessageQueue], str | None], then: QueueSelector
 ) -> QueueSelector:
-    """A selector that lets ``then`` choose among the queues in ``rooms``, or among all where those have none."""
+    """Return a selector by ``then`` among the queues in ``rooms``, or among all queues if there are none."""
     known = frozenset(rooms)
 
     def select(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
@@ -115,17 +118,17 @@ def select_by_room(
 
 
 class RoundRobin:
-    """One queue after the other. Thread-safe; ``begin`` is where it starts, at random in a producer."""
+    """One queue after the other, from number ``begin`` on. Thread-safe."""
 
     def __init__(self, begin: int = 0) -> None:
         self._turns = count(begin)  # counting is one step for the interpreter
 
     def turn(self) -> int:
-        """The next number."""
+        """Return the next number."""
         return next(self._turns)
 
     def choose(self, queues: Sequence[MessageQueue], failed_broker: str | None = None) -> MessageQueue:
-        """The next queue, of another broker than the one that just failed if there is one; `AllocationError`: none."""
+        """Return the next queue, if possible not of the failed broker; `AllocationError` without queues."""
         if not queues:
             raise AllocationError("there are no queues to choose from")
         if failed_broker is not None:
@@ -143,9 +146,9 @@ class _Latency:
 
 
 class BrokerLatencies:
-    """How long brokers took to answer, and so which are avoided for a while. Thread-safe.
+    """The latencies of brokers, which decide which ones to avoid for a while. Thread-safe.
 
-    ``now_ms`` tells the time; ``table`` is in the form of `AVOIDANCE_TABLE`.
+    ``now_ms`` returns the time; ``table`` has the form of `AVOIDANCE_TABLE`.
     """
 
     def __init__(self, now_ms: Callable[[], int], table: Sequence[tuple[int, int]] = AVOIDANCE_TABLE) -> None:
@@ -163,14 +166,14 @@ class BrokerLatencies:
             self._brokers[broker_name] = _Latency(latency_ms, self._now_ms() + away_ms)
 
     def is_available(self, broker_name: str) -> bool:
-        """Whether a broker is not avoided now; one that was never heard of is not."""
+        """Return whether a broker is not being avoided; an unknown one is not."""
         known = self._brokers.get(broker_name)
         return known is None or self._now_ms() >= known.away_until_ms
 
     def choose(self, queues: Sequence[MessageQueue], turns: RoundRobin) -> MessageQueue:
-        """The next queue of a broker that is available; if none is, the next one of a broker of the better half.
+        """Return the next queue of an available broker; without any, of one in the better half.
 
-        A broker that is known and has no queue any more is forgotten. `AllocationError` without queues.
+        A broker that has no queues any more is forgotten. `AllocationError` without queues.
         """
         if not queues:
             raise AllocationError("there are no queues to choose from")
@@ -188,7 +191,7 @@ class BrokerLatencies:
         return turns.choose(queues)
 
     def _least_bad(self) -> str:
-        """In turn one of the better half of all known brokers: available first, then by latency, then by when back."""
+        """Return in turn one of the better half of brokers: available first, then by latency and end of avoidance."""
         now_ms = self._now_ms()
         with self._lock:
             known = list(self._brokers.items())

@@ -1,4 +1,4 @@
-"""Where a sent message went, and what hooks see of a send."""
+"""The result of a send, and a send as hooks see it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SendResult(NamedTuple):
 
     status: SendStatus
     message_id: str
-    """The unique id; those of a batch joined by commas."""
+    """The unique id; for a batch the unique ids, joined by commas."""
     offset_id: str
-    """The broker's id; those of a batch joined by commas."""
+    """The broker's id; for a batch the ids, joined by commas."""
     queue: MessageQueue
     queue_offset: int
-    """That of the first message."""
+    """The queue offset of the first message."""
     transaction_id: str | None = None
 
 
@@ -32,7 +32,7 @@ class SendContext(NamedTuple):
     message: Message
     queue: MessageQueue
     attempt: int
-    """Counts from 0."""
+    """Number of the try, counting from 0."""
 
 
 SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]

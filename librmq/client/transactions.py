@@ -1,4 +1,4 @@
-"""Producers of transactions: a message that is seen if, and only if, a local transaction is committed.
+"""Producers of transactions: consumers see a message if, and only if, a local transaction commits.
 
 ::
 
@@ -43,17 +43,17 @@ _log = logging.getLogger("librmq.producer")
 
 @dataclass(frozen=True, slots=True)
 class CheckedMessage:
-    """Message whose transaction the broker asks about."""
+    """A message whose transaction the broker asks about."""
 
     topic: str
-    """The topic that it was sent to."""
+    """The topic of the send."""
     half: StoredMessage
-    """The half message as it is stored."""
+    """The half message as stored."""
     properties: Mapping[str, str]
 
     @property
     def body(self) -> bytes:
-        """The body as it was sent."""
+        """The body as sent."""
         return self.half.body
 
     @property
@@ -68,7 +68,7 @@ class CheckedMessage:
 
     @property
     def message_id(self) -> str:
-        """The unique id, which names the transaction too."""
+        """The unique id, which is also the transaction's id."""
         return self.half.message_id
 
     @property
@@ -78,13 +78,14 @@ class CheckedMessage:
 
 
 Check = Callable[[CheckedMessage], TransactionState | Awaitable[TransactionState | None] | None]
-"""Tells how a local transaction ended; UNKNOWN, None or an exception: ask again later. May be a coroutine function."""
+"""Returns the state of a local transaction, or None; for UNKNOWN, None or an exception the broker asks again later. It
+can be a coroutine function."""
 Execute = Callable[[Message, Any], TransactionState | None]
-"""Runs the local transaction; None or an exception is UNKNOWN."""
+"""Runs the local transaction and returns its state; None or an exception counts as UNKNOWN."""
 
 
 class TransactionResult(NamedTuple):
-    """Where a half message went, and what was said of its transaction."""
+    """Place of a half message, and the reported state of its transaction."""
 
     sent: SendResult
     state: TransactionState
@@ -98,11 +99,11 @@ class OpenTransaction:
         self.state = TransactionState.COMMIT
 
     def rollback(self) -> None:
-        """Roll back when the block ends, though it ends well."""
+        """Roll back at the end of the block even without an exception."""
         self.state = TransactionState.ROLLBACK
 
     def unknown(self) -> None:
-        """Say nothing when the block ends: the broker will ask."""
+        """Report no state at the end of the block, so that the broker asks."""
         self.state = TransactionState.UNKNOWN
 
 
@@ -115,13 +116,13 @@ class _Keywords(ProducerKeywords, total=False):
 
 
 class TransactionProducer(Producer):
-    """Sends messages that are seen only once a local transaction is committed. Thread-safe.
+    """Sends messages that consumers see only after a local transaction commits. Thread-safe.
 
-    ``check(message)`` tells the broker the outcome of a transaction whose end did not reach it. The broker may ask any
-    producer of the group, also after a restart, so look the outcome up in a database, not in memory. The producer
-    joins its group, and may be asked, as soon as it is made. ``execute``
-    runs the local transaction of `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the
-    broker's workers. The group is not to be shared with ordinary producers, which can't be asked.
+    ``check(message)`` returns the state of a transaction whose end did not reach the broker. The broker can ask any
+    producer of the group, also after a restart, so read the state from a database, not from memory. The producer joins
+    its group when it is made, and can be asked from then on. ``execute`` runs the local transaction of
+    `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the broker's workers. Do not share the
+    group with ordinary producers, which can't answer.
     """
 
     def __init__(
@@ -140,25 +141,26 @@ class TransactionProducer(Producer):
         self._check = check
         self._execute = execute
         self._check_pool = check_pool
-        self.start()  # a restarted process is asked about its transactions before it sends another one
+        self.start()  # a restarted process can be asked before it sends anything
 
     def send_in_transaction(
         self, message: Message, arg: object = None, *, execute: Execute | None = None
     ) -> TransactionResult:
-        """Store a half message, run ``execute(message, arg)``, and end the transaction as it says.
+        """Store a half message, run ``execute(message, arg)``, and end the transaction with the returned state.
 
-        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. Where the half is not stored
-        as asked, ``execute`` does not run and the half is rolled back. If the broker does not hear the end, it asks.
+        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. If the half is not stored as
+        requested, ``execute`` does not run and the half is rolled back. If the end does not reach the broker, it asks.
 
         Raises:
-            ConfigError: There is no ``execute``, here or where the producer was made.
+            ConfigError: ``execute`` is missing, both here and in the constructor.
             MessageIllegalError: The message has a delay, or is refused as by `send`.
-            ClientError: The half could not be sent, as by `send`; nothing ran. It may have been stored all the same:
-                then the check tells that nothing was committed.
+            ClientError: The half could not be sent, as by `send`; ``execute`` did not run. If the half was stored
+            nevertheless,
+                the check will find that nothing was committed.
         """
         run = execute or self._execute
         if run is None:
-            raise ConfigError("send_in_transaction wants `execute`, here or where the producer is made")
+            raise ConfigError("execute is missing: pass it here or to TransactionProducer")
         made, sent = self._send_half(message)
         state: TransactionState | None = TransactionState.ROLLBACK
         if sent.status is SendStatus.SEND_OK:
@@ -168,7 +170,7 @@ class TransactionProducer(Producer):
                 if state is not None and not isinstance(state, TransactionState):
                     raise TypeError(f"expected a TransactionState or None, found {state!r}")
             except Exception:
-                _log.exception("group %s: the local transaction of %s has failed", self.group, sent.message_id)
+                _log.exception("group %s: the local transaction of %s failed", self.group, sent.message_id)
                 state = TransactionState.UNKNOWN
         state = state or TransactionState.UNKNOWN
         self._end(sent, state)
@@ -176,18 +178,18 @@ class TransactionProducer(Producer):
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[OpenTransaction]:
-        """Return a ``with`` block that is the local transaction: it commits at its end, an exception rolls back.
+        """Return a ``with`` block for the local transaction; its end commits, an exception rolls back.
 
         A process that dies within the block leaves the outcome to the check.
 
         Raises:
-            ClientError: The half message was not stored, or not as asked; the block does not run.
+            ClientError: The half message was not stored as requested; the block does not run.
         """
         _, sent = self._send_half(message)
         opened = OpenTransaction(sent)
         if sent.status is not SendStatus.SEND_OK:
             self._end(sent, TransactionState.ROLLBACK)
-            raise ClientError(f"the half message is stored, but not as asked: {sent.status.value}; nothing ran")
+            raise ClientError(f"the half message was not stored as requested ({sent.status.value}); nothing ran")
         self._runner.point(f"local transaction {message.topic}")
         try:
             yield opened
@@ -198,7 +200,7 @@ class TransactionProducer(Producer):
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
         if not isinstance(message, Message):
-            raise MessageIllegalError(f"message: expected a Message, Message(topic, body), found {message!r:.80}")
+            raise MessageIllegalError(f"message: expected Message(topic, body), found {message!r:.80}")
         if message.delay_level > 0 or message._delays is not None:
             raise MessageIllegalError("a message in a transaction can't be delayed: send it without delay=")
         made = self._prepare(message, None, {})
@@ -207,7 +209,7 @@ class TransactionProducer(Producer):
         return made, self._attempts.in_turn(made, self._usual_timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
-        """Tell the broker, which asks where it does not hear."""
+        """Send the end to the broker; if it gets lost, the broker asks."""
         if state is TransactionState.UNKNOWN:
             return
         _, physical_offset = record.parse_offset_message_id(sent.offset_id)
@@ -219,10 +221,12 @@ class TransactionProducer(Producer):
         try:
             self._routes.endpoint(broker_name).call(request)
         except ClientError as error:
-            _log.warning("group %s: the end of transaction %s was not taken: %s", self.group, request.message_id, error)
+            _log.warning(
+                "group %s: no broker accepted the end of transaction %s: %s", self.group, request.message_id, error
+            )
 
     def answer(self, request: Request[R], /) -> R:
-        """A broker asks how a transaction ended; the check runs later, without the runner's lock."""
+        """Schedule the check of a transaction that the broker asks about; it runs without the runner's lock."""
         if not isinstance(request, CheckTransaction):
             return super().answer(request)
         half = request.message
@@ -246,7 +250,7 @@ class TransactionProducer(Producer):
         try:
             state = self._check(message)
             if inspect.isawaitable(state):
-                raise ConfigError("a check that is a coroutine function runs without a pool")
+                raise ConfigError("check: a coroutine function can't run in check_pool")
         except Exception as raised:
             error = raised
         with self._runner.lock:
@@ -257,7 +261,7 @@ class TransactionProducer(Producer):
         if error is None and state is not None and not isinstance(state, TransactionState):
             error = TypeError(f"expected a TransactionState or None, found {state!r}")
         if error is not None:
-            _log.error("group %s: the check of %s has failed", self.group, half.message_id, exc_info=error)
+            _log.error("group %s: the check of %s failed", self.group, half.message_id, exc_info=error)
             return
         if state is None or state is TransactionState.UNKNOWN:
             return

@@ -1,12 +1,12 @@
-"""Several brokers of one process behind one route, and the times at which clients notice that one is gone.
+"""Several brokers of one process behind one route, and the times at which clients notice changes.
 
 Mirrors ``RouteInfoManager`` and ``MQClientInstance``, as clients see them::
 
-    a broker is closed   calls fail at once; its queues leave the route at the clients' next look, every 30 s
+    a broker is closed   calls fail immediately; its queues leave the route at the clients' next look, every 30 s
     it is killed         the same, 120 s later
-    it is reopened       calls work again at once; its queues return to the route at the clients' next look
+    it is reopened       calls work immediately; its queues return to the route at the clients' next look
 
-There is no name server and no polling, but changes take effect on the same grid of time.
+There is no name server and no polling, but changes take effect on the same grid of times.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RouteTable:
     def add(self, broker: Broker) -> None:
         """Add a new broker, or one that was reopened under its name.
 
-        Clients know the first brokers at once. If the table is in use, they notice a new one at their next look.
+        Clients know the first brokers immediately. Once the table is in use, they notice a new one at their next look.
         """
         if broker.runner is not self.runner:
             raise ConfigError(f"broker {broker.name} has another runner: open all brokers of a route with one runner")
@@ -102,7 +102,7 @@ class RouteTable:
             self._tell()
 
     def cut(self, broker_name: str) -> None:
-        """Cut the connection to a broker, like a network failure: the broker runs on and loses its clients."""
+        """Cut the connection to a broker, like a network failure: the broker keeps running and loses its clients."""
         with self.runner.lock:
             link = self._entry(broker_name).link
             link.is_cut = True

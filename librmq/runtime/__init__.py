@@ -1,4 +1,4 @@
-"""Run steps and user code: by threads, by hand, or in a background thread."""
+"""Runners of steps and user code: with threads, by a manual clock, or in a background thread."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ _MODULES = {
     "state_log": ("StateLog",),
     "threads": ("ThreadRunner",),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

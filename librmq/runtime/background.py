@@ -1,4 +1,4 @@
-"""Call a step from a thread when it is due or woken."""
+"""A thread that calls a step when it is due or woken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Background:
     """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""
 
     def __init__(self, step: Callable[[int], int | None], clock: Clock, name: str) -> None:
-        """``step(now_ms)`` returns when it is due next.
+        """Start the thread; ``step(now_ms)`` returns its next due time.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -29,12 +29,12 @@ class Background:
 
     def wake(self) -> None:
         """Let the step run now."""
-        if not self._event.is_set():  # to set it again would cost more than to look
-            with critical:  # Python's events keep a lock that a signal in the middle leaves held
+        if not self._event.is_set():  # checking is cheaper than setting it again
+            with critical:  # a signal within `set` would leave the event's lock held
                 self._event.set()
 
     def stop(self) -> None:
-        """Return when the step that runs has ended; no other follows."""
+        """Stop the thread; return when a running step has ended."""
         with critical:
             self._stopping = True
             self._event.set()
@@ -44,7 +44,7 @@ class Background:
     def _run(self) -> None:
         while True:
             self._event.clear()
-            if self._stopping:  # looked at behind `clear`, which may have taken the signal of `stop` away
+            if self._stopping:  # checked after `clear`, which can erase the signal of `stop`
                 return
             due = self._step(self._clock.now_ms())
             seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000

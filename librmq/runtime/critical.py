@@ -1,15 +1,15 @@
-"""Ctrl-C safety: a signal that comes during a critical stretch is taken right after it.
+"""Ctrl-C safety: a signal during a critical block is handled right after it.
 
-Python runs signal handlers in the main thread between two instructions, and a handler may raise there: Ctrl-C's does.
-Code that changes several things which must agree says ``with critical:`` around them. In the main thread every signal
-that has a Python handler is then noted instead of handled, and its handler is called when the stretch has ended. In
-other threads, where no handler runs, the stretch costs a comparison; in the main thread some microseconds. What is too
-hot for that leaves a mark while it changes things, by which the next caller repairs them (`MessageStore.append`).
+Python runs signal handlers in the main thread between two instructions, and a handler can raise there, as Ctrl-C's
+does. Code that makes several changes that must agree puts them in a ``with critical:`` block. In the main thread every
+signal with a Python handler is then noted, and its handler is called at the end of the block. In other threads, where
+no handler runs, the block costs a comparison; in the main thread it costs some microseconds. Code that is too hot for
+this sets a mark during its changes, and the next caller repairs them (`MessageStore.append`).
 
-Setting a handler resets how system calls go on after the signal, so what `signal.siginterrupt` chose is put back.
+Setting a handler resets how system calls continue after the signal, so the choice of `signal.siginterrupt` is restored.
 
-Stretches nest; the outermost one counts. Waiting for a disk is fine within one, waiting for other code
-of the application is not: Ctrl-C would wait too.
+Blocks nest; the outermost one counts. A block may wait for a disk, but not for code of the application, because Ctrl-C
+would wait too.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Critical:
     def __init__(self) -> None:
         # only used by the main thread
         self._depth = 0
-        self._seen: list[object] = []  # the handler of each signal when a block last began
+        self._seen: list[object] = []  # handlers at the start of the last block, by signal
         self._handlers: dict[int, _Handler] = {}  # the application's handlers among them
         self._noted: list[int] = []
-        self._actions: dict[int, ctypes.Array[ctypes.c_char]] = {}  # the system's of `_handlers`
+        self._actions: dict[int, ctypes.Array[ctypes.c_char]] = {}  # the system's actions for `_handlers`
 
     def __enter__(self) -> None:
         if get_ident() != _main:
@@ -67,7 +67,7 @@ class Critical:
         self._depth += 1
 
     def _set(self, number: int, handler: _Handler) -> None:
-        """Set a handler, and nothing else of what the system does at the signal."""
+        """Set a handler without changing the system's other settings for the signal."""
         _set_signal(number, handler)
         if _sigaction is not None:
             _sigaction(number, self._actions[number], None)
@@ -93,7 +93,7 @@ class Critical:
             try:
                 for number, handler in self._handlers.items():
                     self._set(number, handler)
-            except BaseException:  # a signal came when its handler was restored already
+            except BaseException:  # a signal came after its handler was restored
                 self.restore()
                 raise
             finally:
@@ -107,7 +107,7 @@ class Critical:
                 self._set(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal later if a block runs, otherwise at once."""
+        """Handle a signal after the running block, or immediately without one."""
         if self._depth:
             if number not in self._noted:
                 self._noted.append(number)
@@ -120,7 +120,7 @@ class Critical:
         try:
             self._handlers[number](number, sys._getframe(2))
         finally:
-            if self._noted:  # although that one has raised
+            if self._noted:  # the other signals, even if this one raised
                 self._handle_noted()
 
     def after_fork(self) -> None:
@@ -129,7 +129,7 @@ class Critical:
         before, _main = _main, get_ident()
         if self._depth and self._noted:
             self._noted.clear()
-        if self._depth and before != _main:  # the thread whose block this is does not exist here
+        if self._depth and before != _main:  # the thread that entered the block does not exist in the child
             self._depth = 0
             self.restore()
 

@@ -1,21 +1,21 @@
-"""Save progress behind a flush: some time after it changed, beside other turns, again after a failure.
+"""Saving of progress after a flush: some time after a change, beside other turns, repeated after a failure.
 
-Progress may be saved only when the device has what it vouches for. Its owner makes one `FlushAside` and says four
-things: what has been reached, how to flush, how to note it, and how long to wait after a change::
+Progress may be saved only after the device has the data that it covers. Its owner makes one `FlushAside` and passes how
+to get the progress, flush, and note it, and how long to wait after a change::
 
     self._saver = FlushAside(
         "the relay's progress",
-        flush=lambda reached: store.flush(),                 # waits for the disk; may run in another thread
+        flush=lambda reached: store.flush(),                 # waits for the disk; can run in another thread
         reached=lambda: self._next if self._next != self._saved else None,   # None: nothing to save
-        note=self._note,                                     # takes what `reached` gave before the flush
+        note=self._note,                                     # gets the value of `reached` from before the flush
         now_ms=store.clock.now_ms,
         save_every_s=10,
         aside=aside,                                         # librmq.runtime.runner.aside_by(…); None: within run_due
     )
 
-In its own step it calls ``self._saver.run_due(now_ms)`` and hands the time on, `save` when it is shut down, and
-`put_back` where the clock was put back. ``aside`` runs the step once more when a flush has ended. A failure is logged
-once, and that it works again once.
+The owner's step calls ``self._saver.run_due(now_ms)`` and returns its result, calls `save` at a shutdown, and
+`put_back` when the clock was set back. ``aside`` runs the step again when a flush has ended. A failure is logged once,
+and so is the next success.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAVING: Final = ("saving",), "saving"
 
 
 class FlushAside(Generic[_T]):
-    """Saves one kind of progress. Not thread-safe: called where its owner's step runs, under the runner's lock."""
+    """Saves one kind of progress. Not thread-safe: its owner calls it under the runner's lock."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class FlushAside(Generic[_T]):
         retry_s: float = 10,
         aside: Aside | None = None,
     ) -> None:
-        """``what`` names the progress in log lines.
+        """Take the owner's functions; ``what`` names the progress in log lines.
 
-        Flushes never overlap, and none follows a later one. ``save_every_s`` None leaves saving to `save`. ``retry_s``
-        is how long to wait after a failure that may pass.
+        Flushes never overlap, and none is noted after a later one. With ``save_every_s`` None only `save` saves.
+        ``retry_s`` is the wait after a temporary failure.
         """
         self._flush = flush
         self._reached = reached
@@ -73,16 +73,16 @@ class FlushAside(Generic[_T]):
         self._why_over: str | None = None
 
     def changed(self) -> int | None:
-        """Say that there is something to save; return when to call `run_due` (ms), None where ``aside`` will tell."""
+        """Note a change; return when to call `run_due` (ms), None if ``aside`` will wake the step."""
         if self._due_ms is None and self._every_ms is not None and not self._is_flushing:
             self._due_ms = self._now_ms() + self._every_ms
         return self._due_ms
 
     def run_due(self, now_ms: int) -> int | None:
-        """Save if it is time, or begin to; return when to call again (ms), None where a change or ``aside`` will tell.
+        """Save or begin to save if due; return the time of the next call (ms), None to wait for a change or ``aside``.
 
         Raises:
-            FlushFailedError, StoreClosedError, ReadOnlyError: The store takes nothing any more.
+            FlushFailedError, StoreClosedError, ReadOnlyError: The store accepts nothing any more.
         """
         if self._every_ms is None or self._is_flushing:
             return None
@@ -91,7 +91,7 @@ class FlushAside(Generic[_T]):
             self._saved()
             return None
         latest = now_ms + max(self._every_ms, self._retry_ms)
-        if self._due_ms is None or self._due_ms > latest:  # the clock was put back
+        if self._due_ms is None or self._due_ms > latest:  # the clock was set back
             self._due_ms = now_ms + self._every_ms
         if self._due_ms > now_ms:
             return self._due_ms
@@ -108,19 +108,19 @@ class FlushAside(Generic[_T]):
         return self._due_ms
 
     def save(self) -> None:
-        """Save now what has been reached. Raises what the flush and ``note`` do."""
+        """Save the progress now. Raises the errors of the flush and of ``note``."""
         reached = self._reached()
         if reached is not None:
             self._save(reached, next(self._numbers))
         self._due_ms = None
 
     def put_back(self, now_ms: int) -> None:
-        """Look at what is unsaved at the next `run_due`: the clock was put back to ``now_ms``."""
+        """Recompute the next save after the clock was set back to ``now_ms``."""
         if self._due_ms is not None:
             self._due_ms = now_ms
 
     def end(self, why: str) -> None:
-        """Flush nothing any more; later calls raise ``why``. Return when nothing is being flushed. Thread-safe."""
+        """End all flushes; later calls raise ``why``. Return when none is running. Thread-safe."""
         with self._one_at_a_time:
             self._why_over = why
 
@@ -134,7 +134,7 @@ class FlushAside(Generic[_T]):
         self._states.works(*_SAVING)
 
     def _flush_numbered(self, reached: _T, number: int) -> None:
-        """Flush unless a later one has ended. Thread-safe."""
+        """Flush unless a later flush has ended. Thread-safe."""
         with self._one_at_a_time:
             if self._why_over is not None:
                 raise StoreClosedError(self._why_over)
@@ -148,16 +148,16 @@ class FlushAside(Generic[_T]):
             try:
                 if error is not None:
                     raise error
-                if number == self._flushed:  # else a later one is noted
+                if number == self._flushed:  # otherwise a later one is noted
                     self._note(reached)
                 self._saved()
-            except LASTING as told:  # no caller waits for this: the next append meets it too
+            except LASTING as told:  # no caller waits here, and the next append gets the same error
                 self._states.failing(*_SAVING, told, logging.ERROR)
                 return None
             except StoreError as told:
                 self._retry(told)
                 return self._due_ms
-            return self._now_ms()  # for what changed meanwhile
+            return self._now_ms()  # to save changes made meanwhile
 
         self._is_flushing, self._due_ms = True, None
         aside(lambda: self._flush_numbered(reached, number), flushed)

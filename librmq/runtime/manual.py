@@ -1,4 +1,4 @@
-"""Take turns by hand, under a clock that the caller moves."""
+"""A runner without threads, under a clock that the caller moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 
 class ManualRunner(Runner):
-    """Runs by hand, in the thread that asks, under a clock that stands still between: `advance` takes all turns.
+    """Runs all turns in the calling thread, under a clock that stands still between calls of `advance`.
 
     Not thread-safe.
     """
@@ -27,7 +27,7 @@ class ManualRunner(Runner):
         self.manual_clock = clock or ManualClock()
         super().__init__(self.manual_clock)
         self.paused: list[Work] = []
-        """Work that has begun and lets others go first; only what explores has any."""
+        """Paused work; only an explorer pauses any."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._async_runner: asyncio.Runner | None = None
 
@@ -35,7 +35,7 @@ class ManualRunner(Runner):
         return f"<ManualRunner at {self.now_ms()} ms>"
 
     def options(self, until_ms: int) -> Iterator[Turn]:
-        """The turns that may come next, the usual one first: due steps, ready work, paused work, time."""
+        """Yield the possible next turns, the usual one first: due steps, ready work, paused work, time."""
         now = self.now_ms()
         top = self._top()
         if top is not None and (top.at or 0) <= now:
@@ -53,18 +53,19 @@ class ManualRunner(Runner):
             yield _TimePasses(min(later), self.manual_clock.move_to)
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
-        """The turn to take; None ends the run."""
+        """Return the turn to take; None ends the run."""
         return next(options, None)
 
     def pass_time(self, seconds: float) -> None:
-        """Move the clock, and take all turns on the way."""
+        """Move the clock, and take all turns that become due."""
         self.advance(round(1000 * seconds))
 
     def advance(self, ms: int = 0) -> None:
-        """Let ``ms`` milliseconds pass, and take every turn that is due on the way.
+        """Let ``ms`` milliseconds pass, and take every turn that becomes due.
 
-        `EndlessLoopError` where turns follow each other without time passing, `NotIdleError` where a coroutine has not
-        ended.
+        Raises:
+            EndlessLoopError: Turns follow each other without time passing.
+            NotIdleError: A coroutine has not ended.
         """
         until = self.now_ms() + ms
         self._take_turns(until)
@@ -74,7 +75,7 @@ class ManualRunner(Runner):
         self.manual_clock.move_to(max(until, self.now_ms()))
 
     async def advance_async(self, ms: int = 0) -> None:
-        """As `advance`; coroutines run on the loop that this is awaited in."""
+        """Like `advance`; coroutines run on the calling event loop."""
         until = self.now_ms() + ms
         while True:
             self._take_turns(until)
@@ -84,7 +85,7 @@ class ManualRunner(Runner):
         self.manual_clock.move_to(max(until, self.now_ms()))
 
     def next_due_ms(self) -> int | None:
-        """When the next step is due, None where nothing will happen by itself."""
+        """Return when the next step is due, None if nothing is scheduled."""
         top = self._top()
         return None if top is None else top.at
 
@@ -103,7 +104,7 @@ class ManualRunner(Runner):
                 taken, at = 0, self.now_ms()
 
     def _take_usual_turns(self, until_ms: int) -> None:
-        """Take the first of the `options` again and again, without making the others."""
+        """Take the first of the `options` repeatedly, without making the others."""
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         taken, now = 0, clock.now_ms()
         while True:
@@ -135,7 +136,7 @@ class ManualRunner(Runner):
         except RuntimeError:
             if self._async_runner is None:
                 self._async_runner = asyncio.Runner()
-                weakref.finalize(self, self._async_runner.close)  # for those who never close this
+                weakref.finalize(self, self._async_runner.close)  # in case the runner is never shut down
             self._async_runner.run(self._run(work, coroutine))
             return
         task = loop.create_task(self._run(work, coroutine))
@@ -155,7 +156,7 @@ class ManualRunner(Runner):
         self._finish(work, result, error)
 
     def shutdown(self, timeout: float | timedelta = 0) -> bool:
-        """Let go of the loop; return whether all work has ended. Nothing is waited for."""
+        """Close the event loop; return whether all work has ended. Does not wait."""
         if self._async_runner is not None:
             self._async_runner.close()
             self._async_runner = None

@@ -1,4 +1,4 @@
-"""One log line a change of state, not one a try."""
+"""One log line for each change of a lasting condition, instead of one for each try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["StateLog"]
 
 
 class StateLog:
-    """Log conditions that last: one line when a condition begins or changes, one when it is over.
+    """Logs lasting conditions: one line when a condition begins or changes, one when it ends.
 
     Not thread-safe: called under the runner's lock, or by the one caller of a step.
     """
@@ -17,7 +17,7 @@ class StateLog:
         self._logger = logger
         self._label = label
         self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
-        """What fails at the moment; callers look here first where success is frequent."""
+        """The present failures; callers check this first if success is frequent."""
 
     def failing(
         self,
@@ -29,9 +29,9 @@ class StateLog:
         again_ms: int | None = None,
         traceback: bool = False,
     ) -> None:
-        """Note that ``what`` fails: logged unless it failed for the same kind of reason before.
+        """Note that ``what`` fails; log it unless it failed for the same kind of reason before.
 
-        ``again_ms`` tells how soon it is tried again.
+        ``again_ms`` is the time to the next try.
         """
         cause = type(error), getattr(error, "code", None) or getattr(error, "errno", None)
         is_known = self.causes.get(key) == cause
@@ -41,12 +41,12 @@ class StateLog:
             "%s: %s fails%s: %s",
             self._label,
             what,
-            "" if again_ms is None else f", and is tried again in {again_ms} ms",
+            "" if again_ms is None else f"; next try in {again_ms} ms",
             error,
             exc_info=error if traceback and not is_known else None,
         )
 
     def works(self, key: tuple[str, ...], what: str) -> None:
-        """Note that ``what`` succeeds: logged if it failed before."""
+        """Note that ``what`` succeeds; log it if it failed before."""
         if self.causes and self.causes.pop(key, None) is not None:
             self._logger.info("%s: %s works again", self._label, what)

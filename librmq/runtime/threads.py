@@ -21,7 +21,7 @@ __all__ = ["ThreadRunner"]
 
 _log = logging.getLogger("librmq.runner")
 _T = TypeVar("_T")
-_NOT_APPLIED: Final = "%s: what came of it could not be applied"
+_NOT_APPLIED: Final = "%s: its result could not be applied"
 _SLICE_MS: Final = 5
 """Longest time in which a thread takes steps before it offers the lock to others."""
 _YIELD_S: Final = 0.0005
@@ -108,7 +108,7 @@ class ThreadRunner(Runner):
             self._signal_clock(at)
         except RuntimeError as error:
             if not self._is_clock_missed:
-                _log.warning("a worker does what the clock thread would: %s", error)
+                _log.warning("the clock thread can't start, so a worker runs the steps: %s", error)
             self._is_clock_missed = True
             return False
         return True
@@ -146,7 +146,7 @@ class ThreadRunner(Runner):
             try:
                 top.go(self)
             except BaseException:  # a thread of the runner has no caller
-                _log.exception("%s: librmq's own step has failed", top.label)
+                _log.exception("%s: an internal step failed", top.label)
             now = self.now_ms()
         return top
 
@@ -361,7 +361,7 @@ class ThreadRunner(Runner):
         """End the threads, after clients have been shut down; a second call does the same.
 
         Returns:
-            Whether all work has ended within ``timeout`` (seconds, or a `timedelta`); work that runs on is logged.
+            Whether all work has ended within ``timeout`` (seconds, or a `timedelta`); work that still runs is logged.
         """
         seconds = to_seconds("timeout", timeout)
         with self.lock:

@@ -1,4 +1,4 @@
-"""When half messages are checked: passes on a grid of times, and how far they have come.
+"""Schedule of the checks of half messages: passes on a grid of times, and their progress.
 
 One pass is a `librmq.scheduling.transaction_check.CheckPass`. Mirrors 4.9.4's ``TransactionalMessageCheckService``.
 """
@@ -56,7 +56,7 @@ class CheckBack(NamedTuple):
 
     group: str
     half: StoredMessage
-    """The copy that the check has put back; the answer ends the transaction by its coordinates."""
+    """The copy that the check has appended; the answer ends the transaction by the copy's offsets."""
     check_times: int
     """Number of this check, counting from 1."""
 
@@ -89,17 +89,17 @@ class CheckHooks:
     """Functions that checks call; none of them may raise."""
 
     ask: Callable[[CheckBack], None]
-    """Passes a question on to a producer."""
+    """Passes a question to a producer."""
     discarded: Callable[[StoredMessage, int], None]
-    """``discarded(half, check_times)`` learns which halves were given up."""
+    """``discarded(half, check_times)`` is called for each half that was given up."""
     make_topic: Callable[[str], None]
-    """Puts a topic of one queue into the broker's table."""
+    """Adds a topic of one queue to the broker's table."""
     is_reachable: Callable[[str], bool] | None
-    """Tells whether a producer of a group can be asked; with None each check counts."""
+    """Returns whether a producer of a group can be asked; with None each check counts."""
     has_ended: Callable[[int], bool]
-    """``has_ended(queue_offset)`` knows of halves that end while a pass goes on."""
+    """``has_ended(queue_offset)`` returns whether a half ended during the pass."""
     passed: Callable[[int], None]
-    """``passed(queue_offset)`` learns below which queue offset no half is pending."""
+    """``passed(queue_offset)`` is called when no half below a queue offset is pending."""
 
 
 class CheckSchedule:
@@ -134,7 +134,7 @@ class CheckSchedule:
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
         self._pass: CheckPass | None = None
-        self._is_over = False  # the pass; its halves count as judged, though that is not noted yet
+        self._is_over = False  # the pass is over: its halves count as judged, though its progress is not saved
         self._states = StateLog(_log, "transactions")
         self._saver = FlushAside(
             "the progress of the check of half messages",
@@ -147,7 +147,7 @@ class CheckSchedule:
         )
 
     def judged_below(self) -> int:
-        """Return the queue offset below which halves have ended, were put back, or were discarded."""
+        """Return the queue offset below which all halves have ended, were copied, or were discarded."""
         if self._pass is not None:
             return self._pass.queue_offset
         return progress(self._store, self._offsets, HALF_TOPIC)
@@ -258,7 +258,7 @@ class CheckSchedule:
     def save(self) -> None:
         """Save the progress of a running check pass, which ends there.
 
-        Its records are flushed before. Raises the errors of `MessageStore.flush`.
+        It flushes the records of the pass first. Raises the errors of `MessageStore.flush`.
         """
         self._end_pass()
         self._saver.save()

@@ -1,8 +1,8 @@
-"""Half messages and their ends: which of those that a check has not passed yet are pending.
+"""Half messages and their ends: which halves after the check's progress are pending.
 
-An op message tells that a half has ended, by the half's queue offset in decimal digits; how far the check has come in
-both queues is the progress of group ``CID_RMQ_SYS_TRANS``. What a half is, and how the records hang together, is drawn
-in `librmq.txn`. Mirrors the op queue of 4.9.4's ``TransactionalMessageServiceImpl``.
+An op message records the end of a half: its body is the half's queue offset in decimal digits. The progress of the
+check in both queues is that of group ``CID_RMQ_SYS_TRANS``. `librmq.txn` describes the records. Mirrors the op queue of
+4.9.4's ``TransactionalMessageServiceImpl``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["CHECK_GROUP", "OP_TAG", "QUEUE", "EndedHalves", "TransactionOffsets"
 _log = logging.getLogger("librmq.txn")
 
 CHECK_GROUP: Final = "CID_RMQ_SYS_TRANS"
-"""The internal consumer group whose progress is that of the check."""
+"""The internal consumer group that has the check's progress."""
 QUEUE: Final = 0
-"""The only queue of halves, of op messages, and of halves that were given up."""
+"""The only queue of halves, of op messages, and of discarded halves."""
 OP_TAG: Final = "d"
-"""Of an op message; it is the only one there is."""
+"""The tag of every op message."""
 
 
 class TransactionOffsets(Protocol):
@@ -42,13 +42,13 @@ class TransactionOffsets(Protocol):
 
 
 class EndedHalves:
-    """Which of the halves from the check's progress on have ended: one bit each, read from the op queue.
+    """The ended halves from the check's progress on: one bit for each, read from the op queue.
 
-    Not thread-safe. Making one reads the op messages from the progress on; `add` tells of those written since.
+    Not thread-safe. The constructor reads the op messages from the progress on; `add` notes later ones.
     """
 
     def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
-        """`CorruptionError` as for `MessageStore.read`."""
+        """Read the op queue; `CorruptionError` as for `MessageStore.read`."""
         self._store = store
         self._base = progress(store, offsets, HALF_TOPIC) & ~7
         self._bits = bytearray()
@@ -60,7 +60,7 @@ class EndedHalves:
         return _is_marked(self._bits, queue_offset - self._base)
 
     def so_far(self) -> Callable[[int], bool]:
-        """Return a function that tells which halves have ended by now, for another thread."""
+        """Return a function for another thread that says which halves have ended by now."""
         base, bits = self._base, bytes(self._bits)
         return lambda queue_offset: _is_marked(bits, queue_offset - base)
 
@@ -69,7 +69,7 @@ class EndedHalves:
         if op_offset == self._next_op:
             self._next_op += 1
             self._mark(queue_offset)
-        else:  # another writer added some
+        else:  # another writer added op messages
             self._catch_up()
 
     def forget_below(self, queue_offset: int) -> None:
@@ -86,7 +86,7 @@ class EndedHalves:
             found = self._store.read(OP_TOPIC, QUEUE, self._next_op)
             for op in found.messages:
                 queue_offset = half_of(op)
-                if queue_offset is not None and queue_offset < end:  # an op may say anything
+                if queue_offset is not None and queue_offset < end:  # the body of an op message can be anything
                     self._mark(queue_offset)
             if found.next_offset == self._next_op or found.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 return
@@ -106,17 +106,17 @@ def _is_marked(bits: bytes | bytearray, at: int) -> bool:
 
 
 def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:
-    """Return the check's progress in the queue of a topic, by default the queue's beginning."""
+    """Return the check's progress in the queue of a topic; by default the start of the queue."""
     stored = offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
     if stored is not None and stored >= 0:
         return stored
-    return store.queue_range(topic, QUEUE)[0]  # which writes no entries: every commit comes here
+    return store.queue_range(topic, QUEUE)[0]  # unlike others, this call writes no entries; each commit makes it
 
 
 def half_of(op: StoredMessage) -> int | None:
-    """The queue offset of the half that an op message tells of; −1 where it says none, None without the tag."""
+    """Return the queue offset of the half in an op message; −1 if it is unreadable, None without the tag."""
     if op.tags != OP_TAG:
-        _log.error("the op message at %d has tag %r, and is passed over", op.physical_offset, op.tags)
+        _log.error("the op message at %d is skipped: expected the tag 'd', found %r", op.physical_offset, op.tags)
         return None
     found = java_long(op.stored_body[:64].decode("utf-8", "replace"))
     return -1 if found is None else found

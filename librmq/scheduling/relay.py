@@ -1,4 +1,4 @@
-"""Any time by delay levels: a message is sent on in hops, each as long as a level, until its time has come.
+"""Delivery at any time by delay levels: a message is sent again in hops, each as long as a level.
 
 ::
 
@@ -6,8 +6,8 @@
     best      the longest level that is not    10 h 1 s: 5 × 2 h and 1 s, 6 hops
               longer than what remains, else level 1
 
-Both come too late by less than level 1 (a second) and a look of the schedule (100 ms), however many hops there
-are: each hop is computed from the current time, so lateness does not add up. Messages are never early.
+Both deliver late by less than level 1 (1 s) plus one look of the schedule (100 ms), for any number of hops: each hop is
+computed from the current time, so lateness does not add up. Messages are never early.
 
 `HopProxy` does this. A message that must wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own topic
 and queue as properties. The proxy sends it on by level, and finally to its own topic without those properties.
@@ -48,7 +48,7 @@ _log = logging.getLogger("librmq.hops")
 
 HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
-"""The group whose progress is the proxy's."""
+"""The consumer group that has the proxy's progress."""
 TARGET_MS: Final = "SCHEDULE_TARGET_MS"
 TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
 TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
@@ -69,35 +69,36 @@ _RETRY_MS: Final = 10_000
 _SENDING: Final = ("sending on",), "sending on"
 
 Choose = Callable[[int, DelayLevels], int]
-"""From the milliseconds that remain, above 0, to the level of the next hop."""
+"""Returns the level of the next hop for the remaining milliseconds, which are above 0."""
 
 
 class HopPlan(NamedTuple):
-    """Plan of hops for a delay, by one way of choosing levels."""
+    """The hops for a delay, by one way of choosing levels."""
 
     hops: int
     overshoot_ms: int
-    """By how much the hops are longer than the delay."""
+    """By how much the hops are longer than the delay, in milliseconds."""
 
 
 def simple_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
-    """The level of the next hop: always the first. `ConfigError` if that does not wait."""
+    """Return the first level; `ConfigError` if it has no delay."""
     if not levels.delays_ms or levels.delays_ms[0] <= 0:
-        raise ConfigError("delay level 1 does not wait: no time can be reached by it")
+        raise ConfigError("delay level 1: expected a delay above 0 s for hops, found 0 s")
     return 1
 
 
 def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
-    """The level of the next hop: the longest that is not longer than what remains, the first if all are.
+    """Return the longest level that is not longer than the remaining time, or the first if all are.
 
-    `ConfigError` if the first does not wait.
+    Raises:
+        ConfigError: the first level has no delay.
     """
     fits = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if 0 < delay_ms <= remaining_ms]
     return -max(fits)[1] if fits else simple_level(remaining_ms, levels)
 
 
 def hops(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> Iterator[int]:
-    """The levels by which a delay is waited for, one after the other; none for a delay of 0 or less."""
+    """Yield the levels of the hops for a delay; none for a delay of 0 or less."""
     remaining_ms = delay_ms
     while remaining_ms > 0:
         level = choose(remaining_ms, levels)
@@ -106,11 +107,11 @@ def hops(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = b
 
 
 def hop_plan(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> HopPlan:
-    """How many hops a delay takes, and by how much they are longer. Costs by the levels for a long delay too."""
+    """Return the number of hops for a delay, and how much longer they are. The cost depends on the levels only."""
     remaining_ms, count = delay_ms, 0
     while remaining_ms > 0:
         level_ms = levels.delay_ms(choose(remaining_ms, levels))
-        # The same level is chosen again for as long as what remains is not shorter than it.
+        # The same level is chosen while the remaining time is not shorter than it.
         times = max(1, remaining_ms // level_ms)
         count += times
         remaining_ms -= times * level_ms
@@ -120,11 +121,12 @@ def hop_plan(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose
 def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     """Return the message to send instead of ``message``, so that it reaches its topic at ``target_ms``.
 
-    `MessageIllegalError` for a topic that can't be, and for a message that has a delay level too.
+    Raises:
+        MessageIllegalError: the topic is invalid, or the message also has a delay level.
     """
     validate_topic(message.topic)
     if record.PROPERTY_DELAY in message.properties:
-        raise MessageIllegalError("a message that is to come at a time has no delay level")
+        raise MessageIllegalError("delay level: expected none for a message with a delivery time")
     carried = Message(HOP_TOPIC, message.body, flag=message.flag)
     carried.properties = {
         **message.properties,
@@ -136,11 +138,12 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
 
 
 class HopProxy:
-    """Sends on what waits in topic ``SYSTEM_SCHEDULE_MSG``. Not thread-safe: one caller at a time.
+    """Sends on the messages in topic ``SYSTEM_SCHEDULE_MSG``. Not thread-safe: one caller at a time.
 
-    A step beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic: call `run_due` when something
-    has come there. What names no time or topic is dropped, logged as an error. After a failure that may pass (a full
-    disk) it goes on 10 s later. After a crash messages may come twice; none is lost, none is early.
+    Use it beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic; call `run_due` when a message
+    has arrived there. A message without a time or a topic is dropped and logged as an error. After a temporary failure,
+    such as a full disk, the next try is 10 s later. After a crash messages can be delivered twice; none is lost or
+    early.
     """
 
     def __init__(
@@ -154,15 +157,16 @@ class HopProxy:
         make_topic: Callable[[str, int], None] = lambda topic, queue_id: None,
         aside: Aside | None = None,
     ) -> None:
-        """Take where the progress is kept.
+        """Continue from the saved progress.
 
         Args:
             store: Open for writing.
             offsets: Keeps the progress.
-            choose: Chooses the next level; the best approximation by default.
-            save_every_s: The progress is noted this long after it changed; None leaves that to `save`.
-            delivered: ``delivered(message, result)`` is called with each message that reaches its topic.
-            make_topic: ``make_topic(topic, queue_id)`` sees, before a delivery, that the queue can be consumed;
+            choose: Chooses the next level; by default `best_level`.
+            save_every_s: Time from a change of the progress to its save; None leaves saving to `save`.
+            delivered: ``delivered(message, result)`` is called for each message that reaches its topic.
+            make_topic: ``make_topic(topic, queue_id)`` is called before a delivery, to make the queue available to
+            consumers;
                 `MessageIllegalError` drops the message.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
@@ -175,7 +179,7 @@ class HopProxy:
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = FlushAside(
-            "how far the relay has come",
+            "the relay's progress",
             flush=lambda reached: store.flush(),
             reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,
             note=self._note,
@@ -185,9 +189,10 @@ class HopProxy:
         )
 
     def run_due(self, now_ms: int) -> int | None:
-        """Send on all that has come; returns when to call at the latest (ms), None if only what comes calls for it.
+        """Send on all arrived messages; return the latest time of the next call (ms), None to wait for an arrival.
 
-        `StoreClosedError`, `FlushFailedError` and `ReadOnlyError` where the store takes no messages any more.
+        Raises:
+            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
         """
         try:
             self._send_all(now_ms)
@@ -212,11 +217,11 @@ class HopProxy:
             self._next_offset = found.next_offset
 
     def save(self) -> None:
-        """Note the progress where it is kept, after a flush of the store. Raises what the flush does."""
+        """Save the progress, after a flush of the store. Raises the errors of the flush."""
         self._saver.save()
 
     def _note(self, reached: int) -> None:
-        """Tell of progress that the device has the messages of."""
+        """Save the progress over messages that are on the device."""
         self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
         self._saved_offset = reached
 
@@ -227,7 +232,7 @@ class HopProxy:
         topic = properties.get(TARGET_TOPIC, "")
         try:
             if target_ms is None or queue_id is None or topic == HOP_TOPIC:
-                raise MessageIllegalError("it names no time, queue or topic to go to")
+                raise MessageIllegalError("expected properties with a time, a queue and a topic")
             arrived = now_ms >= target_ms
             if arrived:
                 following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}

@@ -6,7 +6,7 @@ TIMER_OUT_MS holds its time, rounded down to the precision; an exact multiple lo
 unit in the timer log, which points at the previous unit of its slot. The slot in the wheel points at the last unit. A
 slot is emptied when its whole unit of time has passed, so no message is early: each message is written again, to its
 own topic. A message further away than the window goes into an earlier slot, and from there back to the timer topic
-("rolled").
+own topic. A message beyond the window goes into an earlier slot, and from there back to the timer topic
 
 A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey``, cancels that message if it is in the same slot, so
 it must name the same time. It delivers nothing itself.
@@ -154,7 +154,7 @@ class Timers:
         slots = self._slots
         position = slots.end_of_units_below(self._store.log.end, self._progress.checkpoint.log_position)
         if not slots.recover(position, self._progress.read_ms):
-            _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
+            _log.error("the timer's checkpoint and log do not belong together: all timers are delivered again")
             self._progress.queue_offset, self._progress.read_ms = 0, self._write_ms
             slots.recover(0, self._progress.read_ms)
         elif slots.was_cut and slots.last_unit is not None:
@@ -304,10 +304,8 @@ class Timers:
         rolls = bool(magic & ROLL)
         out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
         if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
-            # A crash took the message of this unit. The message at its place has a unit of its own.
-            _log.error(
-                "the timer's unit for physical offset %d is passed over: another message is there", physical_offset
-            )
+            # A crash lost the message of this unit. The message at its place has its own unit.
+            _log.error("the timer's unit for physical offset %d is skipped: another message is there", physical_offset)
             return
         if slot.deleted and not rolls and message.unique_key:
             topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
@@ -350,7 +348,7 @@ class Timers:
         try:
             raw = self._store.log.read(physical_offset, size)
             if raw is None:
-                return None  # deleted with the beginning of the log
+                return None  # retention deleted it
             message = StoredMessage(raw)
             message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
@@ -451,7 +449,7 @@ class Timers:
 
 
 def _encoded(properties: Mapping[str, str]) -> bytes:
-    """Encode properties like 5.x, with a separator behind the last one too."""
+    """Encode properties like 5.x, with a separator after the last one too."""
     return record.encode_properties(properties) + b"\2" if properties else b""
 
 

@@ -1,4 +1,4 @@
-"""Settings of a timer, and the properties by which a message names its time; `librmq.scheduling.timer` delivers.
+"""Settings of a timer, and the properties with the time of a message; `librmq.scheduling.timer` delivers.
 
 Mirrors 5.3.3's ``HookUtils``.
 """
@@ -34,49 +34,49 @@ _INT32: Final = 1 << 31
 
 
 class TimerRefusedError(MessageIllegalError):
-    """The time that a message names is no number, or too far away, or what it deletes would be due by now."""
+    """The time in a message is not a number or is too far away, or the message to delete is already due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerConfig(Config):
-    """How the wheel is made, and how far ahead it takes messages; the defaults are 5.3.3's.
+    """Shape of the wheel, and limits of its times; the defaults are 5.3.3's.
 
-    The names are those of a ``config`` row.
+    The field names are those of a ``config`` row.
     """
 
     timer_precision_ms: Annotated[int, Between(1, 86_400_000)] = 1000
     """Milliseconds of a slot."""
     timer_roll_window_slot: Annotated[int, Between(2, _INT32 - 1)] = 2 * 86_400
-    """A message this many slots away, or more, is put into a slot on the way."""
+    """A message at least this many slots away is put into an earlier slot."""
     timer_log_file_size: Annotated[int, Between(UNIT_SIZE + 16, _INT32)] = 100 << 20
     timer_max_delay_sec: Annotated[int, Between(1, _INT32 - 1)] = 3 * 86_400
     """The timer refuses messages further away."""
     slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2)] = 7 * 86_400
-    """The slots of a turn; the wheel has two."""
+    """Slots of one turn of the wheel, which has two turns."""
     save_every_s: Annotated[float | None, Seconds()] = 1
-    """From the first change that is not saved to saving; None leaves it to `Timers.save`."""
+    """Time from the first unsaved change to the save; None leaves saving to `Timers.save`."""
     retry_s: Annotated[float, Seconds()] = 10
-    """From a failure (a full disk) to the next try."""
+    """Time from a failure, such as a full disk, to the next try."""
     most_at_once: Annotated[int, Between(1, _INT32 - 1)] = 10_000
-    """Most messages that one turn delivers or puts into the wheel; the rest is due at once."""
+    """Most messages that one call delivers or puts into the wheel; the next call is due immediately."""
 
     def _check_together(self) -> None:
         if self.window_ms >= _INT32:
-            raise self.refusal("timer_roll_window_slot", "slots of less than 24 days in all, which a unit can hold")
+            raise self.refusal("timer_roll_window_slot", "slots of less than 24 days in total, a unit's limit")
 
     @property
     def window_slots(self) -> int:
-        """The slots ahead that are used, of those of a turn."""
+        """The number of slots ahead that are used."""
         return min(self.timer_roll_window_slot, self.slots_total - _BLANK_SLOTS)
 
     @property
     def window_ms(self) -> int:
-        """The time ahead that the used slots cover."""
+        """The time that the used slots cover."""
         return self.window_slots * self.timer_precision_ms
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self | None:
-        """The settings that a ``config`` row names, over 5.3.3's; None if it names none of a timer."""
+        """Return the settings in a ``config`` row, with 5.3.3's defaults; None if it has none of a timer."""
         known = cls.names()
         named = {name: value for name, value in row.items() if name in known}
         return cls(**named) if named else None
@@ -105,7 +105,7 @@ def delete_key(topic: str, unique_key: str) -> str:
 
 
 def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
-    """Return when a message is to be delivered (ms) that names a time; ``now_ms`` if it names none.
+    """Return the delivery time of a message (ms); ``now_ms`` if it names none.
 
     Raises:
         TimerRefusedError: the time is no number.
@@ -120,7 +120,7 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
 
 
 def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfig) -> int | None:
-    """Return the slot's time for a message, None if it is to be delivered at once.
+    """Return the time of the slot for a message, None if it is already due.
 
     Raises:
         TimerRefusedError: as for `Timers.put`.
@@ -128,12 +128,12 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfi
     deliver_ms = deliver_time_ms(properties, now_ms)
     if deliver_ms <= now_ms:
         if DELETE_KEY in properties:
-            raise TimerRefusedError("what it deletes is due by now")
+            raise TimerRefusedError("the message to delete is already due")
         return None
     if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
         raise TimerRefusedError(
-            f"the time is {(deliver_ms - now_ms) // 1000} s away: "
-            f"the timer takes up to timer_max_delay_sec, {settings.timer_max_delay_sec} s"
+            f"expected a time at most timer_max_delay_sec, {settings.timer_max_delay_sec} s, away, "
+            f"found {(deliver_ms - now_ms) // 1000} s"
         )
     precision_ms = settings.timer_precision_ms
     return (deliver_ms - 1) // precision_ms * precision_ms

@@ -1,8 +1,7 @@
-"""The waiting messages of a timer, by slots: units in the timer log, chained from the last to the first by the wheel.
+"""The waiting messages of a timer, by slots: units in the timer log, chained backwards from the wheel.
 
-The log is the truth. Whenever it is opened, it is cut where it is known to be on the device, and the wheel is made to
-agree with it. The formats are in `librmq.store.format.timerfiles`, what the units stand for in
-`librmq.scheduling.timer`.
+The log is the truth. At each opening it is cut where it is known to be on the device, and the wheel is made to agree
+with it. `librmq.store.format.timerfiles` has the formats, `librmq.scheduling.timer` the meaning of units.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ _log = logging.getLogger("librmq.timer")
 
 
 class TimerSlots:
-    """The slots of a store's timer, and the units in them. Not thread-safe.
+    """The slots of a store's timer, and their units. Not thread-safe.
 
-    ``time_ms`` is the time of a slot, a multiple of the precision. Positions are those of the timer log.
+    ``time_ms`` is the time of a slot, a multiple of the precision. Positions are positions in the timer log.
     """
 
     log: TimerLog
     was_cut: bool
-    """Whether `recover` has cut anything behind the given position, because a process was killed."""
+    """Whether `recover` has cut units after the given position, which a killed process left."""
     last_unit: Unit | None
-    """The last unit that `recover` has left, None if there is none."""
+    """The last unit that `recover` has kept, None if there is none."""
 
     def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
-        """``slots`` is how many the wheel has. Nothing is written until `put`; `CorruptionError` for other files."""
+        """Look at the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `put` writes."""
         self._store = store
         self._files = files
         self._slots = slots
         self._precision_ms = precision_ms
-        self._waiting = np.zeros(slots, np.bool_)  # which slots have something to deliver
+        self._waiting = np.zeros(slots, np.bool_)  # slots that have messages
         self.was_cut = False
         self.last_unit = None
         self.log = TimerLog(store, log_file_size, files=files)
@@ -48,13 +47,13 @@ class TimerSlots:
 
     @property
     def has_wheel(self) -> bool:
-        """Whether there is a wheel, which the first message makes."""
+        """Return whether the wheel exists; the first message makes it."""
         return self._wheel is not None
 
     def end_of_units_below(self, physical_offset: int, log_position: int) -> int:
-        """Return the position in the timer log, ``log_position`` at most, up to which units name messages below.
+        """Return the position, at most ``log_position``, up to which units point below a physical offset.
 
-        Later units name messages that a crash lost; other messages take their place over time.
+        Later units point at messages that a crash lost; other messages take their place over time.
         """
         for position, block in self.log.blocks(log_position):
             beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)
@@ -65,7 +64,8 @@ class TimerSlots:
     def recover(self, log_position: int, begin_ms: int) -> bool:
         """Cut the log at ``log_position``, and make the wheel agree with it from the slot of ``begin_ms`` on.
 
-        False if its units do not fit into the wheel from there on: then the log was cut, and nothing else changed.
+        Return False if the log's units do not fit into the wheel from there on; then the log was cut, and nothing else
+        changed.
         """
         self.was_cut = self.log.resume(log_position)
         begin = begin_ms // self._precision_ms
@@ -88,14 +88,14 @@ class TimerSlots:
         return True
 
     def _slots_of_log(self, begin: int) -> dict[int, Slot] | None:
-        """The slots that the log's units make from the time ``begin`` on; None if they do not fit into the wheel."""
+        """Return the slots that the log's units make from a time on; None if they do not fit into the wheel."""
         slots: dict[int, Slot] = {}
         self.last_unit = None
         for position, block in self.log.blocks(self.log.end):
             self.last_unit = self.log.unit(position + (len(block) - 1) * UNIT_SIZE)
             times, sound = self._times(block)
             if not sound.all():
-                _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
+                _log.error("the timer log has %d impossible units, from %d on", (~sound).sum(), position)
             waiting = np.flatnonzero(sound & (times >= begin))
             if not len(waiting):
                 continue
@@ -123,7 +123,7 @@ class TimerSlots:
         return times, sound
 
     def waiting_below(self, physical_offset: int, begin_ms: int) -> set[int]:
-        """The physical offsets below one that units from the slot of ``begin_ms`` on name."""
+        """Return the physical offsets below a limit in units from the slot of ``begin_ms`` on."""
         begin, found = begin_ms // self._precision_ms, set[int]()
         for _, block in self.log.blocks(self.log.end):
             times, sound = self._times(block)
@@ -132,7 +132,7 @@ class TimerSlots:
         return found
 
     def next_ms(self, begin_ms: int) -> int | None:
-        """The time of the first slot from ``begin_ms`` on that has something to deliver."""
+        """Return the time of the first slot from ``begin_ms`` on that has messages."""
         begin = begin_ms // self._precision_ms
         at = begin % self._slots
         ahead = int(self._waiting[at:].argmax())
@@ -144,13 +144,13 @@ class TimerSlots:
         return (begin + ahead) * self._precision_ms
 
     def times_ms(self) -> list[int]:
-        """The times of all slots that have something to deliver, in order."""
+        """Return the times of all slots that have messages, in order."""
         if self._wheel is None:
             return []
         return [time * self._precision_ms for time in sorted(self._wheel.times()[self._waiting].tolist())]
 
     def last(self, time_ms: int) -> int:
-        """The position of a slot's last unit, -1 if it has none."""
+        """Return the position of a slot's last unit, -1 if it has none."""
         slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
         return -1 if slot is None else slot.last
 
@@ -160,12 +160,12 @@ class TimerSlots:
         while position >= 0:
             unit = self.log.unit(position)
             if unit is None:
-                _log.error("the timer log has no unit at %d, which slot %d leads to", position, time_ms)
+                _log.error("the timer log has no unit at %d, to which slot %d points", position, time_ms)
                 return
             yield unit
             if unit.previous >= position:
                 _log.error(
-                    "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
+                    "the unit at %d of the timer log points to %d, which is not before it", position, unit.previous
                 )
                 return
             position = unit.previous
@@ -181,7 +181,7 @@ class TimerSlots:
         *,
         afresh: bool,
     ) -> None:
-        """Put a message into a slot, at the wheel's time ``write_ms``; ``afresh``: nothing else is in it any more."""
+        """Put a message into a slot at the wheel's time ``write_ms``; with ``afresh`` the slot starts empty."""
         if self._wheel is None:
             self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
         time = time_ms // self._precision_ms
@@ -195,12 +195,12 @@ class TimerSlots:
         self._waiting[time % self._slots] = True
 
     def empty(self, time_ms: int, last: int) -> None:
-        """Note that a slot was emptied whose last unit was at ``last``, unless another one came later."""
+        """Note that a slot with the last unit ``last`` was emptied, unless a later unit was added."""
         if self.last(time_ms) in (-1, last):
             self._waiting[time_ms // self._precision_ms % self._slots] = False
 
     def flush(self) -> None:
-        """Return when log and wheel have reached the device."""
+        """Flush log and wheel to the device."""
         self.log.flush()
         if self._wheel is not None:
             self._wheel.flush()

@@ -1,8 +1,8 @@
-"""Check half messages that have not ended: ask about them, put them back, give them up.
+"""Check of half messages that have not ended: ask about them, append copies, give them up.
 
-The pass goes from the progress to what the half queue held at its start. A half with an op message is passed; one that
-is due is put back as a copy, about which its producer group is asked; one that was checked too often, or is too old, is
-moved to the topic of those that were given up. It ends before one that is too young to be checked.
+A pass goes from the progress to the end of the half queue at its start. It skips a half with an op message. It appends
+a copy of a half that is due, and asks the producer group about the copy. A half that was checked too often or is too
+old goes to the topic of discarded halves. The pass ends before a half that is too young to check.
 Mirrors the ``check`` of 4.9.4's ``TransactionalMessageServiceImpl``.
 """
 
@@ -32,9 +32,9 @@ _PREPARED_AT: Final = record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
 
 class CheckPass:
-    """One check pass: half by half, from the progress to what the half queue held at the start.
+    """One check pass, from the progress to the end of the half queue at the start.
 
-    ``queue_offset`` is that of the next half to be judged. Not thread-safe.
+    ``queue_offset`` is that of the next half. Not thread-safe.
     """
 
     def __init__(  # noqa: PLR0913 (each is a collaborator or a limit of its own)
@@ -59,18 +59,19 @@ class CheckPass:
         Args:
             store: Open for writing.
             offsets: Keeps the progress.
-            start_ms: When the pass begins.
+            start_ms: Start of the pass.
             timeout_ms: Age of a half at its first check, unless it has an immunity of its own.
-            longest_ms: A pass that takes longer ends where it is.
+            longest_ms: A pass that takes longer ends early.
             check_max: A half is discarded after this many checks.
             reserved_ms: A half is discarded at this age.
-            has_ended: ``has_ended(queue_offset)`` knows of ends that came while the pass goes on.
-            ask: ``ask(copy, check_times)`` is called for each copy that was put back to be asked about.
-            discarded: ``discarded(half, check_times)`` is called for each half that was given up.
+            has_ended: ``has_ended(queue_offset)`` returns whether a half ended during the pass.
+            ask: ``ask(copy, check_times)`` is called for each appended copy.
+            discarded: ``discarded(half, check_times)`` is called for each discarded half.
             make_topic: ``make_topic(topic)`` is called before a topic is needed.
-            is_reachable: ``is_reachable(group)`` tells whether a producer of the group can be asked: what reaches none
-                is no check. None counts it as one, as 4.9 does.
-            uncounted: Queue offsets of copies whose last check reached no producer after all.
+            is_reachable: ``is_reachable(group)`` returns whether a producer of the group can be asked. A check that
+            reaches none
+                does not count; with None each check counts, as in 4.9.
+            uncounted: Queue offsets of copies whose last check reached no producer.
         """
         self._is_reachable = is_reachable
         self._uncounted = set() if uncounted is None else uncounted
@@ -90,20 +91,20 @@ class CheckPass:
         queue = store.queue(HALF_TOPIC, QUEUE)
         self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
         self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
-        self._op_of: dict[int, int] = {}  # by half: its op message, of those that were read and not used yet
-        self._done: set[int] = set()  # op messages that were used, behind `_op_end`
-        self._last_born_ms: int | None = None  # of the last op message of the last batch; None if that was empty
+        self._op_of: dict[int, int] = {}  # op messages by half that were read and not used yet
+        self._done: set[int] = set()  # used op messages from `_op_end` on
+        self._last_born_ms: int | None = None  # of the last op message in the last batch; None for an empty batch
         self._missed = False
         if queue is not None:
             self._fetch()
 
     def progress(self) -> dict[str, int]:
-        """How far the pass has come, by topic, where that is further than before."""
+        """Return the progress by topic, where it has changed."""
         found = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
         return {topic: after for topic, (before, after) in found.items() if before != after}
 
     def judge(self, now_ms: int, most: int) -> bool:
-        """Judge up to ``most`` halves; true if the pass is over."""
+        """Judge up to ``most`` halves; return True if the pass is over."""
         for _ in range(most):
             if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
                 return True
@@ -124,7 +125,7 @@ class CheckPass:
         return False
 
     def _handle(self, half: StoredMessage, now_ms: int) -> bool:
-        """Judge a half that has no op message; false if the pass ends before it."""
+        """Judge a half that has no op message; return False if the pass ends before it."""
         properties = dict(half.properties)
         check_times = self._times_checked(half) + 1
         if check_times > self._check_max:
@@ -153,8 +154,8 @@ class CheckPass:
                 self._use(op)
                 return True
             if held is None and self._last_born_ms is None:
-                break  # no op message in sight: 4.9 would look again until the pass's time is over
-        if self._has_ended(half.queue_offset):  # while the pass went on
+                break  # no op message yet: 4.9 would look again until the pass times out
+        if self._has_ended(half.queue_offset):  # during the pass
             self._find_op()
             return True
         return self._ask_about(half, properties, check_times, now_ms)
@@ -169,7 +170,7 @@ class CheckPass:
         return times - (half.queue_offset in self._uncounted)
 
     def _ask_about(self, half: StoredMessage, properties: dict[str, str], check_times: int, now_ms: int) -> bool:
-        """Put a half back and ask about the copy; false if the pass ends before it, as no producer can be asked."""
+        """Append a copy of a half and ask about it; return False if no producer can be asked, which ends the pass."""
         group = properties.get(record.PROPERTY_PRODUCER_GROUP, "")
         if self._is_reachable is not None and not self._is_reachable(group):
             if not self._has_reachable_ahead(now_ms):
@@ -183,9 +184,9 @@ class CheckPass:
         return True
 
     def _has_reachable_ahead(self, now_ms: int) -> bool:
-        """Return whether a due half whose producers can be asked lies ahead in this pass.
+        """Return whether a producer can be asked about a due half later in this pass.
 
-        Looks at `_LOOK_AHEAD` halves, and returns True if there are more.
+        It examines `_LOOK_AHEAD` halves, and returns True if there are more.
         """
         assert self._is_reachable is not None
         for queue_offset in range(max(self._reachable_at, self.queue_offset + 1), self._end):
@@ -202,7 +203,7 @@ class CheckPass:
         return False
 
     def _find_op(self) -> None:
-        """Read on to the op message of the half that is judged."""
+        """Read op messages up to that of the current half."""
         while self.queue_offset not in self._op_of:
             self._fetch()
             if self._last_born_ms is None:
@@ -215,7 +216,7 @@ class CheckPass:
         return self._last_born_ms - self._start_ms > self._timeout_ms or age_ms <= -1
 
     def _keep_immune(self, half: StoredMessage, properties: dict[str, str]) -> bool:
-        """Put back a half whose own immunity is not over, unless it has ended; false if it can't be."""
+        """Append a copy of a half whose own immunity lasts, unless it has ended; return False if that fails."""
         first = properties.get(_PREPARED_AT)
         if first is not None:
             queue_offset = java_long(first)
@@ -231,11 +232,11 @@ class CheckPass:
         return True
 
     def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
-        """Append a copy of a half with these properties; None if it had to be given up."""
+        """Append a copy of a half with these properties; None if the half had to be given up."""
         try:
             result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
-        except MessageIllegalError as error:  # it was full to the brim
-            _log.error("the half message at queue offset %d can't be put back: %s", half.queue_offset, error)
+        except MessageIllegalError as error:  # the copy has no room for its properties
+            _log.error("the half message at queue offset %d can't be copied: %s", half.queue_offset, error)
             self._discard(half, half.properties)
             return None
         copy = self._store.message_at(result.physical_offset)
@@ -243,7 +244,7 @@ class CheckPass:
         return copy
 
     def _discard(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
-        """Move a half that was checked too often or is too old to its topic; the pass continues."""
+        """Move a half that was checked too often or is too old to the topic of discarded halves; the pass continues."""
         check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
         _log.error(
             "the half message at queue offset %d, for topic %s, is discarded after %d checks",
@@ -253,8 +254,8 @@ class CheckPass:
         self._make_topic(CHECK_MAX_TIME_TOPIC)
         try:
             self._store.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
-        except MessageIllegalError as error:  # it stays where it is in the log
-            _log.error("the half message at physical offset %d can't be kept: %s", half.physical_offset, error)
+        except MessageIllegalError as error:  # the half itself stays in the log
+            _log.error("the half message at physical offset %d can't be discarded: %s", half.physical_offset, error)
         self._discarded(half, check_times)
         return True
 
@@ -282,5 +283,5 @@ class CheckPass:
 
 
 def _is_illegal(found: ReadResult) -> bool:
-    """Return whether a read found nothing although the queue has more."""
+    """Return whether a read found nothing although the queue has more entries."""
     return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

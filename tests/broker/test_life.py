@@ -110,7 +110,7 @@ def ended(broker: Broker) -> None:
         (ended, "the progress of the check of half messages"),
         (
             lambda broker: broker.call(SendMessage("p", send_at(Message("T", b"x"), 1 << 60), 0, 1, HOST)),
-            "how far the relay has come",
+            "the relay's progress",
         ),
     ],
 )

@@ -400,7 +400,7 @@ def test_awaited(broker: Broker) -> None:
 def test_queue_and_selector_exclude_each_other(broker: Broker) -> None:
     producer = Producer(broker, "shop")
     for send in (producer.send, producer.send_oneway):
-        with pytest.raises(MessageIllegalError, match="queue= and selector= both choose the queue"):
+        with pytest.raises(MessageIllegalError, match="give queue= or selector=, not both"):
             send("T", b"x", queue=0, selector=queue_selectors.select_by_hash, arg="k")
     assert bodies(broker) == []
 
@@ -445,7 +445,7 @@ def test_wrong_arguments_are_named(broker: Broker) -> None:
     producer: Any = Producer(broker, "shop")
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: producer.send(3, b"x"), "message: expected a Message, or a topic and a body, found 3"),
-        (lambda: producer.send_batch(["T"]), "messages: expected Message after Message, found 'T'"),
+        (lambda: producer.send_batch(["T"]), "messages: expected only Message objects, found 'T'"),
         (
             lambda: producer.send("T", b"x", queue="1"),
             "queue: expected a MessageQueue or a queue's number, from 0, found '1'",

@@ -87,7 +87,7 @@ def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, capl
     with runner.lock:
         runner.wake(Step("fails", fails))
     assert run(runner, lambda: 5) == (5, None)
-    assert "fails: librmq's own step has failed" in caplog.text
+    assert "fails: an internal step failed" in caplog.text
 
 
 def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_what_is_no_exception_ends_no_thread(
         runner.submit(Work("fails too", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
     assert runner.shutdown()  # which waits for both
-    assert "fails: librmq's own step has failed" in caplog.text
+    assert "fails: an internal step failed" in caplog.text
     assert "fails too: what came of it could not be applied" in caplog.text
 
 

@@ -145,7 +145,7 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
             assert stepped.acquire(timeout=WAIT_S)
         outcomes.wait(3)
         assert runner.shutdown()
-    assert caplog.text.count("a worker does what the clock thread would") == 1
+    assert caplog.text.count("so a worker runs the steps") == 1
 
 
 def test_the_clock_thread_goes_on_without_a_first_worker(

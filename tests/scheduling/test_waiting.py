@@ -118,7 +118,7 @@ def test_a_full_disk_is_tried_again_later(
     monkeypatch.setattr(waiting.store, part.appends, refuses)
     waiting.pass_to(60_000)
     assert waiting.delivered() == [(b"b", 11_000)]
-    assert caplog.text.count("tried again in 10000 ms: full") == 1
+    assert caplog.text.count("next try in 10000 ms: full") == 1
 
 
 @BOTH
