@@ -1,7 +1,7 @@
 """The pytest plugin of librmq: the fixture ``rmq`` and the marker ``rmq_explore``.
 
-Loaded by an entry point in every run of pytest where librmq is installed, so it imports nothing of it until a test
-asks. What it does is in `librmq.testing.plugin`.
+An entry point loads it in every run of pytest with librmq installed, so it imports librmq only for tests that use it.
+`librmq.testing.plugin` has the rest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rmq-seed",
         metavar="SEED_OR_FILE",
         default=None,
-        help="run tests marked rmq_explore under the one schedule of this seed, or of this file, which a failure told; "
-        "any other text makes chance another",
+        help="run tests marked rmq_explore under one schedule: that of a seed, or of a file, from a failure's report; "
+        "any other text varies the random choices",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "rmq_explore(runs=200, lines=False): run the test under so many legal schedules, and show the shortest that "
-        "fails; with lines, listeners may be interrupted at any line",
+        "rmq_explore(runs=200, lines=False): run the test under this many legal schedules, and show the shortest that "
+        "fails; with lines, other turns can interrupt listeners at any line",
     )
-    config.addinivalue_line("markers", "rmq(on_disk=False, **settings): how the kit of fixture rmq is made")
+    config.addinivalue_line("markers", "rmq(on_disk=False, **settings): settings of the fixture rmq")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which kinds of decisions exploring has met, told by the reports, as those come from other processes too."""
+    """Print the kinds of decisions in explored tests, from the reports, which can come from other processes."""
     explored = {
         report.nodeid: summary
         for reports in terminalreporter.stats.values()
@@ -86,5 +86,5 @@ def pytest_unconfigure() -> None:
 
 
 def _loaded() -> ModuleType | None:
-    """The rest of the plugin, if a test has asked for it."""
+    """Return the rest of the plugin if a test has used it."""
     return sys.modules.get("librmq.testing.plugin")

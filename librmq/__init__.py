@@ -1,7 +1,7 @@
 """RocketMQ's storage engine and client semantics as one embeddable library, with no broker to run.
 
-This module exports what applications use. The rest of a store comes from `librmq.store`, that of the runners from
-`librmq.runtime`, all errors from `librmq.errors`.
+This module exports what applications use. `librmq.store` has the rest of the store, `librmq.runtime` the rest of the
+runners, and `librmq.errors` all errors.
 """
 
 from __future__ import annotations
@@ -148,5 +148,5 @@ _MODULES = {
     "store": ("MessageStore",),
     "txn": ("TransactionConfig",),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

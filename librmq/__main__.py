@@ -1,4 +1,4 @@
-"""``python -m librmq`` and ``librmq``: the command line; an interrupt ends it in one line even while it is loaded."""
+"""``python -m librmq`` and ``librmq``: the command line; an interrupt ends it in one line, even while it loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command of this process; returns its exit status."""
+    """Run the command of this process; return its exit status."""
     try:
         from librmq import cli
 

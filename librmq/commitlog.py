@@ -5,7 +5,7 @@
     file   | record | record | ... | record | blank | (left as it is) |        one record never crosses files
     blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, if the next did not fit
 
-A record goes to the next file if its size + 8 is more than the rest of this one. The last file is zero behind the log's
+A record goes to the next file if its size + 8 is more than the rest of this one. The last file is zero after the log's
 end. `librmq.message.record` draws the record itself. Mirrors 4.9.4's ``CommitLog``.
 """
 
@@ -69,9 +69,9 @@ class CommitLog:
         self._mapped = sequence.mapped
         self.file_size = sequence.file_size
         self.end = sequence.begin
-        """Physical offset behind the last record."""
+        """Physical offset after the last record."""
         self._file_start = -1
-        self._file_end = -1  # of the file that is written
+        self._file_end = -1  # end of the file that is written
         self.fits = -1
         """Physical offset up to which records go to `end`; longer ones need a `claim`."""
         self.sure = -1
@@ -99,7 +99,7 @@ class CommitLog:
         """Open the log in ``folder``, which need not exist yet.
 
         A walk from the physical offset that ``scan_from`` returns finds the end; the default is the third last file, as
-        after a clean exit. ``look`` is that of `walk`. Nothing is changed: the caller can `truncate` the bytes behind
+        after a clean exit. ``look`` is that of `walk`. Nothing is changed: the caller can `truncate` the bytes after
         the end.
 
         Raises:
@@ -159,8 +159,8 @@ class CommitLog:
             return end
         if size + _BLANK_SIZE > self.file_size:
             raise MessageIllegalError(
-                f"{size} bytes of record do not fit a log file of {self.file_size} bytes; "
-                f"at most {self.file_size - _BLANK_SIZE} do"
+                f"a log file of {self.file_size} bytes takes records of at most {self.file_size - _BLANK_SIZE} bytes, "
+                f"found {size}"
             )
         return self._next_file()
 
@@ -211,11 +211,11 @@ class CommitLog:
         if self._file_start >= 0:
             return self._file_end
         if sequence.starts and self.end not in (sequence.starts[-1], sequence.end):
-            raise CorruptionError(sequence.folder, self.end, "record", "the log's end lies in none of its files")
+            raise CorruptionError(sequence.folder, self.end, "record", "expected the log's end in one of its files")
         return self.end
 
     def _roll(self, size: int) -> None:
-        """Begin the next file for ``size`` bytes, behind a blank in this one."""
+        """Begin the next file for ``size`` bytes, after a blank in this one."""
         sequence, end, following = self._sequence, self.end, self._next_file()
         # First the steps that can fail, so that a full disk leaves the log unchanged.
         self._make(following)
@@ -231,7 +231,7 @@ class CommitLog:
         self._resume()
 
     def prepare(self, ahead: int) -> None:
-        """Prepare blocks and pages up to ``ahead`` bytes behind the end, including the next file.
+        """Prepare blocks and pages up to ``ahead`` bytes after the end, including the next file.
 
         A thread beside the producers calls this, so that they do not wait for the device or for first touches.
         """
@@ -273,7 +273,7 @@ class CommitLog:
         return end
 
     def truncate(self, physical_offset: int) -> list[str]:
-        """Cut the log at ``physical_offset``: write zeros behind it, delete later files, and return their paths."""
+        """Cut the log at ``physical_offset``: write zeros after it, delete later files, and return their paths."""
         gone = self._sequence.delete_from(physical_offset + 1)
         if physical_offset < self._sequence.end:
             self._sequence.zero_from(physical_offset)
@@ -324,10 +324,10 @@ class CommitLog:
     # ---------------------------------------------------------------------------------------------------------- read
 
     def read(self, physical_offset: int, size: int | None = None) -> bytes | None:
-        """Return the raw record at ``physical_offset``, None if the log has no bytes there any more, or yet.
+        """Return the raw record at ``physical_offset``, None if retention deleted it or it is not written yet.
 
         Raises:
-            CorruptionError: the bytes are no record, or one of another ``size``.
+            CorruptionError: the bytes are not a record, or one of another ``size``.
         """
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
@@ -335,7 +335,7 @@ class CommitLog:
             return None
         file = self._mapped.get(start) or self._sequence.file_at(start)
         if file is None:
-            return None  # deleted meanwhile
+            return None  # deleted since the file was looked up
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
         found, magic = _SIZE_AND_MAGIC.unpack_from(file.buffer, at)
@@ -389,7 +389,7 @@ class CommitLog:
         ``begin`` must be the start of a record. Another call can continue the walk behind damage.
 
         Raises:
-            CorruptionError: the next bytes are no record, or its body does not match its checksum.
+            CorruptionError: the next bytes are not a record, or its body does not match its checksum.
         """
         limit = self.end if end is None else min(end, self.end)
         at = self.begin if begin is None else begin
@@ -400,7 +400,7 @@ class CommitLog:
             if file is None:
                 if at >= self.begin:
                     return
-                at = self.begin  # deleted meanwhile
+                at = self.begin  # files were deleted
                 continue
             at = yield from self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
 
@@ -412,8 +412,8 @@ class CommitLog:
         Raises:
             CorruptionError: the bytes are neither a record nor a blank.
         """
-        # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. The usual record is
-        # checked here, as `codec.check_record` does it; whatever has anything particular goes there.
+        # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
+        # checked here like `record.check_record` does; it checks all others.
         file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, record.FIXED_SIZE
         chunk, chunk_at, chunk_size = b"", place, 0
         while place < upto:
@@ -426,7 +426,7 @@ class CommitLog:
                     topic_end = body_end + 1 + raw[body_end]
                     if (
                         topic_end
-                        != body_end + 20  # as long as the name of the schedule topic, whose records need more checks
+                        != body_end + 20  # the length of the schedule topic's name; its records need more checks
                         and topic_end + 2 <= size
                         and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
                         and topic_end < body_end + 129
@@ -435,7 +435,7 @@ class CommitLog:
                         yield start + place, size, raw
                         place += size
                         continue
-            if inside or not chunk:  # it can only reach beyond the chunk, so try again with one that begins here
+            if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
                 chunk, chunk_at = buffer[place : min(place + _CHUNK, upto)], place
                 chunk_size = len(chunk)
                 continue
@@ -489,7 +489,7 @@ class CommitLog:
         return LogEnd(at, None, last)
 
     def follow(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the records that another process has written behind `end`; the caller moves `end` behind any of them.
+        """Yield the records that another process has written after `end`; the caller moves `end` past each of them.
 
         Only complete records are returned. A writer copies a record over zeros from its first byte to its last. So it
         is complete if another record follows, or if its text is complete: topic and properties contain no zeros, the
@@ -515,7 +515,7 @@ class CommitLog:
                 at += self.file_size - place
 
     def first_store_timestamp_ms(self, start: int) -> int | None:
-        """Return the store time of the first record of the file at ``start``, None if it begins with no record."""
+        """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         buffer = self._sequence.file(start).buffer
         raw = buffer[: min(96, self.file_size)]
         if len(raw) < record.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:

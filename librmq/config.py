@@ -1,7 +1,7 @@
 """Settings: frozen values that are checked when they are made, and those of a store.
 
-Every class of settings derives from `Config` and states its limits beside each field, so that all of them are checked
-in one place and refused in one wording. Sizes are bytes, ``*_s`` are seconds.
+Every class of settings derives from `Config` and states its limits beside each field. So one place checks them all,
+with one wording of errors. Sizes are bytes, ``*_s`` are seconds.
 
     >>> @dataclass(frozen=True, slots=True, kw_only=True)
     ... class RetryConfig(Config):
@@ -85,9 +85,9 @@ _Check = Callable[[object], bool]
 class Config:
     """Base of all settings: keyword-only frozen dataclasses whose fields are checked by their types.
 
-    Understood are ``int``, ``float`` (which takes whole numbers too), ``bool``, ``str``, `Literal`, functions, classes,
-    each with ``| None``, and `Annotated` with `Between` or `Seconds`. Subclasses check what concerns several fields in
-    ``_check_together``. The module's docstring has an example.
+    The supported types are ``int``, ``float`` (which includes whole numbers), ``bool``, ``str``, `Literal`, functions
+    and classes, each with ``| None``, and `Annotated` with `Between` or `Seconds`. Subclasses check combinations of
+    fields in ``_check_together``. The module's docstring has an example.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range; the message names the setting.
@@ -102,10 +102,10 @@ class Config:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Check what concerns several settings; raise `refusal`."""
+        """Check combinations of settings; raise `refusal`."""
 
     def refusal(self, name: str, expected: str) -> ConfigError:
-        """Return the error that says what the setting ``name`` was expected to be, and what it is."""
+        """Return the error for the setting ``name``, with the expected and the present value."""
         return ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r:.80}")
 
     @classmethod
@@ -120,10 +120,10 @@ class Config:
         return config or cls()
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
-        """Return a copy with these settings instead, as keywords of a constructor give them.
+        """Return a copy with some settings replaced.
 
         Raises:
-            ConfigError: there is no such setting, or its value is refused.
+            ConfigError: a setting is unknown, or its value is refused.
         """
         if not settings:
             return self
@@ -159,7 +159,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _checks(kind: Any) -> list[tuple[str, str, _Check]]:  # noqa: ANN401 a class, which is hashable
-    """Return each setting's name, what it is expected to be, and its check."""
+    """Return each setting's name, the description of its expected values, and its check."""
     hints = get_type_hints(kind, include_extras=True)
     return [(name, *_check_of(hints[name])) for name in kind.names()]
 
@@ -178,7 +178,7 @@ def _check_of(hint: Any) -> tuple[str, _Check]:  # noqa: ANN401 types have none
 
 def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
     if len(options) != 1:
-        raise TypeError(f"a setting has one type, and perhaps None, found {options}")
+        raise TypeError(f"expected one type for a setting, with or without None, found {options}")
     hint = options[0]
     origin = get_origin(hint) or hint
     if origin is Literal:
@@ -204,7 +204,7 @@ def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
 
 
 def _class_check(kind: object) -> tuple[str, _Check]:
-    if getattr(kind, "_is_protocol", False) or not isinstance(kind, type):  # which only the type checker can judge
+    if getattr(kind, "_is_protocol", False) or not isinstance(kind, type):  # only a type checker can check these
         return f"{kind}", lambda value: value is not None
     article = "an" if kind.__name__[0] in "AEIO" else "a"
     members = f" ({', '.join(kind.__members__)})" if issubclass(kind, enum.Enum) else ""
@@ -225,7 +225,7 @@ def to_seconds(name: str, value: float | timedelta, least: float = 0, most: floa
 
 
 def to_timestamp_ms(name: str, time: datetime | int) -> int:
-    """Return a time, given with a time zone or in ms since 1970, in ms: the first that is not before it.
+    """Return a time, given with a time zone or in ms since 1970, in ms, rounded up.
 
     Raises:
         ConfigError: it is neither.
@@ -257,7 +257,7 @@ _TIMER: Final = {
 def parse_hours(text: str) -> frozenset[int]:
     """Return the hours of the day that ``delete_when`` names.
 
-    Raises:
+    ConfigError: the text is not a list of hours.
         ConfigError: the text names no hour, or something else.
     """
     hours = text.split(";")
@@ -291,7 +291,7 @@ class StoreConfig(Config):
     max_message_size: Annotated[int, Between(1, _MOST)] = 4 * MIB
     """The longest body, and the longest batch, in bytes."""
     compress_from: Annotated[int | None, Between(1)] = None
-    """Bodies of at least this many bytes are stored compressed (zlib); None: none are. A client's default is 4,096."""
+    """Least bytes of a body to store it compressed (zlib); None: never. A client's default is 4,096."""
     max_transfer_count_in_memory: Annotated[int, Between(1, _MOST)] = 32
     max_transfer_bytes_in_memory: Annotated[int, Between(1, _MOST)] = 256 * KIB
     max_transfer_count_on_disk: Annotated[int, Between(1, _MOST)] = 8
@@ -299,7 +299,7 @@ class StoreConfig(Config):
     memory_ratio: Annotated[int, Between(0, 100)] = 40
     """Percent of the machine's memory; the newest messages of that many bytes count as in memory."""
     max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
-    """The oldest log files go when the log is larger than this; None: by age and disk use only."""
+    """Size of the log above which the oldest files are deleted; None: files are deleted by age and disk use only."""
     keep_unconsumed: bool = False
     """Whether log files with unconsumed messages stay, and sends are refused at ``max_total_size``. Otherwise such
     messages are deleted with their file, with one warning for each group and file."""
@@ -324,14 +324,14 @@ class StoreConfig(Config):
     """When an append returns: with ``async`` when the message is in the page cache (it survives the process), with
     ``sync`` when it is on the device (it survives the machine)."""
     flush_interval_s: Annotated[float, Seconds()] = 0.5
-    """The log is flushed this often while at least `flush_least_bytes` wait, …"""
+    """Interval of the log's flushes while at least `flush_least_bytes` wait."""
     flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB
     flush_thorough_interval_s: Annotated[float, Seconds()] = 10
-    """… and this often while anything waits."""
+    """Interval of the log's flushes while fewer bytes wait."""
     flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1
     flush_thorough_interval_consumequeue_s: Annotated[float, Seconds()] = 60
     mapped_files: Annotated[int, Between(1, 1 << 20)] = 256
-    """How many queue and extension files may be mapped at a time; each costs a file descriptor."""
+    """Most queue and extension files to keep mapped; each takes a file descriptor."""
 
     def _check_together(self) -> None:
         if self.consumequeue_file_size % ENTRY_SIZE:
@@ -342,7 +342,7 @@ class StoreConfig(Config):
 
     @classmethod
     def broker(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
-        """Return the sizes and the retention that a RocketMQ 4.9 broker has by default."""
+        """Return the default sizes and retention of a RocketMQ 4.9 broker."""
         return cls(
             **{
                 "commitlog_file_size": GIB,
@@ -373,7 +373,7 @@ class StoreConfig(Config):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], base: StoreConfig | None = None) -> StoreConfig:
-        """Return the settings that a ``config`` row names, over those of ``base`` (a 4.9 broker's).
+        """Return the settings in a ``config`` row, over those of ``base`` (by default a 4.9 broker's).
 
         Raises:
             ConfigError: a setting is unknown, or its value out of range.

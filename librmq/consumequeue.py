@@ -1,4 +1,4 @@
-"""The queue of a topic: an entry of 20 bytes for each message, which leads to the log.
+"""The queue of a topic: an entry of 20 bytes for each message, which points to the log.
 
 ::
 
@@ -49,7 +49,7 @@ ENTRY_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("ta
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
 
 Entries = npt.NDArray[Any]
-"""An array of `ENTRY_DTYPE`."""
+"""An array of entries, of type `ENTRY_DTYPE`."""
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -57,14 +57,14 @@ _PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
 _FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
 _FILLER_PLACE: Final = (0, 0x7FFFFFFF)
 HOLE_SIZE: Final = 0x7FFFFFFF
-"""Size of an entry that leads to no message: filler, and what recovery writes for a message that is lost."""
-_BLOCK: Final = 65536  # entries that are looked at together
+"""Size in an entry that points to no message: filler, or the entry of a message that recovery found lost."""
+_BLOCK: Final = 65536  # entries that are read together
 _RECOVERED_FILES: Final = 3
 _pack = ENTRY.pack
 
 
 class QueueEntry(NamedTuple):
-    """Where a message is in the log, and a code to filter it by."""
+    """Place of a message in the log, and a code to filter it by."""
 
     physical_offset: int
     size: int
@@ -72,9 +72,9 @@ class QueueEntry(NamedTuple):
 
 
 class ConsumeQueue:
-    """The entries of one queue. One thread may write while many read, without a lock.
+    """The entries of one queue. One thread can write while many read, without a lock.
 
-    Numbers are of entries unless they say otherwise; ``begin`` to ``end`` leaves ``end`` out.
+    Numbers count entries unless stated otherwise; ranges from ``begin`` to ``end`` exclude ``end``.
     """
 
     __slots__ = (
@@ -89,18 +89,18 @@ class ConsumeQueue:
     )
 
     min_offset: int
-    """The first queue offset that is served."""
+    """The first queue offset that readers get."""
     max_offset: int
     """The queue offset of the next entry."""
     max_physic_offset: int
-    """Where in the log the last entry's message ends, -1 for none."""
+    """The end of the last entry's message in the log, -1 without entries."""
     ext: ConsumeQueueExt | None
     """The extension units, if the queue was opened with them."""
 
     def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
         self._files = files
         self._closed = False
-        self._tail = -1  # start of the file being appended to
+        self._tail = -1  # start of the file to append to
         self._sure = 0  # blocks are allocated up to this position; 0 until the first allocation
         self.max_offset = self._find_end() // ENTRY_SIZE
         self.min_offset = self._find_begin()
@@ -126,12 +126,14 @@ class ConsumeQueue:
         ext_folder: str | None = None,
         ext_file_size: int = EXT_FILE_SIZE,
     ) -> Self:
-        """Open the queue in ``folder``, which is made by the first append if it does not exist.
+        """Open the queue in ``folder``, which the first append makes if needed.
 
-        Reads what finding begin and end needs: some entries of the first file and the last one that is in
-        use; the end is sought by halving, as entries follow each other without a gap (`recover` takes nothing
-        for granted). `CorruptionError` for what the folder must not hold, `ConfigError` for a size that is no
-        multiple of 20.
+        This reads only the entries needed to find begin and end: some of the first file and of the last file in use.
+        The end is found by bisection, because entries have no gaps (`recover` does not rely on that).
+
+        Raises:
+            CorruptionError: the folder has a file that does not belong there.
+            ConfigError: ``file_size`` is not a multiple of 20.
         """
         if file_size % ENTRY_SIZE or not ENTRY_SIZE <= file_size <= 1 << 31:
             raise ConfigError(f"queue file size: expected a multiple of 20 up to 2 GiB, found {file_size}")
@@ -153,7 +155,7 @@ class ConsumeQueue:
 
     @property
     def folder(self) -> str:
-        """The folder that its files lie in."""
+        """The folder of its files."""
         return self._files.folder
 
     @property
@@ -163,20 +165,21 @@ class ConsumeQueue:
 
     @property
     def stored_begin(self) -> int:
-        """The first queue offset that the files hold; below `min_offset` messages are gone, or never were."""
+        """The first queue offset in the files; the messages below `min_offset` are deleted or never existed."""
         return self._files.begin // ENTRY_SIZE
 
     def place_of(self, queue_offset: int) -> tuple[str, int]:
-        """The file an entry is in, or would be, and where in it: the address of damage."""
+        """Return the path of the file for an entry, and the entry's position in it, as the address of damage."""
         at = queue_offset * ENTRY_SIZE % self._files.file_size
         return self._files.path(queue_offset * ENTRY_SIZE - at), at
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def entry(self, queue_offset: int) -> QueueEntry | None:
-        """The entry at ``queue_offset``, None outside `min_offset` to `max_offset`.
+        """Return the entry at ``queue_offset``, None outside `min_offset` to `max_offset`.
 
-        `CorruptionError` for a bad one.
+        Raises:
+            CorruptionError: the entry is damaged.
         """
         if not self.min_offset <= queue_offset < self.max_offset:
             return None
@@ -186,15 +189,15 @@ class ConsumeQueue:
         entry = QueueEntry._make(ENTRY.unpack(raw))
         if entry.size <= 0 or entry.physical_offset < 0:
             if queue_offset >= self.max_offset:
-                return None  # cut off meanwhile
+                return None  # truncated meanwhile
             raise self._damaged(queue_offset, entry.physical_offset, entry.size)
         return entry
 
     def read(self, queue_offset: int, count: int) -> bytes:
-        """Up to ``count`` stored entries from ``queue_offset`` on, at most to the end of their file.
+        """Return up to ``count`` stored entries from ``queue_offset`` on, at most to the end of their file.
 
-        Empty outside `min_offset` to `max_offset`. Nothing is checked: ``np.frombuffer(raw, ENTRY_DTYPE)``
-        may show entries that are damaged.
+        The result is empty outside `min_offset` to `max_offset`. Entries are not checked, so ``np.frombuffer(raw,
+        ENTRY_DTYPE)`` can have damaged ones.
         """
         end = self.max_offset
         if not self.min_offset <= queue_offset < end or count <= 0:
@@ -204,11 +207,13 @@ class ConsumeQueue:
         return self._raw(queue_offset * ENTRY_SIZE, end * ENTRY_SIZE)
 
     def blocks(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[int, Entries]]:
-        """The entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.
+        """Yield the entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.
 
-        ``begin`` is `min_offset` unless given and may go down to `stored_begin`; ``end`` is `max_offset`
-        unless given and at most that. Arrays are copies, not writable. `CorruptionError` at the first bad
-        entry, after the good ones before it.
+        ``begin`` is by default `min_offset`, and at least `stored_begin`; ``end`` is by default, and at most,
+        `max_offset`. Arrays are read-only copies.
+
+        Raises:
+            CorruptionError: an entry is damaged; the entries before it have been yielded.
         """
         end = self.max_offset if end is None else min(end, self.max_offset)
         for first, raw in self._chunks(self.min_offset if begin is None else begin, end):
@@ -220,27 +225,27 @@ class ConsumeQueue:
             sound = int(bad.argmax())
             if sound:
                 yield first, block[:sound]
-            if first + sound < self.max_offset:  # else it was cut off meanwhile
+            if first + sound < self.max_offset:  # otherwise the queue was truncated meanwhile
                 physical_offset, size, _ = block[sound].item()
                 raise self._damaged(first + sound, physical_offset, size)
             return
 
     def entries(self, begin: int | None = None, end: int | None = None) -> Entries:
-        """The entries of `blocks` in one array, a copy."""
+        """Return the entries of `blocks` in one array, a copy."""
         found = [block for _, block in self.blocks(begin, end)]
         return np.concatenate(found, dtype=ENTRY_DTYPE) if found else np.empty(0, ENTRY_DTYPE)
 
     def next_file_offset(self, queue_offset: int) -> int:
-        """The queue offset of the first entry behind the file that ``queue_offset`` is in."""
+        """Return the queue offset of the first entry after the file of ``queue_offset``."""
         per_file = self._files.file_size // ENTRY_SIZE
         return queue_offset - queue_offset % per_file + per_file
 
     def ext_unit(self, tags_code: int) -> ExtUnit | None:
-        """Return the unit that an entry's ``tags_code`` is the address of; None if it is a code proper.
+        """Return the extension unit whose address is ``tags_code``; None if it is a plain code.
 
-        None too where the unit can't be had: the queue was opened without extension (as when it is switched off later),
-        or its file is missing or damaged. Then RocketMQ takes the message as a candidate, and looks at the message
-        itself. `ConsumeQueueExt.get` says what is wrong.
+        The result is also None if the unit is unavailable: the queue was opened without extension, or the file is
+        missing or damaged. Then RocketMQ evaluates the filter on the message itself. `ConsumeQueueExt.get` raises an
+        error with the reason.
         """
         if self.ext is None or not is_ext_address(tags_code):
             return None
@@ -250,12 +255,12 @@ class ConsumeQueue:
             return None
 
     def queue_offset_at(self, timestamp_ms: int, store_timestamp_of: Callable[[int, int], int | None]) -> int:
-        """Return the queue offset of the entry stored at ``timestamp_ms``, or nearest to it (the earlier on a tie).
+        """Return the queue offset of the entry stored nearest to ``timestamp_ms`` (the earlier one on a tie).
 
-        ``store_timestamp_of(physical_offset, size)`` gives the store time of a message in ms, None if it is
-        gone with the begin of the log. As in RocketMQ, only the first file is searched whose last
-        entry was stored at ``timestamp_ms`` or later, else the last. `min_offset` for an empty queue, or if
-        all messages are gone. Asks for one time a file, and then some 18.
+        ``store_timestamp_of(physical_offset, size)`` returns the store time of a message in ms, None if retention
+        deleted it. As in RocketMQ, the search covers only the first file whose last entry was stored at
+        ``timestamp_ms`` or later, or else the last file. The result is `min_offset` if the queue is empty or all
+        messages are deleted. The search needs one time for each file, and then some 18.
         """
 
         def stored(queue_offset: int) -> int | None:
@@ -294,7 +299,7 @@ class ConsumeQueue:
         return later[0]
 
     def _raw(self, position: int, end: int) -> bytes:
-        """The bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
+        """Return the bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
         if self._closed:
             self._check_open()
         files = self._files
@@ -302,10 +307,10 @@ class ConsumeQueue:
         file = files.mapped.get(position - at) or files.file_at(position)
         if file is None:
             return b""
-        return file.buffer[at : at + end - position]  # which ends with its file
+        return file.buffer[at : at + end - position]  # the slice ends with the file
 
     def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """The stored bytes of entries ``begin`` to ``end``, unchecked, a block of one file at a time."""
+        """Yield the unchecked bytes of entries ``begin`` to ``end``, one block of a file at a time."""
         begin = max(begin, self.stored_begin)
         while begin < end:
             raw = self._raw(begin * ENTRY_SIZE, min(end, begin + _BLOCK) * ENTRY_SIZE)
@@ -313,7 +318,7 @@ class ConsumeQueue:
                 yield begin, raw
                 begin += len(raw) // ENTRY_SIZE
             elif begin < self.stored_begin:
-                begin = self.stored_begin  # deleted meanwhile
+                begin = self.stored_begin  # files were deleted
             else:
                 return
 
@@ -325,7 +330,7 @@ class ConsumeQueue:
     # ------------------------------------------------------------------------------------------ begin and end
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Physical offset and size of the entry at ``position``; (0, 0) where there is no file."""
+        """Return physical offset and size of the entry at ``position``; (0, 0) without a file."""
         file = self._files.file_at(position)
         if file is None:
             return 0, 0
@@ -333,12 +338,12 @@ class ConsumeQueue:
         return physical_offset, size
 
     def _find_end(self) -> int:
-        """The position behind the last entry, by halving the last file that has a first one."""
+        """Return the position after the last entry, by bisection of the last file with an entry."""
         files = self._files
         for start in reversed(files.starts):
             buffer = files.file(start).buffer
             if _counts(buffer, 0):
-                # entry `low` counts, and entry `high` does not
+                # entry `low` is valid, entry `high` is not
                 low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
                 while high - low > 1:
                     middle = (low + high) // 2
@@ -351,12 +356,12 @@ class ConsumeQueue:
         return files.begin
 
     def _find_begin(self) -> int:
-        """The first entry that is no filler."""
+        """Return the position of the first entry that is not filler."""
         low = self.stored_begin
         high = min(low + self._files.file_size // ENTRY_SIZE, self.max_offset)
         if low == high or self._place(low * ENTRY_SIZE) != _FILLER_PLACE:
             return low
-        while low < high:  # what is below `low` is filler, and `high` is none
+        while low < high:  # entries below `low` are filler, `high` is not
             middle = (low + high) // 2
             if self._place(middle * ENTRY_SIZE) == _FILLER_PLACE:
                 low = middle + 1
@@ -365,7 +370,7 @@ class ConsumeQueue:
         return low
 
     def _last_place(self) -> int:
-        """`max_physic_offset` by the last entry."""
+        """Return `max_physic_offset` from the last entry."""
         if self.max_offset <= self.stored_begin:
             return -1
         physical_offset, size = self._place((self.max_offset - 1) * ENTRY_SIZE)
@@ -377,14 +382,17 @@ class ConsumeQueue:
         raw = self._raw(queue_offset * ENTRY_SIZE, (queue_offset + 1) * ENTRY_SIZE)
         return int.from_bytes(raw[12:], "big", signed=True)
 
-    # ------------------------------------------------------------------------------------------- the writer's
+    # ------------------------------------------------------------------------------------------ for the writer
 
     def append(self, queue_offset: int, physical_offset: int, size: int, tags_code: int) -> None:
         """Add the entry of the message at ``physical_offset`` of the log.
 
-        ``queue_offset`` is `max_offset`; in a queue without files it may be any, and is where the queue
-        starts. `CorruptionError` names both numbers if they differ; ``ValueError`` for numbers that no entry
-        can hold. Nothing was written then.
+        ``queue_offset`` must be `max_offset`. In a queue without files it can be any number, which becomes the queue's
+        start.
+
+        Raises:
+            CorruptionError: the queue offset is another; nothing is written.
+            ValueError: an entry can't hold the numbers; nothing is written.
         """
         if physical_offset < 0 or size <= 0:
             raise ValueError(f"no entry can hold physical offset {physical_offset} and size {size}")
@@ -403,10 +411,10 @@ class ConsumeQueue:
         self.max_offset = queue_offset + 1
 
     def append_many(self, queue_offset: int, entries: bytes) -> None:
-        """Add packed entries (`ENTRY`), the first at ``queue_offset``, on into further files as needed.
+        """Append packed entries (`ENTRY`), the first at ``queue_offset``, to as many files as needed.
 
-        The entries are not checked. Raises what `append` does; if a new file can't be made, the entries that fit
-        the file before it stay.
+        The entries are not checked. Raises the errors of `append`; if a new file can't be made, the entries in the file
+        before it stay.
         """
         length = len(entries)
         position = queue_offset * ENTRY_SIZE
@@ -426,11 +434,11 @@ class ConsumeQueue:
             done = upto
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` more entries go where blocks are known to be, so that writing them changes no file."""
+        """Return whether ``count`` more entries fit into allocated blocks of the current file."""
         return (self.max_offset + count) * ENTRY_SIZE <= self._sure
 
     def _put(self, queue_offset: int, entries: bytes) -> None:
-        """Write entries that are known to fit, and let readers see them."""
+        """Write entries that are known to fit, and show them to readers."""
         start, files = self._tail, self._files
         at = queue_offset * ENTRY_SIZE - start
         files.file(start).buffer[at : at + len(entries)] = entries
@@ -440,12 +448,12 @@ class ConsumeQueue:
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE
 
     def _prepare(self, queue_offset: int, length: int) -> None:
-        """Make sure of the file and the blocks for ``length`` bytes at ``queue_offset``, all of one file."""
+        """Prepare a file and blocks for ``length`` bytes at ``queue_offset``, all in one file."""
         self._check_writable()
         files = self._files
         position = queue_offset * ENTRY_SIZE
         if not 0 <= position < (1 << 63) - files.file_size:
-            raise ValueError(f"no queue offset can be {queue_offset}")
+            raise ValueError(f"queue offset: expected one whose file is below 2^63, found {queue_offset}")
         start = position - position % files.file_size
         if not files.starts:
             files.create(start)
@@ -464,17 +472,17 @@ class ConsumeQueue:
         self._sure = start + files.reserve(start, position - start, position - start + length)
 
     def _fill(self, start: int, end: int) -> None:
-        """Fill a queue that does not start with its file, up to its first entry, which is written next."""
+        """Fill the first file up to its first entry, if the queue does not start with the file."""
         buffer = self._files.file(start).buffer
         for at in range(0, end - start, _BLOCK * ENTRY_SIZE):
             upto = min(end - start, at + _BLOCK * ENTRY_SIZE)
             buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
 
     def recover(self) -> int:
-        """Look at every entry of the last three files, and cut the queue at the first bad one.
+        """Check every entry of the last three files, and cut the queue at the first bad one.
 
-        What lies behind the end is cleared, of the extension too. Returns how many entries the queue lost.
-        Opening takes it for granted that entries have no gap; this reads the files, and so takes longer.
+        Everything after the end is cleared, in the extension too. Return the number of lost entries. Opening relies on
+        entries without gaps; this method reads the files, which takes longer.
         """
         self._check_writable()
         before = self.max_offset
@@ -490,10 +498,10 @@ class ConsumeQueue:
         return before - end
 
     def truncate_after(self, physical_end: int) -> int:
-        """Drop the entries from the last file's first on that reaches beyond ``physical_end`` of the log.
+        """Drop the last file's entries from the first one that reaches beyond ``physical_end`` of the log.
 
-        If that is the file's first, the file goes and the one before it is looked at. Bad entries count as
-        beyond, filler does not. Returns how many entries were dropped.
+        If that is the file's first entry, delete the file and continue with the one before it. Bad entries count as
+        beyond, filler does not. Return the number of dropped entries.
         """
         self._check_writable()
         before = end = self.max_offset
@@ -520,16 +528,16 @@ class ConsumeQueue:
         return None
 
     def truncate_to(self, queue_offset: int) -> None:
-        """Keep the entries below ``queue_offset``; what is dropped is cleared, and files without an entry go.
+        """Keep the entries below ``queue_offset``; clear the others, and delete files without entries.
 
-        A queue whose first file starts above 0 keeps that file and with it its offsets; others are empty again.
+        A queue whose first file starts above 0 keeps that file, and so its offsets; another queue becomes empty.
         """
         self._check_writable()
         if queue_offset < self.max_offset:
             self._cut(max(queue_offset, self.stored_begin))
 
     def clear(self) -> None:
-        """Drop all entries, files and offsets: the next append says where the queue starts."""
+        """Drop all entries, files and offsets: the next append sets the queue's start."""
         self._check_writable()
         self._sure = self.max_offset = self.min_offset = 0
         self.max_physic_offset = -1
@@ -538,7 +546,7 @@ class ConsumeQueue:
             self.ext.clear()
 
     def data_behind_end(self) -> int:
-        """How many bytes there are from the end to the last one that is not zero, over all files."""
+        """Return the number of bytes from the end to the last nonzero byte, in all files."""
         files = self._files
         end = self.max_offset * ENTRY_SIZE
         for start in reversed(files.starts):
@@ -551,7 +559,7 @@ class ConsumeQueue:
         return 0
 
     def _cut(self, queue_offset: int) -> None:
-        """End the queue at ``queue_offset``: clear what lies behind, of the extension too."""
+        """End the queue at ``queue_offset``, and clear everything after it, in the extension too."""
         files = self._files
         position = queue_offset * ENTRY_SIZE
         self._sure = 0
@@ -567,7 +575,7 @@ class ConsumeQueue:
             self._cut_ext(self.ext)
 
     def _cut_ext(self, ext: ConsumeQueueExt) -> None:
-        """Drop the units behind that of the last entry which has one."""
+        """Drop the units after that of the last entry with a unit."""
         if ext.is_empty:
             return
         last = self._last_ext_address(self.max_offset)
@@ -576,11 +584,11 @@ class ConsumeQueue:
             return
         try:
             ext.truncate_after(last)
-        except CorruptionError:  # the last address points nowhere
+        except CorruptionError:  # the last address has no unit
             ext.recover()
 
     def _last_ext_address(self, end: int) -> int | None:
-        """The address in the last entry below queue offset ``end`` that has one; nearly always the last of all."""
+        """Return the address in the last entry below queue offset ``end`` that has one, nearly always the last one."""
         while end > self.stored_begin:
             begin = max(end - _BLOCK, self.stored_begin)
             for _, raw in reversed(list(self._chunks(begin, end))):
@@ -592,10 +600,10 @@ class ConsumeQueue:
         return None
 
     def serve_from(self, min_physical_offset: int) -> None:
-        """Move `min_offset` to the first message at or behind ``min_physical_offset``, where the log begins.
+        """Move `min_offset` to the first message at or after ``min_physical_offset``, the begin of the log.
 
-        As in RocketMQ, only one file is looked at, that of `min_offset`: where all of its messages are gone it
-        changes nothing, until `trim` deletes the file. A queue that is open for reading can do it too.
+        As in RocketMQ, this searches only the file of `min_offset`. If all its messages are deleted, nothing changes
+        until `trim` deletes the file. It also works on a queue that is open for reading.
         """
         low = self.min_offset
         limit = max(0, min(min_physical_offset, (1 << 63) - 1))
@@ -606,9 +614,9 @@ class ConsumeQueue:
                 return
 
     def advance(self, min_physical_offset: int) -> None:
-        """Move `min_offset` over the files whose messages are all gone, but never the last; and `serve_from`.
+        """Move `min_offset` past the files without existing messages, except the last file, and call `serve_from`.
 
-        A file's last entry tells. A queue whose messages are all gone keeps its offsets.
+        The last entry of a file decides. A queue whose messages are all deleted keeps its offsets.
         """
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
@@ -620,20 +628,20 @@ class ConsumeQueue:
         self.serve_from(min_physical_offset)
 
     def trim(self, min_physical_offset: int) -> list[str]:
-        """`advance`, and delete the files that are no longer served, units' too; returns their paths."""
+        """Call `advance`, delete the files before `min_offset`, also of units, and return their paths."""
         self._check_writable()
         self.advance(min_physical_offset)
         last = self._files.end - self._files.file_size
         gone = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
         if self.ext is not None and gone and is_ext_address(code := self._tags_code(self.min_offset)):
-            with suppress(CorruptionError):  # an address that points nowhere says nothing about the units
+            with suppress(CorruptionError):  # without the unit of an address, no units can be deleted
                 gone += self.ext.truncate_before(code)
         return gone
 
     def write_again(self, queue_offset: int) -> None:
-        """Write the entries from ``queue_offset`` on, and their units, once more, so that `flush` takes them along.
+        """Rewrite the entries from ``queue_offset`` on, and their units, so that the next `flush` includes them.
 
-        For recovery: the writer may have died before a flush. Units without an entry may lie before those of the first
+        For recovery: the writer may have died before a flush. Units without an entry can lie before those of the first
         entry, so units are rewritten from that of the entry before it.
         """
         self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
@@ -650,19 +658,19 @@ class ConsumeQueue:
             raise ReadOnlyError(f"{self.folder} is open for reading only")
 
     def flush(self) -> None:
-        """Return when all entries, and all units of the extension, have reached the device."""
+        """Flush all entries and all units of the extension to the device."""
         if self.ext is not None:
             self.ext.flush()
         self._files.flush()
 
     def note_flushed(self) -> None:
-        """Note that everything has reached the device by another way than `flush`."""
+        """Note that everything has reached the device by other means than `flush`."""
         if self.ext is not None:
             self.ext.note_flushed()
         self._files.note_flushed()
 
     def keep_descriptors(self, keep: bool) -> None:
-        """Keep a descriptor open with each mapping: faster if a queue is opened, checked and written in one go.
+        """Keep a descriptor open with each mapping, which is faster for a short use of the queue.
 
         With ``keep`` false, unmap all files.
         """
@@ -671,7 +679,7 @@ class ConsumeQueue:
             self._files.unmap_all()
 
     def close(self) -> None:
-        """Flush and close; later calls are refused, except a second `close`."""
+        """Flush and close; later calls are refused, a repetition does nothing."""
         if not self._closed:
             self.flush()
             self._closed = True
@@ -687,6 +695,6 @@ def _counts(buffer: Buffer, at: int) -> bool:
 
 
 def _ends(block: Entries) -> _Mask:
-    """Return which entries are none: where RocketMQ takes the queue to end."""
+    """Return which entries end a queue in RocketMQ."""
     mask: _Mask = (block["size"] <= 0) | (block["physical_offset"] < 0)
     return mask

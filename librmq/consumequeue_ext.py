@@ -76,7 +76,7 @@ class ConsumeQueueExt:
             raise ConfigError(f"extension file size: expected 24 bytes to 2 GiB, found {files.file_size}")
         self._files = files
         self._hint = last_address
-        self._end = -1  # not looked for yet
+        self._end = -1  # not searched yet
         self._sure = 0  # up to this position the written file has blocks
         self._closed = False
 
@@ -94,7 +94,7 @@ class ConsumeQueueExt:
         """Open the units in ``folder``, which need not exist yet; reads the folder's listing only.
 
         ``last_address`` is the newest address in use, if known. The end is then searched from there and not from the
-        start of the last file. If all files are deleted, new ones begin behind it, so that old addresses never lead to
+        start of the last file. If all files are deleted, new ones begin after it, so that old addresses never lead to
         new units.
 
         Raises:
@@ -123,13 +123,13 @@ class ConsumeQueueExt:
         if self._closed:
             raise StoreClosedError(f"{self._files.folder} is closed")
         if not _BASE <= address <= LAST_EXT_ADDRESS:
-            raise ValueError(f"{address} is no address of an extension unit")
+            raise ValueError(f"address: expected that of an extension unit, found {address}")
         position = address - _BASE
         at = position % self._files.file_size
         file = self._files.file_at(position)
         if file is None:
             path = self._files.path(position - at)
-            raise CorruptionError(path, at, "unit", "an entry points here, but there is no such file")
+            raise CorruptionError(path, at, "unit", "expected this file, to which a queue entry points")
         room = file.size - at
         if room < _UNIT.size:
             raise CorruptionError(file.path, at, "unit", f"no unit fits in the last {room} bytes of a file")
@@ -157,7 +157,7 @@ class ConsumeQueueExt:
 
     @property
     def end(self) -> int:
-        """The position behind the last unit, where the next one goes if it fits; searched once."""
+        """The position after the last unit, where the next one goes if it fits; searched once."""
         if self._end < 0:
             self._end = self._find_end()
         return self._end
@@ -194,7 +194,7 @@ class ConsumeQueueExt:
             at += size
         return start + at
 
-    # ------------------------------------------------------------------------------------------- the writer's
+    # ------------------------------------------------------------------------------------------- for the writer
 
     def put(self, tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> int:
         """Append a unit, and return its address, the tags code for its entry.
@@ -231,13 +231,13 @@ class ConsumeQueueExt:
         files.mark_dirty(start)
 
     def recover(self) -> int:
-        """Search the end from the last file's start on, clear everything behind it, and return the end."""
+        """Search the end from the last file's start on, clear everything after it, and return the end."""
         if self._files.starts:
             self._cut(self._walk_back())
         return self.end
 
     def truncate_after(self, max_address: int) -> None:
-        """Drop the units behind the one at ``max_address``.
+        """Drop the units after the one at ``max_address``.
 
         Raises:
             CorruptionError: there is no such unit.
@@ -252,7 +252,7 @@ class ConsumeQueueExt:
         """
         self._check_writable()
         self.get(min_address)
-        # in order: a gap would not tell which files to delete
+        # in order, because a gap would hide which files to delete
         return self._files.delete_before(min_address - _BASE, in_order=True)
 
     def clear(self) -> None:

@@ -67,9 +67,9 @@ class DedupCounts:
     lost: int = 0
     """Claims that had expired when the listener ended, so that another consumer can have consumed the message too."""
     unguarded: int = 0
-    """Messages consumed without a claim because the store could not be asked."""
+    """Messages consumed without a claim because the store failed."""
     postponed: int = 0
-    """Messages delivered again later because the store could not be asked."""
+    """Messages delivered again later because the store failed."""
     unmarked: int = 0
     """Claims whose end could not be stored; they expire."""
 
@@ -151,14 +151,14 @@ class DedupListener:
 
         Args:
             listener: Called for new messages.
-            store: Keeps the records. A store that cannot be asked is counted in `counts` and logged.
+            store: Keeps the records. Failures of the store are counted in `counts` and logged.
             group: The consumer group.
             settings: Those of `DedupConfig`, and three more. ``key`` returns the key of a message, by default its
                 unique id (a business key is better), None or "" for no guard. ``metrics`` counts results. Without
                 ``clock`` a thread purges the store; with one the caller calls `purge_step`.
 
         Raises:
-            ConfigError: There is no such setting, or its value is refused.
+            ConfigError: A setting is unknown, or its value is refused.
         """
         given: dict[str, Any] = dict(settings)
         key, metrics, clock = given.pop("key", unique_id), given.pop("metrics", None), given.pop("clock", None)
@@ -202,7 +202,7 @@ class DedupListener:
             flow = self._list(message) if self._batch else self._each(message)
         return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
 
-    # ---- what happens to one message
+    # ---- one message
 
     def _one(self, message: Delivered) -> _Flow:
         held = yield from self._claim(message)
@@ -237,17 +237,17 @@ class DedupListener:
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
-                _log.warning("%s: consumed without a guard, the dedup store could not be asked: %s", key, error)
+                _log.warning("%s: consumed without a guard, because the dedup store failed: %s", key, error)
                 return _UNGUARDED
             self._count("postponed", message.topic)
-            _log.warning("%s: delivered again later, the dedup store could not be asked: %s", key, error)
-            raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
+            _log.warning("%s: delivered again later, because the dedup store failed: %s", key, error)
+            raise ReconsumeLater(f"the dedup store failed: {error}") from error
         if claim is Claim.CONSUMED:
             self._count("duplicates", message.topic)
             return None
         if claim is Claim.CONSUMING:
             self._count("busy", message.topic)
-            raise ReconsumeLater(f"{key}: is being consumed")
+            raise ReconsumeLater(f"{key}: another consumer is consuming it")
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
             _log.warning("%s: taken over from a consumer that did not end in time", key)
@@ -282,15 +282,15 @@ class DedupListener:
         try:
             record = yield self._ask("look", held.key, self._clock.now_ms())
         except DedupStoreError:
-            now = "the store does not say what became of it"
+            now = "its present state is unknown"
         else:
             if record is None:
-                now = "no other consumer has taken it over so far"
+                now = "no other consumer has taken it over"
             else:
                 now = "another has consumed it too" if record.consumed else "another is consuming it"
         _log.warning("%s: %s, but later than %d ms after its claim: %s", held.key, how, self._consuming_ms, now)
 
-    # ---- and to several
+    # ---- several messages
 
     def _each(self, messages: Sequence[Any]) -> _Flow:
         """Consume messages one by one; those before the first failure stay consumed."""

@@ -184,9 +184,10 @@ class DelaySchedule:
             offsets: Keeps the progress.
             start_ms: Start of the grid of looks.
             settings: Times of looks and saves.
-            delivered: ``delivered(message, topic, queue_id, result)`` is told of each delivery: the message as it
-                waited, and where it went. It must not raise.
-            aside: Lets other things go on while the store is flushed; None flushes within `run_due`.
+            delivered: ``delivered(message, topic, queue_id, result)`` is called for each delivery with the waiting
+            message and
+                its new place. It must not raise.
+            aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         settings = settings or DelayConfig()
         self._store = store
@@ -239,8 +240,10 @@ class DelaySchedule:
     def run_due(self, now_ms: int) -> int | None:
         """Deliver due messages, and return the time in ms of the next useful look, None if no message waits.
 
-        The look is the last one of the grid that is not after ``now_ms``. `StoreClosedError`, `FlushFailedError` and
-        `ReadOnlyError` where the store takes no messages any more.
+        The look is the last one of the grid that is not after ``now_ms``.
+
+        Raises:
+            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
         """
         if now_ms < self._last_ms:  # the clock was set back, so find all due times again
             self._begin_ms = min(self._begin_ms, now_ms)
@@ -264,9 +267,9 @@ class DelaySchedule:
         return next_ms if save_ms is None or (next_ms is not None and next_ms < save_ms) else save_ms
 
     def save(self, now_ms: int) -> None:
-        """Write the progress, after a flush of the store: what it says is delivered has reached the device.
+        """Save the progress, after a flush of the store, so that the device has the delivered messages.
 
-        Does nothing where nothing was delivered since. Raises what `MessageStore.flush` does.
+        It does nothing without new progress. Raises the errors of `MessageStore.flush`.
         """
         self._last_ms = now_ms
         self._saver.save()
@@ -316,7 +319,7 @@ class DelaySchedule:
             for physical_offset, size, code in ENTRY.iter_unpack(raw):
                 if size <= 0 or physical_offset < 0:
                     break
-                is_time = queue.ext is None and code >= _HASHES[1]  # the usual case, at once
+                is_time = queue.ext is None and code >= _HASHES[1]  # the usual case
                 due_ms = code if is_time else self._due(level, queue, physical_offset, size, code)
                 too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
                 if look_ms is None or (due_ms > look_ms and not too_far):
@@ -328,10 +331,10 @@ class DelaySchedule:
             if next_look is not None:
                 return next_look
             if len(due) * ENTRY.size < len(raw):
-                queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
+                queue.entry(queue_offset)  # raises, unless the queue was truncated meanwhile
                 return None
             count = min(_LOOKED_AT, 2 * count)
-        return look_ms  # the rest at once
+        return look_ms  # the rest is due immediately
 
     def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
         """Return the queue offset of the next message, corrected if the queue does not have it."""
@@ -340,7 +343,7 @@ class DelaySchedule:
         corrected = min(max(stored, low), high)
         if corrected != stored:
             _log.error(
-                "delay level %d: the progress was %d, and is set to %d: its queue goes from %d to %d",
+                "delay level %d: the progress was %d and is set to %d, because its queue has %d to %d",
                 level.level, stored, corrected, low, high,
             )  # fmt: skip
             level.next_offset = corrected
@@ -352,7 +355,7 @@ class DelaySchedule:
         if queue.ext is not None and is_ext_address(code):
             unit = queue.ext_unit(code)
             if unit is None:
-                _log.error("delay level %d: no extension unit at %d: the record tells the time", level.level, code)
+                _log.error("delay level %d: no extension unit at %d, so the record gives the time", level.level, code)
             code = 0 if unit is None else unit.tags_code
         if not _HASHES[0] <= code < _HASHES[1]:
             return code
@@ -361,7 +364,7 @@ class DelaySchedule:
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
     def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
-        """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped.
+        """Deliver the messages of entries from ``queue_offset`` on, and log each one that is dropped.
 
         Messages deleted with the log's beginning are skipped.
         """
@@ -391,10 +394,12 @@ class DelaySchedule:
             self._unsaved = True
 
     def _copied(self, waiting: StoredMessage) -> Prepared:
-        """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
+        """Return a waiting message as sent to its own topic and queue.
 
-        `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
-        which a transaction ends, and the schedule topic.
+        Raises:
+            MessageIllegalError: it names no topic and queue, or the half topic, whose messages only a transaction ends,
+            or the
+                schedule topic.
         """
         raw = waiting.properties_raw
         layout = self._layouts.current
@@ -409,9 +414,9 @@ class DelaySchedule:
         topic, queue_text, unique_key, keys, tags = found
         queue_id = java_int(queue_text or "")
         if queue_id is None:
-            raise MessageIllegalError(f"the message names no queue: {queue_text!r:.80}")
+            raise MessageIllegalError(f"REAL_QID: expected a queue id, found {queue_text!r:.80}")
         if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
-            raise MessageIllegalError(f"nothing is delivered to {topic}")
+            raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
         return self._store.prepare_again(waiting, CopyTarget(topic or "", queue_id, raw, unique_key, keys, tags))
 
     def _write(

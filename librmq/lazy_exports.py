@@ -1,4 +1,4 @@
-"""Re-export names from a package's modules, each imported at its first use."""
+"""Names re-exported from a package's modules, each imported at its first use."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def lazy_exports(
 
 
 def exported(package: str, name: str) -> object:
-    """Return what a package exports under a name.
+    """Return an export of a package.
 
-    For a convenience that makes something of a higher layer: the layer below knows its public name alone.
+    It serves a lower layer that makes an object of a higher one by its public name.
 
     Raises:
-        KeyError: The package has registered no exports: it is not imported.
-        AttributeError: It does not export the name.
+        KeyError: The package has not been imported.
+        AttributeError: The package does not export the name.
     """
     return _packages[package](name)

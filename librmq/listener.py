@@ -1,8 +1,8 @@
-"""What a listener may raise to say what becomes of its message: control flow, not errors.
+"""Exceptions by which a listener decides about its message: control flow, not errors.
 
-A listener that returns has consumed. `ReconsumeLater` gives the message back to be delivered again after a delay, as
-any other exception does by the group's policy; `SuspendQueue` lets an orderly queue rest. Mirrors
-``ConsumeConcurrentlyStatus``, ``ConsumeOrderlyStatus`` and their contexts.
+A message is consumed when the listener returns. `ReconsumeLater` delivers it again after a delay; any other exception
+does so by the group's policy. `SuspendQueue` pauses an orderly queue. Mirrors ``ConsumeConcurrentlyStatus``,
+``ConsumeOrderlyStatus`` and their contexts.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Delivered(Protocol):
 class ReconsumeLater(Exception):
     """Deliver the message again later.
 
-    ``delay_level`` 0 lets the broker choose by how often it was delivered (10 s, 30 s, 1 min, …), above 0 names a
-    level, below 0 makes it a dead letter at once. Of a batch, the first ``consumed`` messages are consumed all the
-    same, and those behind them come again.
+    With ``delay_level`` 0 the broker chooses the delay by the number of deliveries (10 s, 30 s, 1 min, …). Above 0 it
+    is a delay level; below 0 the message becomes a dead letter immediately. The first ``consumed`` messages of a batch
+    still count as consumed; the others are delivered again.
     """
 
     def __init__(self, reason: str = "", *, delay_level: int = 0, consumed: int = 0) -> None:
@@ -57,14 +57,14 @@ class ReconsumeLater(Exception):
 
 
 class DeadLetter(ReconsumeLater):
-    """Stop, do not retry: the message goes to the group's dead letters at once."""
+    """Do not retry: the message becomes a dead letter of the group immediately."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason, delay_level=-1)
 
 
 class SuspendQueue(Exception):
-    """Let the queue of an orderly consumer rest for ``seconds`` (None: as configured), then deliver the same again."""
+    """Pause an orderly queue for ``seconds`` (None: as configured), then deliver the same messages again."""
 
     def __init__(self, reason: str = "", *, seconds: float | None = None) -> None:
         super().__init__(reason)

@@ -26,7 +26,7 @@ class Metric(NamedTuple):
 
     kind: Literal["counter", "gauge"]
     unit: str
-    """As UCUM writes it: By for bytes, s for seconds, {message} for a count of something."""
+    """The unit in UCUM's notation: By for bytes, s for seconds, {message} for a number of messages."""
     labels: tuple[str, ...]
     meaning: str
 
@@ -75,7 +75,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "log_bytes": _gauge("By", "", "length of the log now, deleted files included"),
     "disk_used": _gauge("1", "", "used fraction of the disk now"),
 }
-"""Every name, what it counts and by which labels."""
+"""Every name, with its meaning and its labels."""
 
 _Series = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -84,7 +84,7 @@ class Metrics:
     """Counters and gauges. Thread-safe; counting takes less than a microsecond."""
 
     def __init__(self) -> None:
-        self._counts: dict[_Series, list[float]] = {}  # of one number each, so that counting looks up once
+        self._counts: dict[_Series, list[float]] = {}  # lists of one number, so that counting needs one look-up
         self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
         self._lock = threading.Lock()
 
@@ -137,7 +137,7 @@ class Metrics:
             counts = [(series, cell[0]) for series, cell in self._counts.items()]
             gauges = list(self._gauges.items())
         values: dict[str, dict[tuple[str, ...], float]] = {}
-        # The same labels may have been given in two orders.
+        # Callers can give the same labels in different orders.
         for (name, labels), value in counts:
             place = _place(name, labels)
             places = values.setdefault(name, {})
@@ -153,7 +153,7 @@ def _check(key: _Series, kind: str) -> None:
     name, labels = key
     metric = METRICS.get(name)
     if metric is None or metric.kind != kind:
-        raise ConfigError(f"there is no {kind} {name!r}")
+        raise ConfigError(f"unknown {kind} {name!r}: METRICS has all names")
     if sorted(label for label, _ in labels) != sorted(metric.labels):
         raise ConfigError(f"{name}: expected the labels {metric.labels}, found {tuple(label for label, _ in labels)}")
     if not all(isinstance(value, str) for _, value in labels):
@@ -190,7 +190,10 @@ class _PrometheusCollector:
 def export_to_prometheus(metrics: Metrics, registry: CollectorRegistry | None = None) -> Callable[[], None]:
     """Show ``metrics`` in a registry of prometheus_client (its own by default) as ``librmq_sends_total`` and so on.
 
-    Gives a function that takes them out again. `MissingExtraError` without the extra ``metrics``.
+    Return a function that removes them.
+
+    Raises:
+        MissingExtraError: the extra ``metrics`` is not installed.
     """
     try:
         from prometheus_client import REGISTRY

@@ -443,7 +443,7 @@ class LockQueues(Request[frozenset[MessageQueue]]):
 
 @_value
 class UnlockQueues(Request[None]):
-    """Give locks back."""
+    """Release locks."""
 
     group: str
     client_id: str

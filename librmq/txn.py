@@ -5,13 +5,13 @@
     half    RMQ_SYS_TRANS_HALF_TOPIC/0      the message, its own topic and queue in REAL_TOPIC and REAL_QID
     final   its own topic and queue         sys flag COMMIT, prepared offset = the half's physical offset
     op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0   tag "d", body = the half's queue offset in decimal digits
-    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half again, put back by a check and counted by TRANSACTION_CHECK_TIMES
+    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half again, appended by a check and counted by TRANSACTION_CHECK_TIMES
     discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
 
 A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
 (`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) continues through the halves
-where the last pass ended. For a half that is due, it asks a producer of the group how the transaction ended, and puts
-back a copy, which is then pending in place of the half.
+where the last pass ended. For a half that is due, it asks a producer of the group how the transaction ended, and
+appends a copy, which is then pending in place of the half.
 
 Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
 ``DefaultTransactionalMessageCheckListener``.
@@ -76,11 +76,11 @@ class Transactions:
 
     The files are those of 4.9, but the behaviour is safer:
 
-    - A transaction ends once. A repeated commit, or one by other coordinates (a copy's, or after a crash between final
-    and
-      op message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is
-      the reverse. 4.9 delivers once for each commit.
-    - An end by the coordinates of a half that a check has put back ends its copies too. In 4.9 they stay pending, are
+    - A transaction ends once. A repeated commit, or one by other offsets (a copy's, or after a crash between final and
+    op
+      message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is the
+      reverse. 4.9 delivers once for each commit.
+    - An end by the offsets of a half that a check has copied ends its copies too. In 4.9 they stay pending, are
       checked again, and delivered again.
     - The final message has the flag of the sent message; a copy has none.
 
@@ -174,7 +174,7 @@ class Transactions:
             return self._store.append(half, QUEUE, **fields)
         raw = record.encode_properties(properties)
         result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
-        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # a record read from the log does not have it
+        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # records read from the log have no empty values
         if not has_empty and len(raw) <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
@@ -273,7 +273,7 @@ class Transactions:
         return half
 
     def _is_plain(self, half: StoredMessage) -> bool:
-        """Return whether a half was only prepared so far: the usual case, which needs no search."""
+        """Return whether a half has only been prepared: the usual case, which needs no search."""
         return (
             half.physical_offset >= self._opened_at
             and half.queue_offset >= self._checks.judged_below()
@@ -283,7 +283,7 @@ class Transactions:
         )
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
-        """Return the queue offset from which halves can be open, and those behind it that have ended."""
+        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
         return self._checks.judged_below(), self._ended_halves().so_far()
 
     def _ended_halves(self) -> EndedHalves:
@@ -343,7 +343,7 @@ class Transactions:
         topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
         queue_id = java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, ""))
         if queue_id is None:
-            raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message names no queue")
+            raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message has no queue in REAL_QID")
         if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
             # A message for the schedule topic has its properties encoded again, without these.
             for name in (
@@ -414,6 +414,6 @@ class Transactions:
     def save(self) -> None:
         """Save the progress of a running check pass, which ends there.
 
-        Its records are flushed before. Raises the errors of `MessageStore.flush`.
+        It flushes the records of the pass first. Raises the errors of `MessageStore.flush`.
         """
         self._checks.save()

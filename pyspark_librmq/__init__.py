@@ -1,6 +1,6 @@
 """PySpark looks for packages named ``pyspark_*`` and registers their ``DefaultSource``: this is librmq's.
 
-It is imported at the first read of every session, whatever is read: so it loads librmq only when a store is.
+Every session imports this at its first read, whatever the source, so it loads librmq only for a store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DefaultSource"]
 
 
 class DefaultSource(DataSource):
-    """`librmq.spark.source.RocketMQDataSource`, loaded when it is made."""
+    """`librmq.spark.source.RocketMQDataSource`, loaded when an object is made."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         from librmq.spark.source import RocketMQDataSource

@@ -297,7 +297,7 @@ def test_numbers_that_no_entry_can_hold_are_refused(entry: tuple[int, int, int])
 @pytest.mark.parametrize("queue_offset", [-1, -5, 1 << 63, (1 << 63) // ENTRY_SIZE, 1 << 80])
 def test_queue_offsets_that_no_file_can_hold_are_refused(queue_offset: int) -> None:
     files = MemoryFiles()
-    with pytest.raises(ValueError, match="no queue offset"):
+    with pytest.raises(ValueError, match="queue offset: expected one"):
         opened(files).append(queue_offset, 0, 1, 0)
     assert not files.is_folder("/q")
 

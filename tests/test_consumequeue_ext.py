@@ -272,7 +272,7 @@ def test_units_are_trimmed_with_their_entries(gone: int) -> None:
 
 @pytest.mark.parametrize("value", [0, 5, LAST_EXT_ADDRESS + 1, -(1 << 64)])
 def test_a_tags_code_is_no_address(value: int) -> None:
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="address: expected"):
         opened(MemoryFiles()).get(value)
 
 

@@ -215,7 +215,7 @@ def test_a_disk_full_between_two_files_repeats_nothing(
     written = len(waiting.told)
     assert 0 < written < 40
     assert waiting.schedule.progress == {1: written}
-    assert "level 1 fails, and is tried again in 10000 ms" in caplog.text
+    assert "level 1 fails; next try in 10000 ms" in caplog.text
     waiting.pass_to(11_000)
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() * 100 for number in range(40)]
 

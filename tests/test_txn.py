@@ -652,7 +652,7 @@ def test_a_pass_that_fails_goes_on_in_the_next(
 
     monkeypatch.setattr(desk.store, "append_again", second_fails)
     assert desk.checks_to(60_000) == [60_000]
-    assert "the check of half messages fails, and is tried again in 60000 ms: full" in caplog.text
+    assert "the check of half messages fails; next try in 60000 ms: full" in caplog.text
     assert desk.progress() == (1, None)
     assert [question.half.body for question in desk.asked] == [b"0"]
     desk.pass_to(120_000)
@@ -679,7 +679,7 @@ def test_a_full_disk_does_not_end_the_checks(
         patched.setattr(part, refused, full)
         # Without a queue the pass finds nothing to begin with; else what it has done is to be saved.
         assert desk.pass_to(60_000) == (70_000 if part is KeyIndex else 120_000)
-    assert "the check of half messages fails, and is tried again in 60000 ms: " in caplog.text
+    assert "the check of half messages fails; next try in 60000 ms: " in caplog.text
     assert ("the progress of the check of half messages: saving fails" in caplog.text) == (part is KeyIndex)
     desk.pass_to(120_000)
     assert {question.half.body for question in desk.asked} == {b"%d" % number for number in range(20)}

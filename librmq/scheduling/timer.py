@@ -327,7 +327,7 @@ class Timers:
         properties[DEQUEUE_MS] = str(now_ms)
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
-                raise MessageIllegalError(f"nothing is delivered to {topic}")
+                raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
             result = self._store.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)

@@ -131,7 +131,7 @@ def test_a_disk_that_refuses_progress_is_told_once(
             patched.setattr(files, "write", refused)
             runner.advance(100_000)
         assert [line.message for line in caplog.records] == [
-            f"{what}: saving fails, and is tried again in 10000 ms: /b: write: full"
+            f"{what}: saving fails; next try in 10000 ms: /b: write: full"
         ]
         runner.advance(100_000)
         assert [line.message for line in caplog.records[1:]] == [f"{what}: saving works again"]

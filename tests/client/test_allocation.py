@@ -97,9 +97,9 @@ STRATEGIES = [
 def test_what_no_strategy_takes_in_this_order(strategy: AllocationStrategy) -> None:
     with pytest.raises(AllocationError, match="client id"):
         strategy("", [], [])
-    with pytest.raises(AllocationError, match="no queues"):
+    with pytest.raises(AllocationError, match="at least one queue"):
         strategy("c", [], [])
-    with pytest.raises(AllocationError, match="no clients") as caught:
+    with pytest.raises(AllocationError, match="at least one client") as caught:
         strategy("c", queues(1), [])
     assert caught.value.java_name == "IllegalArgumentException"
     assert strategy("zz", queues(3), ["c"]) == []

@@ -351,14 +351,14 @@ def test_life(broker: Broker) -> None:
     client = Client(broker, instance_name="one")
     producer = Producer(broker, "shop", client=client)
     assert producer.start() is producer.start()
-    with pytest.raises(ClientStateError, match="has a producer of group 'shop' already"):
+    with pytest.raises(ClientStateError, match="already has a producer of group 'shop'"):
         Producer(broker, "shop", client=client).start()
     producer.send("T", b"x")
     producer.shutdown()
     producer.shutdown()
     with pytest.raises(ClientStateError, match="shut down"):
         producer.send("T", b"x")
-    with pytest.raises(ClientStateError, match="starts once"):
+    with pytest.raises(ClientStateError, match="start only once"):
         producer.start()
     Producer(broker, "shop", client=client).send("T", b"y")
     assert bodies(broker) == [b"x", b"y"]
@@ -412,7 +412,7 @@ def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
 
 
 def test_a_path_is_no_route() -> None:
-    with pytest.raises(TypeError, match=r"Producer takes a route, which is a Broker .* Broker\.open\('data'\)"):
+    with pytest.raises(TypeError, match=r"Producer: expected a route, which is a Broker .* Broker\.open\('data'\)"):
         Producer("data", "shop")  # type: ignore[arg-type]
 
 

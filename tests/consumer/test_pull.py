@@ -301,7 +301,7 @@ def test_misuse(filled: Kit) -> None:
     with pytest.raises(ClientStateError, match="exclude each other"):
         consumer.assign(QUEUES)
     consumer.start()
-    with pytest.raises(ClientStateError, match="starts once"):
+    with pytest.raises(ClientStateError, match="start only once"):
         consumer.start()
     consumer.shutdown()
     with pytest.raises(ClientStateError, match="shut down"):
@@ -339,7 +339,7 @@ def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
     again = reader(filled)  # the same name
     again.subscribe("t")
     again.start()
-    with pytest.raises(ClientStateError, match="starts once"):
+    with pytest.raises(ClientStateError, match="start only once"):
         again.start()
     assert filled.broker.call(ConsumerIds("g")) == (again.client.client_id,)
 

@@ -624,7 +624,7 @@ def test_life(rmq: Kit) -> None:
     assert not consumer.is_running
     with consumer:
         assert consumer.is_running
-        with pytest.raises(ClientStateError, match="starts once"):
+        with pytest.raises(ClientStateError, match="start only once"):
             consumer.start()
         twin = PushConsumer(rmq.broker, "g", client=consumer.client)
         twin.subscribe("t")(print)

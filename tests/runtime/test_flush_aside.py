@@ -94,7 +94,7 @@ def test_a_full_disk_is_tried_again_and_told_once(runs_aside: bool, caplog: pyte
     owner.run(0)
     assert [tried(at) for at in (5000, 15000, 25000)] == [15000, 25000, 35000]
     assert [line.message for line in caplog.records] == [
-        "progress: saving fails, and is tried again in 10000 ms: /store: allocate: full"
+        "progress: saving fails; next try in 10000 ms: /store: allocate: full"
     ]
     owner.error = None
     tried(35000)
@@ -103,7 +103,7 @@ def test_a_full_disk_is_tried_again_and_told_once(runs_aside: bool, caplog: pyte
     owner.at, owner.error = 2, full()
     owner.run(40000)
     tried(45000)
-    assert caplog.text.count("tried again") == 2
+    assert caplog.text.count("next try in") == 2
 
 
 def test_another_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplo
     with runner.lock:
         runner.submit(Work("fails", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
-    assert "fails: what came of it could not be applied" in caplog.text
+    assert "fails: its result could not be applied" in caplog.text
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
@@ -118,7 +118,7 @@ def test_what_is_no_exception_ends_no_thread(
     assert run(runner, lambda: 5) == (5, None)
     assert runner.shutdown()  # which waits for both
     assert "fails: an internal step failed" in caplog.text
-    assert "fails too: what came of it could not be applied" in caplog.text
+    assert "fails too: its result could not be applied" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -205,7 +205,7 @@ def test_what_cannot_be_applied_of_a_coroutine_is_told_too(caplog: pytest.LogCap
         runner.submit(Work("fails", listener, done))
     assert begun.wait(WAIT_S)
     assert runner.shutdown()
-    assert "fails: what came of it could not be applied" in caplog.text
+    assert "fails: its result could not be applied" in caplog.text
 
 
 def test_what_is_due_in_ages_keeps_nothing_else_from_its_time(runner: ThreadRunner) -> None:

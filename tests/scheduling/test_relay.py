@@ -186,7 +186,7 @@ def test_a_full_disk_stops_it_for_ten_seconds(
 
     monkeypatch.setattr(carried.store, "append_again", refuse)
     assert carried.proxy.run_due(START_MS) == START_MS + 10_000
-    assert "the relay: sending on fails, and is tried again in 10000 ms: full" in caplog.text
+    assert "the relay: sending on fails; next try in 10000 ms: full" in caplog.text
     assert [message.body for message in carried.arrived()] == [b"first"]
     carried.proxy.run_due(START_MS + 10_000)
     assert [message.body for message in carried.arrived()] == [b"first", b"second"]

@@ -46,9 +46,13 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
 @pytest.mark.parametrize(
     ("part", "properties", "said"),
     [
-        (Waiting, {"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}, "nothing is delivered to RMQ_SYS_TRANS_HALF_TOPIC"),
-        (Waiting, {"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "nothing is delivered to SCHEDULE"),
-        (Waiting, {"REAL_TOPIC": "T"}, "names no queue"),
+        (
+            Waiting,
+            {"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"},
+            "expected a topic for delivery, found RMQ_SYS_TRANS_HALF_TOPIC",
+        ),
+        (Waiting, {"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "expected a topic for delivery, found SCHEDULE"),
+        (Waiting, {"REAL_TOPIC": "T"}, "REAL_QID: expected a queue id, found None"),
         (Waiting, {"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
         (Waiting, {"REAL_QID": "0"}, "topic is empty"),
         (Waiting, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "can't be the name of a folder"),
@@ -56,8 +60,12 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
         (Wheel, PLACE | {"TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
         (Wheel, {"REAL_TOPIC": "T"} | NOW_OUT, "queue id"),
         (Wheel, {"REAL_QID": "0"} | NOW_OUT, "topic is empty"),
-        (Wheel, PLACE | {"REAL_TOPIC": TIMER_TOPIC} | NOW_OUT, "nothing is delivered"),
-        (Wheel, PLACE | {"REAL_TOPIC": HALF_TOPIC, "TIMER_OUT_MS": str(START_MS - 5_000)}, "nothing is delivered"),
+        (Wheel, PLACE | {"REAL_TOPIC": TIMER_TOPIC} | NOW_OUT, "expected a topic for delivery"),
+        (
+            Wheel,
+            PLACE | {"REAL_TOPIC": HALF_TOPIC, "TIMER_OUT_MS": str(START_MS - 5_000)},
+            "expected a topic for delivery",
+        ),
     ],
 )
 def test_what_cannot_be_delivered_is_dropped_with_an_error(
