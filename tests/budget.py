@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PART = 4
+PART = 8
 """The quick check tries one of this many cases."""
 
 

@@ -24,7 +24,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, fill, fille
 TARGET = "/snapshots/of today/one"
 
 
-def crashes(found: Contents, do: Callable[[Files], object], count: int = 60) -> list[Image]:
+def crashes(found: Contents, do: Callable[[Files], object], count: int = examples(120)) -> list[Image]:
     """Images of crashes while something is done to a store, and many of one behind it."""
     on_disk: Contents = {ROOT: None, **{f"{ROOT}/{path}": data for path, data in sorted(found.items())}}
     files = RecordingFiles()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,78 +16,19 @@ import pytest
 
 import librmq
 from librmq.cli import main
-from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
 from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
 from tests.budget import examples
+from tests.crash.writer import CONFIG, message_of
 from tests.reference import existing
 
 pytestmark = [
     pytest.mark.platform,
     pytest.mark.skipif(sys.platform == "win32", reason="needs the locks of POSIX"),
 ]
-
-CONFIG = StoreConfig(
-    commitlog_file_size=16 << 10,
-    consumequeue_file_size=50 * 20,
-    consumequeue_ext_file_size=1 << 10,
-    max_hash_slot_num=50,
-    max_index_num=200,
-    max_message_size=3000,
-)
-"""Files so small that they roll all the time."""
-
-# Does what it is told, a line of JSON a step, and says what came of it.
-WRITER = """
-import json
-import sys
-from dataclasses import replace
-
-from librmq import Message, MessageStore
-from tests.crash.test_read_only import CONFIG, message_of
-
-store = None
-for line in sys.stdin:
-    do, *given = json.loads(line)
-    answer = None
-    if do == "open":
-        store = MessageStore.open(given[0], replace(CONFIG, **given[1]), background=False)
-    elif do == "append":
-        answer = []
-        for number in range(*given):
-            message, queue_id = message_of(number)
-            answer.append(store.append(message, queue_id)[:3])
-    elif do == "each":
-        for number in range(*given):
-            message, queue_id = message_of(number)
-            print(json.dumps(store.append(message, queue_id)[:3]), flush=True)
-    elif do == "batch":
-        messages = [message_of(number)[0] for number in range(*given)]
-        answer = [result[:3] for result in store.append_batch(messages, 1)]
-    elif do == "flush":
-        answer = store.flush()
-    elif do == "ahead":
-        store.log.prepare(given[0])
-    elif do == "expire":
-        for _ in range(100):
-            if store.run_due(store.clock.now_ms()) is None:
-                break
-        answer = store.log.begin
-    elif do == "close":
-        store.close()
-    print(json.dumps(answer), flush=True)
-"""
-
-
-def message_of(number: int) -> tuple[librmq.Message, int]:
-    """The message of a number, and its queue; all of it is known from the number."""
-    rng = random.Random(number)
-    body = rng.randbytes(rng.choice([0, 1, 30, 300, 900]))
-    tags = rng.choice([None, "TagA"])
-    return librmq.Message("T", body, tags=tags, keys=f"k{number} all", properties={"n": str(number)}), number % 3
 
 
 class Writer:
@@ -102,7 +41,7 @@ class Writer:
             "PYTHONPATH": os.pathsep.join([str(Path(librmq.__path__[0]).parent), str(Path(__file__).parents[2])]),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WRITER)],
+            [sys.executable, "-m", "tests.crash.writer"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.tell("open", str(path), settings)
@@ -272,7 +211,7 @@ def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[W
     writers.append(Writer(path))
     with open_reader(path) as reader:
         number = 0
-        for round_ in range(4):
+        for round_ in range(max(2, examples(4))):
             writer = writers[-1]
             held = [message for queue_id in range(3) for message in read_all(reader, queue_id)]
             raw = [message.raw for message in held]

@@ -16,6 +16,7 @@ from librmq.errors import RunnerError
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Work
 from librmq.runtime.threads import ThreadRunner
+from tests.budget import examples
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_a_worker_that_makes_steps_due_takes_them_itself(runner: ThreadRunner) -
 
 
 @pytest.mark.parametrize("max_threads", [3, 64])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
     runner = ThreadRunner(max_threads=max_threads)
     ended = threading.Semaphore(0)

@@ -25,6 +25,7 @@ from librmq.testing.exploration import (
     search,
 )
 from librmq.testing.explorer import FAULT, Decision, Explorer, Place
+from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.planted import BUGS, Scenario, check_then_act
 
@@ -101,9 +102,10 @@ def test_what_came_of_the_shortest_schedule_on_disk_is_told(on_disk: Exception |
 
 @LANES
 def test_mended_bugs_pass(bug: Scenario) -> None:
-    result = explore(lambda rmq: bug(rmq, True), runs=60)
+    runs = examples(240)
+    result = explore(lambda rmq: bug(rmq, True), runs=runs)
     assert result.found is None
-    assert result.runs == 60
+    assert result.runs == runs
 
 
 @pytest.mark.slow
