@@ -64,6 +64,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if command.actions:
+        parser.add_argument("action", metavar="ACTION", choices=command.actions, help=", ".join(command.actions))
     if command.store:
         parser.add_argument("store", metavar="STORE", help="the folder of the store")
         CONFIG.add_to(parser)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.store.engine.queue_table import QueueName
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["Selection", "check_id", "in_queue", "select", "user_queue"]
+__all__ = ["Selection", "check_id", "first_at", "in_queue", "select", "user_queue"]
 
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
@@ -123,7 +123,7 @@ class Selection:
             if self.offsets is not None:
                 begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
             if begin < end and self.has_times:
-                begin, end = (_first_at(store, queue, at, range(begin, end)) for at in (self.begin_ms, self.end_ms))
+                begin, end = (first_at(store, queue, at, range(begin, end)) for at in (self.begin_ms, self.end_ms))
             if begin < end:
                 found[name] = range(begin, end)
         return found
@@ -147,7 +147,7 @@ def in_queue(
         at = found.next_offset
 
 
-def _first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
     """Return the first of some queue offsets whose message was stored at a time or later."""
 
     def stored(queue_offset: int) -> int:

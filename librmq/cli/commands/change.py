@@ -4,11 +4,72 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import CHANGES, OUTPUT, Command
+from librmq.cli.commands.options import CHANGES, OUTPUT, Command, option
 
 __all__ = ["COMMANDS"]
 
+_OF_GROUP: Final = (
+    option("--group", metavar="GROUP", required=True, help="the consumer group"),
+    option("--topic", metavar="TOPIC", required=True, help="the topic"),
+    option("--queue", metavar="ID", help="only this queue"),
+)
+
 COMMANDS: Final = (
+    Command(
+        "topic",
+        "topic_changes",
+        "make a topic, add queues, or delete it",
+        "create store orders --queues 4",
+        (
+            option("topic", metavar="TOPIC"),
+            option("--queues", metavar="N", help="how many queues (create: 8)"),
+            option("--write-queues", metavar="N", help="how many of them take messages (all)"),
+            option("--permission", choices=("rw", "r", "w"), help="create: whether it is read and written (rw)"),
+            *CHANGES,
+        ),
+        actions=("create", "grow", "delete"),
+        output=OUTPUT,
+    ),
+    Command(
+        "group",
+        "topic_changes",
+        "make a group, copy it to a new name, or delete it",
+        "copy store CG_order --to billing",
+        (
+            option("group", metavar="GROUP"),
+            option("--retries", metavar="N", help="create: how often a failed message comes again (16)"),
+            option("--to", metavar="NEW", help="copy: the new group, which goes on where the old one stands"),
+            *CHANGES,
+        ),
+        actions=("create", "copy", "delete"),
+        output=OUTPUT,
+    ),
+    Command(
+        "reset",
+        "progress_moves",
+        "set a group's progress to begin, end, time, offset",
+        "store --group CG_order --topic OrderTopic --to end",
+        (
+            *_OF_GROUP,
+            option("--to", metavar="WHERE", help="begin, end, or the first message from a time on"),
+            option("--offset", metavar="N", help="this queue offset"),
+            *CHANGES,
+        ),
+        output=OUTPUT,
+    ),
+    Command(
+        "skip",
+        "progress_moves",
+        "move a group forward past old messages",
+        "store --group CG_order --topic OrderTopic --keep 10",
+        (
+            *_OF_GROUP,
+            option("--older-than", metavar="AGE", help="skip messages that were stored longer ago (90s, 2h, 7d)"),
+            option("--keep", metavar="N", help="skip all but the last N of each queue (0)"),
+            *CHANGES,
+        ),
+        output=OUTPUT,
+    ),
     Command(
         "load",
         "maintenance",

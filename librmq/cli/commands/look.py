@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
+from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
 
 __all__ = ["COMMANDS"]
 
@@ -57,6 +57,53 @@ COMMANDS: Final = (
         ),
         output=LISTED,
     ),
+    Command(
+        "groups",
+        "groups",
+        "list the consumer groups, their lag and dead letters",
+        "store",
+        (option("--all", action="store_true", help="the broker's own groups too"),),
+        output=LISTED,
+    ),
+    Command(
+        "lag",
+        "groups",
+        "print what groups have still to consume",
+        "store --group CG_order",
+        (
+            GROUP,
+            option("--topic", metavar="TOPIC", help="only this topic"),
+            option("--by", choices=("queue", "topic", "group"), default="queue", help="what to sum up by (queue)"),
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "dead-letters",
+        "dead_letters",
+        "list what groups gave up; --causes, --resend",
+        "store --causes",
+        (
+            GROUP,
+            option("--causes", action="store_true", help="sum up by group, topic and cause"),
+            option("--cause", metavar="TEXT", help="only those whose cause has this text"),
+            option("--id", metavar="ID", help="only the message with this unique id"),
+            option("--resend", action="store_true", help="send them to --group once more, with all retries"),
+            *CHANGES,
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "story",
+        "diagnosis",
+        "print what happened to one message",
+        "store key14",
+        (
+            option("id", metavar="ID", help="a unique id, an offset id, or a key"),
+            option("--topic", metavar="TOPIC", help="of a key: only this topic"),
+        ),
+        output=LISTED,
+    ),
+    Command("diagnose", "diagnosis", "print what deserves a look, worst first", "store", output=LISTED),
     Command("stats", "topics", "print what is in the store, in one row", "store", output=OUTPUT),
     Command("queues", "queues", "list the queues and their offsets", "store", output=LISTED),
     Command(

@@ -46,6 +46,8 @@ class Command:
     description: str = ""
     store: bool = True
     """Whether the first argument is the folder of a store."""
+    actions: tuple[str, ...] = ()
+    """What may stand before the store: what to do."""
     makes_store: bool = False
     """Whether the store need not exist."""
     output: tuple[Option, ...] = ()
@@ -89,6 +91,7 @@ TIMES: Final = (
     option("--until", metavar="TIME", help="stored before this time"),
 )
 TOPIC: Final = option("--topic", metavar="TOPIC", help="messages of this topic")
+GROUP: Final = option("--group", metavar="GROUP", help="this consumer group")
 TAG: Final = option("--tag", metavar="TAGS", help="messages with one of these tags, such as 'created || paid'")
 SQL: Final = option("--sql", metavar="EXPR", help="messages whose properties match an SQL92 expression")
 SELECTION: Final = (

@@ -1,0 +1,35 @@
+"""Open a store to change it, or to see in memory what a change would do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from librmq.cli.input import settle_config
+from librmq.clock import SystemClock
+from librmq.files.disk import DiskFiles
+from librmq.files.overlay import OverlayFiles
+from librmq.files.seam import Files
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.directory import CONFIG, check_kind
+
+__all__ = ["opened_to_change"]
+
+
+@contextmanager
+def opened_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
+    """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
+
+    Raises:
+        StoreLockedError: Another process owns the store; the error says which.
+    """
+    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
+    check_kind(arguments.store, files)
+    config = None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
+    with MessageStore.open(arguments.store, config, files=files) as store:
+        tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
+        yield store, tables
+        tables.persist(SystemClock().now_ms())

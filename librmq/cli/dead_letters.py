@@ -1,0 +1,62 @@
+"""``dead-letters``: what groups have given up, by cause, and sent to them once more."""
+
+from __future__ import annotations
+
+import argparse
+
+from librmq.cli.groups import open_view
+from librmq.cli.output import Output
+from librmq.clock import ManualClock, SystemClock
+from librmq.diagnosis import letters
+from librmq.diagnosis.view import StoreView
+from librmq.errors import InputError
+from librmq.files.disk import DiskFiles
+from librmq.files.overlay import OverlayFiles
+from librmq.store.format.directory import check_kind
+
+__all__ = ["dead_letters"]
+
+
+def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the dead letters, or their causes, or send them to their group once more."""
+    if arguments.resend:
+        return _resend(arguments, output)
+    if arguments.dry_run:
+        raise InputError("--dry-run belongs to --resend: a list changes nothing")
+    with open_view(arguments) as view:
+        if arguments.causes:
+            for cause in letters.dead_letter_causes(view, group=arguments.group):
+                output.row(cause._asdict())
+        else:
+            for letter in _chosen(view, arguments):
+                output.row(letter._asdict())
+    return 0
+
+
+def _chosen(view: StoreView, arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+    return [
+        one
+        for one in letters.dead_letters(view, group=arguments.group)
+        if (arguments.cause is None or arguments.cause in one.cause)
+        and (arguments.id is None or arguments.id == one.unique_key)
+    ]
+
+
+def _resend(arguments: argparse.Namespace, output: Output) -> int:
+    """Resend the chosen dead letters; a dry run does the same in memory."""
+    from librmq.broker import Broker
+    from librmq.runtime.manual import ManualRunner
+
+    if arguments.group is None:
+        raise InputError("--resend: name the group by --group")
+    files = OverlayFiles() if arguments.dry_run else DiskFiles()
+    check_kind(arguments.store, files)
+    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # so that the broker does nothing else
+    with Broker.open(arguments.store, runner=runner, files=files) as broker:
+        chosen = {one.physical_offset: one for one in _chosen(StoreView.of(broker), arguments)}
+        chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]
+        for letter in chosen_letters:
+            broker.resend_dead_letters(arguments.group, [letter])
+        for letter in chosen_letters:
+            output.row({**chosen[letter.physical_offset]._asdict(), "resent": not arguments.dry_run})
+    return 0

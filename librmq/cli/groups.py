@@ -1,0 +1,60 @@
+"""``groups`` and ``lag``: consumer groups, and what they have still to consume."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from librmq.cli.output import Output
+from librmq.cli.queues import open_store
+from librmq.diagnosis.backlog import GroupLag, QueueLag, TopicLag
+from librmq.diagnosis.backlog import lag as lag_of
+from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.message.topics import dead_letter_topic
+
+__all__ = ["groups", "lag", "open_view"]
+
+
+@contextmanager
+def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
+    """View the store that a command reads, with the settings in ``--config`` if it is given."""
+    if arguments.config is None:
+        with StoreView.open(arguments.store) as view:
+            yield view
+    else:
+        with open_store(arguments) as store:
+            yield StoreView.over(store)
+
+
+def groups(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each consumer group."""
+    with open_view(arguments) as view:
+        waiting = {one.group: one.lag for one in lag_of(view, times=False).by_group()}
+        for group in view.groups:
+            if arguments.all or not is_own_group(group):
+                output.row(
+                    {
+                        "group": group,
+                        "topics": sorted(topic for of, topic in view.progress if of == group),
+                        "lag": waiting.get(group, 0),
+                        "dead_letters": sum(
+                            state.max_offset - state.min_offset
+                            for name, state in view.ranges.items()
+                            if name[0] == dead_letter_topic(group)
+                        ),
+                    }
+                )
+    return 0
+
+
+def lag(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the lag of each group in each queue, or its sums by topic or group."""
+    with open_view(arguments) as view:
+        found = lag_of(view, group=arguments.group, topic=arguments.topic)
+        rows: Iterable[QueueLag | TopicLag | GroupLag] = found
+        if arguments.by != "queue":
+            rows = found.by_topic() if arguments.by == "topic" else found.by_group()
+        for row in rows:
+            output.row(row._asdict())
+    return 0

@@ -1,0 +1,144 @@
+"""``topic`` and ``group``: make, change and delete topics and consumer groups."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+from librmq.cli.changes import opened_to_change
+from librmq.cli.output import Output
+from librmq.diagnosis.view import StoreView
+from librmq.errors import InputError
+from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row
+
+__all__ = ["group", "topic"]
+
+_QUEUES: Final = 8
+_MOST_QUEUES: Final = 1 << 16
+_PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
+
+
+def topic(arguments: argparse.Namespace, output: Output) -> int:
+    """Make a topic, give it more queues, or delete it."""
+    name = arguments.topic
+    if is_system_topic(name):
+        raise InputError(f"topic {name!r} is the broker's own")
+    with opened_to_change(arguments) as (store, tables):
+        old = tables.topics.rows.get(name)
+        change = {"create": _create, "grow": _grow, "delete": _delete}[arguments.action]
+        row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
+        output.row({**row, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _create(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is not None:
+        raise InputError(f"topic {name!r} exists, with {old.get('readQueueNums')} queues: `topic grow` adds queues")
+    validate_client_topic(name)
+    read = _queues("--queues", arguments.queues, _QUEUES)
+    write = _queues("--write-queues", arguments.write_queues, read)
+    permission = arguments.permission or "rw"
+    tables.topics.set(name, topic_row(name, read, write, _PERMISSIONS[permission]))
+    return {"read_queues": read, "write_queues": write, "permission": permission}
+
+
+def _grow(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise InputError(f"topic {name!r} does not exist: `topic create` makes it")
+    before = old.get("readQueueNums", 0)
+    read = _queues("--queues", arguments.queues, None)
+    write = _queues("--write-queues", arguments.write_queues, read)
+    if read < before or write < old.get("writeQueueNums", 0):
+        raise InputError(f"--queues: the topic has {before} queues, and messages in them: expected more, found {read}")
+    tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
+    return {
+        "read_queues": read,
+        "write_queues": write,
+        "before": before,
+        "note": "stored messages stay in their queues; a key that selects its queue by hash can go to another one now, "
+        "so its messages are in order only from here on",
+    }
+
+
+def _delete(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise InputError(f"topic {name!r} does not exist")
+    tables.topics.remove(name)
+    left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
+    groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
+    return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
+
+
+def _queues(name: str, text: str | None, usual: int | None) -> int:
+    if text is None:
+        if usual is None:
+            raise InputError(f"{name} is missing")
+        return usual
+    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= _MOST_QUEUES:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number from 1 to {_MOST_QUEUES}, found {text!r:.80}")
+
+
+def group(arguments: argparse.Namespace, output: Output) -> int:
+    """Make a consumer group or change its retries, copy its progress to a new one, or delete it."""
+    name, action = arguments.group, arguments.action
+    if action == "create":
+        validate_group(name)
+    with opened_to_change(arguments) as (store, tables):
+        known = StoreView.over(store, tables).groups
+        if action != "create" and name not in known:
+            raise InputError(f"there is no group {name!r}: known are {', '.join(known[:20])}")
+        row: dict[str, Any] = {"group": name, "action": action}
+        if action == "create":
+            old = tables.groups.rows.get(name) or group_row(name)
+            retries = old["retryMaxTimes"] if arguments.retries is None else _retries(arguments.retries)
+            tables.groups.set(name, {**old, "retryMaxTimes": retries})
+            row["retries"] = retries
+        elif action == "copy":
+            row |= _copy(tables, name, arguments.to, known)
+        else:
+            row["topics"] = _forget(tables, name)
+        output.row({**row, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _retries(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 8:
+        return int(text)
+    raise InputError(f"--retries: expected a whole number, found {text!r:.80}")
+
+
+def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ...]) -> dict[str, Any]:
+    """Let a new group go on where a group stands."""
+    if new is None:
+        raise InputError("copy: name the new group by --to")
+    validate_group(new)
+    if new in known:
+        raise InputError(f"--to: group {new!r} exists; expected a new name")
+    old = tables.groups.rows.get(name) or group_row(name)
+    tables.groups.set(new, {**old, "groupName": new})
+    topics = []
+    for key, offsets in sorted(tables.offsets.rows.items()):
+        topic, _, of = key.rpartition("@")
+        if of == name and topic != f"%RETRY%{name}":
+            tables.offsets.set(f"{topic}@{new}", dict(offsets))
+            topics.append(topic)
+    return {"to": new, "topics": topics}
+
+
+def _forget(tables: BrokerTables, name: str) -> list[str]:
+    """Delete a group's row and its progress; return the topics that it had progress in."""
+    if name in tables.groups.rows:
+        tables.groups.remove(name)
+    keys = [key for key in tables.offsets.rows if key.rpartition("@")[2] == name]
+    for key in keys:
+        tables.offsets.remove(key)
+    return sorted(key.rpartition("@")[0] for key in keys)

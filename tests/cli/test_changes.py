@@ -1,0 +1,182 @@
+"""Commands that change a store: what they change, what a dry run leaves, and that a store in use is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from librmq import Broker, Message, MessageStore
+from librmq.runtime.manual import ManualRunner
+from librmq.store.format.broker_tables import BrokerTables
+from tests.cli.stand import Shell, files_of
+
+ORDERS = ("--group", "CG_order", "--topic", "OrderTopic")
+
+CHANGES = [
+    ("topic", "create", "store", "orders", "--queues", "3"),
+    ("topic", "grow", "store", "OrderTopic", "--queues", "9"),
+    ("topic", "delete", "store", "OrderTopic"),
+    ("group", "create", "store", "billing", "--retries", "5"),
+    ("group", "copy", "store", "CG_order", "--to", "billing"),
+    ("group", "delete", "store", "CG_order"),
+    ("reset", "store", *ORDERS, "--to", "end"),
+    ("skip", "store", *ORDERS),
+]
+
+
+def tables(shell: Shell) -> BrokerTables:
+    return BrokerTables.open(str(shell.folder / "store" / "config"))
+
+
+def progress(shell: Shell) -> dict[int, int | None]:
+    return {row["queue_id"]: row["consumer_offset"] for row in shell("lag", "store", *ORDERS).rows}
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
+def test_a_dry_run_prints_the_same_and_changes_no_byte(shell: Shell, words: tuple[str, ...]) -> None:
+    before = files_of(shell.folder / "store")
+    tried = shell(*words, "--dry-run")
+    assert tried.status == 0, tried.said
+    assert files_of(shell.folder / "store") == before
+    done = shell(*words)
+    assert done.status == 0, done.said
+    assert [row | {"dry_run": None} for row in done.rows] == [row | {"dry_run": None} for row in tried.rows]
+    after = files_of(shell.folder / "store")
+    assert {name for name in before if after[name] != before[name] and name.startswith("commitlog")} == set()
+    assert [name for name in after if name.startswith("config") and after[name] != before.get(name)] != []
+    assert shell("verify", "store").status == 0
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
+def test_a_store_in_use_is_refused_with_its_owner(shell: Shell, words: tuple[str, ...]) -> None:
+    before = files_of(shell.folder / "store" / "config")
+    with MessageStore.open("store"):
+        answer = shell(*words)
+        assert (answer.status, answer.out) == (2, "")
+        assert "process" in answer.said
+    assert files_of(shell.folder / "store" / "config") == before
+
+
+# --- topics and groups
+
+
+def test_a_topic_is_made_grown_and_deleted(shell: Shell) -> None:
+    shell("topic", "create", "store", "orders", "--queues", "3", "--write-queues", 2, "--permission", "r")
+    row = tables(shell).topics.rows["orders"]
+    assert (row["readQueueNums"], row["writeQueueNums"], row["perm"]) == (3, 2, 4)
+    assert "orders" in {one["topic"] for one in shell("topics", "store").rows}
+    answer = shell("topic", "grow", "store", "orders", "--queues", "5")
+    assert (answer.rows[0]["before"], answer.rows[0]["read_queues"]) == (3, 5)
+    with Broker.open("store", runner=ManualRunner()) as broker:
+        assert broker.topics()["orders"].read_queues == 5
+    assert shell("topic", "delete", "store", "orders").status == 0
+    assert "orders" not in tables(shell).topics.rows
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["create", "store", "OrderTopic"], "exists"),
+        (["create", "store", "no good"], "may only contain"),
+        (["create", "store", "TBW102"], "the broker's own"),
+        (["create", "store", "a", "--queues", "0"], "expected a whole number from 1"),
+        (["grow", "store", "absent", "--queues", "3"], "does not exist"),
+        (["grow", "store", "OrderTopic"], "--queues is missing"),
+        (["grow", "store", "OrderTopic", "--queues", "1"], "expected more, found 1"),
+        (["delete", "store", "absent"], "does not exist"),
+        (["shrink", "store", "OrderTopic"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_done_to_a_topic(shell: Shell, words: list[str], said: str) -> None:
+    answer = shell("topic", *words)
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.said
+
+
+def test_a_copied_group_goes_on_where_the_other_stands(shell: Shell) -> None:
+    before = shell("lag", "store", "--group", "CG_order").rows
+    shell("group", "copy", "store", "CG_order", "--to", "billing")
+    copied = shell("lag", "store", "--group", "billing").rows
+    kept = [row | {"group": "billing"} for row in before if row["topic"] != "%RETRY%CG_order"]
+    assert copied == kept
+    assert shell("group", "copy", "store", "CG_order", "--to", "billing").status == 2
+    assert shell("group", "delete", "store", "billing").rows[0]["topics"] == sorted({row["topic"] for row in kept})
+    assert shell("lag", "store", "--group", "billing").rows == []
+
+
+# --- progress
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--to", "begin"], {0: 0, 1: 0}),
+        (["--to", "end"], {0: 39, 1: 36}),
+        (["--offset", "20"], {0: 20, 1: 20}),
+        (["--offset", "38"], {0: 38, 1: 36}),
+        (["--to", "end", "--queue", "1"], {0: None, 1: 36}),
+        (["--to", "2000-01-01"], {0: 0, 1: 0}),
+        (["--to", "9000-01-01"], {0: 39, 1: 36}),
+    ],
+)
+def test_reset_moves_progress(shell: Shell, words: list[str], expected: dict[int, int]) -> None:
+    assert shell("reset", "store", *ORDERS, *words).status == 0
+    assert progress(shell) == expected
+
+
+def test_reset_to_a_time_leaves_the_first_message_stored_then(shell: Shell) -> None:
+    shell("reset", "store", *ORDERS, "--to", "2026-11-20T04:54:56Z")
+    time_ms = 1_795_150_496_000
+    rows = shell("show", "store", "--topic", "OrderTopic", "--body", "none").rows
+    for queue_id, at in progress(shell).items():
+        times = {row["queue_offset"]: row["store_timestamp"] for row in rows if row["queue_id"] == queue_id}
+        assert at == min(offset for offset, time in times.items() if time >= time_ms)
+
+
+def test_skip_keeps_the_newest_and_never_goes_back(shell: Shell) -> None:
+    shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "30")
+    rows = shell("skip", "store", *ORDERS, "--keep", "10").rows
+    assert [(row["before"], row["after"], row["skipped"], row["lag"]) for row in rows] == [
+        (None, 29, 29, 10),
+        (30, 30, 0, 6),
+    ]
+    assert progress(shell) == {0: 29, 1: 30}
+    shell("skip", "store", *ORDERS, "--older-than", "1ms")
+    assert progress(shell) == {0: 39, 1: 36}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reset", "store", *ORDERS], "name one of --to"),
+        (["reset", "store", *ORDERS, "--to", "end", "--offset", "3"], "name one of --to"),
+        (["reset", "store", *ORDERS, "--to", "soon"], "not a time"),
+        (["reset", "store", *ORDERS, "--to", "end", "--queue", "7"], "its queues are 0, 1"),
+        (["reset", "store", "--group", "CG_ordr", "--topic", "OrderTopic", "--to", "end"], "did you mean 'CG_order'?"),
+        (["reset", "store", "--group", "CG_order", "--topic", "OrdrTopic", "--to", "end"], "mean 'OrderTopic'?"),
+        (["skip", "store", *ORDERS, "--keep", "1", "--older-than", "1h"], "name one of"),
+        (["skip", "store", *ORDERS, "--older-than", "yesterday"], "expected an age"),
+    ],
+)  # fmt: skip
+def test_moves_that_make_no_sense_are_refused(shell: Shell, words: list[str], said: str) -> None:
+    before = files_of(shell.folder / "store")
+    answer = shell(*words)
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.said
+    assert {name: data for name, data in files_of(shell.folder / "store").items() if name.startswith("config")} == {
+        name: data for name, data in before.items() if name.startswith("config")
+    }
+
+
+def test_a_broker_goes_on_from_where_reset_put_a_group(shell: Shell) -> None:
+    with MessageStore.open("new") as store:
+        for number in range(10):
+            store.append(Message("T", b"%d" % number))
+    (shell.folder / "new" / "config").mkdir(exist_ok=True)
+    assert shell("topic", "create", "new", "T", "--queues", 1).status == 0
+    assert shell("group", "create", "new", "g").status == 0
+    assert shell("reset", "new", "--group", "g", "--topic", "T", "--offset", 7).status == 0
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        assert broker.consumer_offset("g", "T") == 7
+    assert json.loads(shell("lag", "new").out)["lag"] == 3

@@ -1,0 +1,111 @@
+"""``groups``, ``lag``, ``dead-letters``, ``story``, ``diagnose``: the library's answers as rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq import Broker, DeadLetter, Producer, PushConsumer, diagnosis
+from librmq.runtime.manual import ManualRunner
+from tests.cli.stand import Shell, files_of
+
+LAG = ["group", "topic", "queue_id", "min_offset", "max_offset", "consumer_offset", "lag", "oldest_timestamp_ms"]
+LETTER = ["group", "original_topic", "unique_key", "reconsume_times", "store_timestamp_ms", "cause", "physical_offset"]
+EVENT = ["at_ms", "event", "topic", "queue_id", "queue_offset", "physical_offset", "group"]
+
+
+def test_lag_is_a_line_a_queue(shell: Shell) -> None:
+    rows = shell("lag", "store").rows
+    assert rows == [row._asdict() for row in diagnosis.lag("store")]
+    assert [list(row) for row in rows] == [LAG] * len(rows)
+    assert shell("lag", "store", "--topic", "OrderTopic").rows == [row for row in rows if row["topic"] == "OrderTopic"]
+    (group,) = shell("lag", "store", "--by", "group").rows
+    assert (group["group"], group["lag"]) == ("CG_order", sum(row["lag"] for row in rows))
+    by_topic = shell("lag", "store", "--by", "topic").rows
+    assert sum(row["lag"] for row in by_topic) == group["lag"]
+
+
+def test_groups_are_those_of_tables_and_topics(shell: Shell) -> None:
+    rows = {row["group"]: row for row in shell("groups", "store").rows}
+    assert sorted(rows) == ["CG_2", "CG_order", "消费组"]
+    assert rows["CG_order"] == {
+        "group": "CG_order",
+        "topics": ["%RETRY%CG_order", "OrderTopic", "TopicTest", "订单主题"],
+        "lag": sum(row["lag"] for row in shell("lag", "store").rows),
+        "dead_letters": 0,
+    }
+    everything = {row["group"] for row in shell("groups", "store", "--all").rows}
+    assert everything > set(rows)
+    assert {group for group in everything - set(rows) if not group.startswith("CID_")} <= {
+        "TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP",
+    }  # fmt: skip
+
+
+def test_findings_are_rows_worst_first(shell: Shell) -> None:
+    answer = shell("diagnose", "store")
+    found = diagnosis.diagnose("store")
+    assert [row["finding"] for row in answer.rows] == [one.kind for one in found]
+    assert all(list(row) == ["finding", "severity", "subject", "what", "evidence", "next"] for row in answer.rows)
+    assert answer.status == int(any(one.severity == "error" for one in found))
+
+
+def test_an_error_among_the_findings_is_status_1(shell: Shell) -> None:
+    shell("reset", "store", "--group", "CG_order", "--topic", "OrderTopic", "--to", "end")
+    path = shell.folder / "store" / "config" / "consumerOffset.json"
+    path.write_text(path.read_text().replace("39", "3999"))
+    answer = shell("diagnose", "store")
+    errors = [row for row in answer.rows if row["severity"] == "error"]
+    assert answer.status == (1 if errors else 0)
+    assert answer.rows
+
+
+def test_the_story_of_a_message_is_a_timeline(shell: Shell) -> None:
+    rows = shell("story", "store", "UNIQ-same").rows
+    assert rows
+    assert [list(row)[: len(EVENT)] for row in rows] == [EVENT] * len(rows)
+    assert shell("story", "store", "no-such-id", "--fail-empty").status == 3
+
+
+# --- dead letters
+
+
+@pytest.fixture
+def broken(shell: Shell) -> Shell:
+    """The shell, with a store ``kit`` in which a group gave up three messages."""
+
+    def fail(message: object) -> None:
+        raise DeadLetter("no stock")
+
+    runner = ManualRunner()
+    with Broker.open("kit", runner=runner) as broker:
+        broker.create_topic("orders", 1)
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("orders", fail)
+        consumer.start()
+        producer = Producer(broker, "p")
+        for number in range(3):
+            producer.send("orders", b"%d" % number, keys=f"k{number}")
+        runner.advance(60_000)
+        consumer.shutdown()
+    return shell
+
+
+def test_dead_letters_are_listed_with_their_cause(broken: Shell) -> None:
+    rows = broken("dead-letters", "kit").rows
+    assert [list(row) for row in rows] == [LETTER] * 3
+    assert {(row["group"], row["original_topic"]) for row in rows} == {("g", "orders")}
+    assert [row["messages"] for row in broken("dead-letters", "kit", "--causes").rows] == [3]
+    assert broken("dead-letters", "kit", "--group", "other").rows == []
+    assert broken("dead-letters", "kit", "--id", rows[1]["unique_key"]).rows == [rows[1]]
+
+
+def test_dead_letters_are_resent_once_tried_dry(broken: Shell) -> None:
+    listed = broken("dead-letters", "kit").rows
+    before = files_of(broken.folder / "kit")
+    words = ["dead-letters", "kit", "--resend", "--group", "g", "--id", listed[0]["unique_key"]]
+    assert broken(*words, "--dry-run").rows == [{**listed[0], "resent": False}]
+    assert files_of(broken.folder / "kit") == before
+    assert broken(*words).rows == [{**listed[0], "resent": True}]
+    (again,) = broken("show", "kit", "--topic", "%RETRY%g").rows
+    assert again["dispatch_uniq_key"] == listed[0]["unique_key"]
+    assert broken("dead-letters", "kit").rows == listed
+    assert "--group" in broken("dead-letters", "kit", "--resend").said
