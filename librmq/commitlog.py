@@ -36,7 +36,7 @@ _BLANK_MAGIC: Final = record.BLANK_MAGIC
 _MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
-_MOST_TOUCHED: Final = 32 << 20
+_MAX_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
@@ -241,12 +241,12 @@ class CommitLog:
             return
         # In few large parts, because after each part this thread waits for the interpreter of a busy producer. During
         # a part, however, no thread of the process gets new memory.
-        at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
-        while at < upto:
+        at, ready_end = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
+        while at < ready_end:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(upto, at + _MOST_TOUCHED, start + self.file_size)
+            step = min(ready_end, at + _MAX_TOUCHED, start + self.file_size)
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 
@@ -405,9 +405,9 @@ class CommitLog:
             at = yield from self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
 
     def _items(
-        self, buffer: Buffer, start: int, place: int, upto: int, check_body: bool
+        self, buffer: Buffer, start: int, place: int, end: int, check_body: bool
     ) -> Generator[LogItem, None, int]:
-        """Yield the records of one file from ``place`` up to ``upto`` and its blank; return the next place of the log.
+        """Yield the records of one file from ``place`` up to ``end`` and its blank; return the next place of the log.
 
         Raises:
             CorruptionError: the bytes are neither a record nor a blank.
@@ -416,7 +416,7 @@ class CommitLog:
         # checked here like `record.check_record` does; it checks all others.
         file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, record.FIXED_SIZE
         chunk, chunk_at, chunk_size = b"", place, 0
-        while place < upto:
+        while place < end:
             inside = place - chunk_at
             if inside + fixed <= chunk_size:
                 size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
@@ -436,7 +436,7 @@ class CommitLog:
                         place += size
                         continue
             if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
-                chunk, chunk_at = buffer[place : min(place + _CHUNK, upto)], place
+                chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
                 chunk_size = len(chunk)
                 continue
             try:

@@ -42,8 +42,8 @@ __all__ = [
     "Seconds",
     "StoreConfig",
     "check_kind",
-    "did_you_mean",
     "parse_hours",
+    "suggest",
     "to_seconds",
     "to_timestamp_ms",
 ]
@@ -130,7 +130,7 @@ class Config:
         known = self.names()
         for name in settings:
             if name not in known:
-                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {did_you_mean(name, known)}")
+                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {suggest(name, known)}")
         return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     @classmethod
@@ -150,7 +150,7 @@ def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
         raise TypeError(f"{name}: expected a {kind.__name__}{such_as}, found {value!r:.80}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return the name that was probably meant, or all known names, as the end of an error."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, 1)

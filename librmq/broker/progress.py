@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal
 
 from librmq.broker.context import BrokerContext
-from librmq.config import did_you_mean, to_timestamp_ms
+from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -117,10 +117,10 @@ class Progress:
         """
         found = self._topics.known.get(topic)
         if found is None:
-            near = did_you_mean(str(topic), self._topics.of_users())
+            near = suggest(str(topic), self._topics.of_users())
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {near}")
         if group not in self._groups.known and group not in self._offsets.groups(topic):
-            near = did_you_mean(str(group), self._groups.of_users())
+            near = suggest(str(group), self._groups.of_users())
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
                 f"group {group!r} does not exist; {near} (set_group makes a new one)",

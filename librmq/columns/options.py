@@ -11,11 +11,11 @@ from typing import Any, Final, Literal
 from librmq.errors import ConfigError
 from librmq.message.topics import is_system_topic
 
-__all__ = ["Mode", "Offsets", "Predicate", "ReadOptions", "View", "Wanted", "check_filters", "nearest"]
+__all__ = ["Mode", "OffsetBounds", "Predicate", "ReadOptions", "View", "Wanted", "check_filters", "suggest"]
 
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
-Offsets = Literal["earliest", "latest"] | Mapping[str, Any]
+OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]
 """Offsets by topic and queue id, or by store, topic and queue id; -2 is the earliest, -1 the latest."""
 
 EARLIEST: Final = -2
@@ -23,7 +23,7 @@ LATEST: Final = -1
 LARGEST_OFFSET: Final = (1 << 63) - 1
 
 
-def nearest(name: str, known: Any) -> str:
+def suggest(name: str, known: Any) -> str:
     """Return a hint: the known name most similar to ``name``, or all known names."""
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
@@ -113,8 +113,8 @@ class ReadOptions:
     wanted: Wanted = field(default_factory=Wanted)
     selector: str | None = None
     predicate: Predicate | None = None
-    starting: Offsets = "earliest"
-    ending: Offsets = "latest"
+    starting: OffsetBounds = "earliest"
+    ending: OffsetBounds = "latest"
     fail_on_data_loss: bool = True
     mode: Mode = "FAILFAST"
     min_partitions: int = 1

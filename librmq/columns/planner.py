@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, ReadOptions, Wanted, nearest
+from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, ReadOptions, Wanted, suggest
 from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
@@ -183,7 +183,7 @@ class PlannedStore:
 
     # ------------------------------------------------------------------------------------------------ where to begin
 
-    def offset_of(self, name: QueueName, offsets: Offsets, usual: int) -> int:
+    def offset_of(self, name: QueueName, offsets: OffsetBounds, usual: int) -> int:
         """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue."""
         queue = self.queues[name]
         asked: Any = usual
@@ -220,7 +220,9 @@ class PlannedStore:
             return None
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
-    def narrowed(self, wanted: Wanted, starting: Offsets, ending: Offsets, *, strict: bool) -> dict[QueueName, range]:
+    def narrowed(
+        self, wanted: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
+    ) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` if some of them are gone."""
         found: dict[QueueName, range] = {}
         for name, queue in self.queues.items():
@@ -248,7 +250,7 @@ class PlannedStore:
                 f"found {queue.begin} to {queue.end} (option failOnDataLoss=false reads the rest)"
             )
 
-    def check_names(self, offsets: Offsets, option: str) -> None:
+    def check_names(self, offsets: OffsetBounds, option: str) -> None:
         """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want."""
         if isinstance(offsets, str):
             return
@@ -256,7 +258,7 @@ class PlannedStore:
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
                     known = {f"{name[0]}:{name[1]}" for name in self.queues}
-                    hint = nearest(f"{topic}:{queue_id}", known) if known else "there is none"
+                    hint = suggest(f"{topic}:{queue_id}", known) if known else "there is none"
                     raise ConfigError(
                         f"option {option}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )

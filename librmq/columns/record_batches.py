@@ -15,7 +15,7 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters, nearest
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters, suggest
 from librmq.columns.planner import plan
 from librmq.columns.processes import read_in_processes
 from librmq.columns.pruning import predicate_of, pruned
@@ -107,7 +107,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     """Check the settings; return options, schema, number of processes and files."""
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
-            raise ConfigError(f"{name:.80}: unknown setting of reader; {nearest(name, ReaderKeywords.__annotations__)}")
+            raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
     paths = [store] if isinstance(store, str | os.PathLike) else list(store)
     if not paths:
         raise ConfigError("store: expected the folder of a store, found none")
@@ -120,7 +120,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     known = columns_of(options.view)
     for name in names:
         if name not in known:
-            raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {nearest(name, known)}")
+            raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {suggest(name, known)}")
     schema = pa.schema([(name, TYPES[name]) for name in names])
     processes = settings.get("processes", 1)
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:

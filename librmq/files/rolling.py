@@ -27,7 +27,7 @@ __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 
 _POSITIONS: Final = 1 << 63
 _FIRST_RESERVE: Final = 4096
-_LARGEST_RESERVE: Final = 1 << 20
+_MAX_RESERVE: Final = 1 << 20
 
 
 def file_name(position: int) -> str:
@@ -256,11 +256,11 @@ class MappedFileQueue:
             return reserved
         if reserved is None:
             reserved = begin
-        step = min(max(_FIRST_RESERVE, 2 * (reserved - begin), 2 * (end - reserved), reserved), _LARGEST_RESERVE)
-        upto = min(self.file_size, max(end, -(-(reserved + step) // _FIRST_RESERVE) * _FIRST_RESERVE))
-        self._files.reserve(self.file(start), reserved, upto)
-        self._reserved[start] = upto
-        return upto
+        step = min(max(_FIRST_RESERVE, 2 * (reserved - begin), 2 * (end - reserved), reserved), _MAX_RESERVE)
+        block_end = min(self.file_size, max(end, -(-(reserved + step) // _FIRST_RESERVE) * _FIRST_RESERVE))
+        self._files.reserve(self.file(start), reserved, block_end)
+        self._reserved[start] = block_end
+        return block_end
 
     def data_end(self, start: int) -> int:
         """Return a position in the file at ``start`` after which all bytes are known to be zero, without reading."""
@@ -304,10 +304,10 @@ class MappedFileQueue:
         self._check_writable()
         for start in self.starts:
             low, high = max(begin, start), min(end, start + self.file_size)
-            for at in range(low, high, _LARGEST_RESERVE):
-                buffer, upto = self.file(start).buffer, min(high, at + _LARGEST_RESERVE)
-                self._files.reserve(self.file(start), at - start, upto - start)
-                buffer[at - start : upto - start] = buffer[at - start : upto - start]
+            for at in range(low, high, _MAX_RESERVE):
+                buffer, block_end = self.file(start).buffer, min(high, at + _MAX_RESERVE)
+                self._files.reserve(self.file(start), at - start, block_end - start)
+                buffer[at - start : block_end - start] = buffer[at - start : block_end - start]
                 self._dirty.add(start)
         with self._guard:
             self._changed_folders.add(self.folder)
@@ -366,15 +366,15 @@ class MappedFileQueue:
         buffer = self.file(start).buffer
         at, step, end = position - start, 1 << 20, self.used_end(start, position - start)
         while at < end:
-            upto = min(end, at + step)
-            zeros = bytes(upto - at)
-            if buffer[at:upto] != zeros:
+            block_end = min(end, at + step)
+            zeros = bytes(block_end - at)
+            if buffer[at:block_end] != zeros:
                 if self.own(start):
                     buffer = self.file(start).buffer
-                self._files.reserve(self.file(start), at, upto)
-                buffer[at:upto] = zeros
+                self._files.reserve(self.file(start), at, block_end)
+                buffer[at:block_end] = zeros
                 self._dirty.add(start)
-            at = upto
+            at = block_end
 
     def delete_from(self, position: int) -> list[str]:
         """Delete the files that start at or after ``position``, the last one first; return their paths."""

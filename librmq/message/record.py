@@ -170,9 +170,6 @@ BORN_HOST_AT: Final = _at("born_host")
 # With IPv4 hosts; 12 further for each IPv6 host before it.
 STORE_TIMESTAMP_AT: Final = _at("store_timestamp")
 STORE_HOST_AT: Final = _at("store_host")
-RECONSUME_TIMES_AT: Final = _at("reconsume_times")
-PREPARED_OFFSET_AT: Final = _at("prepared_offset")
-BODY_LENGTH_AT: Final = _at("body_length")
 BODY_AT: Final = span("size", "body_length")
 
 # Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.message.compression`.

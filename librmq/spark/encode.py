@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.arrays import Ints
 from librmq.columns.decode import HEADER
-from librmq.columns.options import nearest
+from librmq.columns.options import suggest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.hashing import (
     LONGEST_FIXED_KEY,
@@ -199,13 +199,13 @@ def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
         if name not in COLUMNS:
             if name == extra:
                 continue
-            raise ConfigError(f"column {name!r} is nothing that is written: {nearest(name, COLUMNS)}")
+            raise ConfigError(f"column {name!r} is nothing that is written: {suggest(name, COLUMNS)}")
         if kind not in COLUMNS[name]:
             raise ConfigError(f"column {name!r}: expected type {' or '.join(COLUMNS[name])}, found {kind}")
     if "body" not in {name for name, _ in names}:
         raise ConfigError("no body: expected a column body of type binary or string")
     if extra is not None and extra not in {name for name, _ in names}:
-        raise ConfigError(f"option orderBy: there is no column {extra!r}; {nearest(extra, [n for n, _ in names])}")
+        raise ConfigError(f"option orderBy: there is no column {extra!r}; {suggest(extra, [n for n, _ in names])}")
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:

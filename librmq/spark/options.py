@@ -15,12 +15,12 @@ from librmq.columns.options import (
     EARLIEST,
     LARGEST_OFFSET,
     Mode,
-    Offsets,
+    OffsetBounds,
     ReadOptions,
     View,
     Wanted,
     check_filters,
-    nearest,
+    suggest,
 )
 from librmq.errors import ConfigError
 
@@ -40,7 +40,7 @@ def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
     lower = {name.lower() for name in known}
     for name in options:
         if name.lower() not in lower:
-            raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {nearest(name, known)}")
+            raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, known)}")
 
 
 def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
@@ -133,7 +133,7 @@ def _choice(given: Mapping[str, str], name: str, known: tuple[str, ...], usual: 
     text = given.get(name, usual)
     found = text.upper() if upper else text.lower()
     if found not in known:
-        raise ConfigError(f"option {name}: expected one of {', '.join(known)}, found {text!r}; {nearest(text, known)}")
+        raise ConfigError(f"option {name}: expected one of {', '.join(known)}, found {text!r}; {suggest(text, known)}")
     return found
 
 
@@ -188,7 +188,7 @@ def _list(text: str | None) -> list[str] | None:
     return found
 
 
-def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "latest"]) -> Offsets:
+def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "latest"]) -> OffsetBounds:
     text = given.get(name, usual).strip()
     if text.lower() == "earliest":
         return "earliest"

@@ -220,13 +220,13 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a schema of Spark's as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
-    from librmq.columns.options import nearest
+    from librmq.columns.options import suggest
     from librmq.columns.read import TYPES, columns_of
 
     known = columns_of(options.view)
     for field in schema.fields:
         if field.name not in known:
-            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {nearest(field.name, known)}")
+            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, known)}")
         wanted = from_arrow_type(TYPES[field.name])
         if field.dataType.simpleString() != wanted.simpleString():
             raise ConfigError(

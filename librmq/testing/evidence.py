@@ -12,7 +12,7 @@ from librmq.message.topics import dead_letter_topic
 from librmq.protocol import Heartbeat
 from librmq.testing.history import Call, DeliveryAttempt, History, show
 from librmq.testing.process import Process
-from librmq.testing.undelivered import Subscribed, nearest, undelivered
+from librmq.testing.undelivered import Subscribed, closest_name, undelivered
 
 __all__ = ["Evidence", "UnknownGroupError"]
 
@@ -143,7 +143,7 @@ class Evidence:
         known, broker = self._groups(), self._scene.broker
         if group in known or group in broker.groups() or dead_letter_topic(group) in broker.topics():
             return
-        near = nearest(group, known)
+        near = closest_name(group, known)
         raise UnknownGroupError(
             f"no consumer of this test has the group {group!r}"
             + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(known)) or 'none'}")

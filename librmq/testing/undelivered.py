@@ -12,7 +12,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
 from librmq.protocol import Subscription
 
-__all__ = ["Subscribed", "UndeliveredWarning", "nearest", "undelivered"]
+__all__ = ["Subscribed", "UndeliveredWarning", "closest_name", "undelivered"]
 
 _MOST_TAGS = 5
 
@@ -60,19 +60,19 @@ def undelivered(
             yield begin + _why_none_of(messages(topic), one, next_offset)
         elif delayed := [m for m in messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]:
             yield f"{begin}{_are(delayed)} still delayed: let time pass by rmq.advance(…)"
-        elif near := nearest(topic, unread):
+        elif near := closest_name(topic, unread):
             told.add(near)
             yield f"{begin}none was sent to it; {_are(messages(near))} in {near!r}, to which no group subscribes"
         elif one.is_declared and sent:
             yield f"{begin}none was sent to it"
     for topic in unread if subscribed else ():
-        near = nearest(topic, subscribed_topics)
+        near = closest_name(topic, subscribed_topics)
         if topic not in told and (near or topic in expected):
             hint = f"; did you mean {near!r}?" if near else ""
             yield f"no group subscribes to {topic!r}: {_are(messages(topic))} in it{hint}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def closest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most like ``name``, None where none is."""
     found = get_close_matches(name, list(names), 1, 0.75)
     return found[0] if found else None

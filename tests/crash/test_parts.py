@@ -164,7 +164,7 @@ INDEX_CHANGES: dict[str, Callable[[KeyIndex], object]] = {
     "appended": lambda index: index.append_many([(100, START_MS, (1, 2)), (200, START_MS, (3,))]),
     "a file is full": lambda index: index.append_many([(100, START_MS, range(7)), (200, START_MS, (1, 2))]),
     "a file is empty": lambda index: index.append_many([(100, START_MS, range(7)), (200, START_MS, ())]),
-    "deleted": lambda index: index.drop(index.files[0].name),
+    "deleted": lambda index: index.delete(index.files[0].name),
 }
 
 

@@ -175,7 +175,9 @@ def recovered(folder: Path) -> KeyIndex:
     index = open_index(files, config["max_hash_slot_num"], config["max_index_num"])
     if config["abort_file_present"]:
         checkpoint = (folder / "store" / "checkpoint").read_bytes()
-        index.delete_newer_than(int.from_bytes(checkpoint[16:24], "big"))
+        for file in reversed(index.files):
+            if file.header.end_timestamp_ms > int.from_bytes(checkpoint[16:24], "big"):
+                index.delete(file.name)
         again = rows(folder, "index_file")[len(index.files) :]
         if again:  # the original began with the first file of the log that the checkpoint does not cover
             first = again[0]["begin_phy_offset"]

@@ -95,9 +95,6 @@ def test_the_header_is_drawn_right() -> None:
         (record_format.SYS_FLAG_AT, ">i", 0),
         (record_format.BORN_TIMESTAMP_AT, ">q", 1_700_000_000_001),
         (record_format.STORE_TIMESTAMP_AT, ">q", 1_700_000_000_002),
-        (record_format.RECONSUME_TIMES_AT, ">i", 4),
-        (record_format.PREPARED_OFFSET_AT, ">q", 2**42 + 3),
-        (record_format.BODY_LENGTH_AT, ">i", 5),
     ]:
         assert struct.unpack_from(form, raw, at) == (value,)
     assert raw[record_format.BORN_HOST_AT :].startswith(bytes((192, 168, 1, 10)))

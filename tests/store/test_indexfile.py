@@ -387,9 +387,8 @@ def test_an_empty_folder() -> None:
     assert index.files == []
     assert (index.end_physical_offset, index.end_timestamp_ms, index.full_timestamp_ms) == (0, 0, 0)
     assert index.last_record() == (0, 0)
-    for call in (index.delete_before, index.delete_newer_than):
-        with pytest.raises(ReadOnlyError):
-            call(0)
+    with pytest.raises(ReadOnlyError):
+        index.delete_before(0)
     with pytest.raises(ReadOnlyError):
         index.append(0, 0, [])
     index.close()
@@ -432,16 +431,16 @@ def test_files_are_deleted_by_place(three_files: KeyIndex) -> None:
     assert three_files.query(TOPIC, KEYS[0]) == [150, 140]
 
 
-def test_files_are_deleted_by_time_and_name(three_files: KeyIndex) -> None:
+def test_files_are_deleted_by_name(three_files: KeyIndex) -> None:
     paths = [file.path for file in three_files.files]
-    assert three_files.delete_newer_than(BEGIN + 6_000) == [paths[2], paths[1]]
+    assert [three_files.delete(file.name) for file in reversed(three_files.files[1:])] == [paths[2], paths[1]]
     three_files.append(55, BEGIN, [1])  # before the end of what is left
     assert three_files.end_physical_offset == 60
     assert [file.header.index_count for file in three_files.files] == [8, 1]
     with pytest.raises(ValueError, match="no index file"):
-        three_files.drop("nothing")
-    assert three_files.drop(three_files.files[0].name) == paths[0]
-    assert three_files.drop(three_files.files[0].name)
+        three_files.delete("nothing")
+    assert three_files.delete(three_files.files[0].name) == paths[0]
+    assert three_files.delete(three_files.files[0].name)
     assert three_files.files == []
     three_files.append(0, BEGIN, [1])
     assert three_files.last_record() == (0, 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.options import Mode, nearest
+from librmq.columns.options import Mode, suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
@@ -71,12 +71,12 @@ class Pipeline:
 def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
     """Return the result of the pipeline ``name`` over the stores in ``paths``; `ConfigError` for unknown names."""
     if name not in PIPELINES:
-        raise ConfigError(f"unknown pipeline {name!r}: {nearest(name, PIPELINES)}")
+        raise ConfigError(f"unknown pipeline {name!r}: {suggest(name, PIPELINES)}")
     pipeline = PIPELINES[name]
     given = dict(settings or {})
     for one in given:
         if one not in pipeline.settings:
-            raise ConfigError(f"pipeline {name} has no setting {one!r}: {nearest(one, pipeline.settings)}")
+            raise ConfigError(f"pipeline {name} has no setting {one!r}: {suggest(one, pipeline.settings)}")
     return pipeline.make(spark, stores.paths_of(paths), given)
 
 

@@ -35,7 +35,7 @@ from librmq.store.engine.prepared import (
     CopyTarget,
     Prepared,
     check_sizes,
-    host_flags,
+    checked_host_flags,
     pack_header,
     prepare_again,
     prepare_batch,
@@ -43,7 +43,7 @@ from librmq.store.engine.prepared import (
 
 __all__ = ["Appender"]
 
-_LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
+_MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
@@ -87,7 +87,7 @@ class Appender:
         self._levels = levels
         self._delays: dict[str, tuple[int, str, int]] = {}  # what `_delay` has found
         self._host = record_format.encode_host(record_format.parse_host(config.store_host))
-        self._largest_body = config.max_message_size
+        self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._sync = config.durability == "sync"
 
@@ -151,8 +151,8 @@ class Appender:
                 sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
             )
             body_size = len(body)
-        if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
-            check_sizes(body_size, len(raw), self._largest_body)
+        if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
+            check_sizes(body_size, len(raw), self._max_body_size)
         get = properties.get
         unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
         tags_code = record_format.tags_code(tags) if tags else 0
@@ -167,7 +167,7 @@ class Appender:
             born_at = born_host if type(born_host) is bytes else record_format.encode_host(born_host)
         hosts_size = len(born_at) + len(stored_at)
         if sys_flag or hosts_size > _TWO_HOSTS:
-            sys_flag |= host_flags(sys_flag, born_at, stored_at)
+            sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
                 unique_key = keys = None
@@ -286,11 +286,11 @@ class Appender:
             raise MessageIllegalError("a batch can't be part of a transaction")
         stored_at = self._host if store_host is None else record_format.encode_host(store_host)
         born_at = self._host if born_host is None else record_format.encode_host(born_host)
-        sys_flag |= host_flags(sys_flag, born_at, stored_at)
+        sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
         topic = messages[0].topic
         lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
         fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
-        batch = prepare_batch(messages, fixed_size, properties, self._largest_body)
+        batch = prepare_batch(messages, fixed_size, properties, self._max_body_size)
         sizes = batch.sizes
         self.lock.check_reentry()
         try:
@@ -355,7 +355,7 @@ class Appender:
         """Append as many as fit into one file of the log, and add their results."""
         log, dispatcher = self.log, self.dispatcher
         physical_offset = log.claim(copies[0].size)
-        upto = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
+        file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
         data: list[bytes] = []
         entries_of: dict[Lane, list[bytes]] = {}
         entries: list[bytes] = []
@@ -366,7 +366,7 @@ class Appender:
         for (
             lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
         ) in copies:  # fmt: skip
-            if physical_offset + size > upto:
+            if physical_offset + size > file_end:
                 break
             if lane is not last:
                 last, entries = lane, entries_of.setdefault(lane, [])

@@ -26,8 +26,8 @@ __all__ = ["Housekeeping", "HousekeepingThread"]
 
 _log = logging.getLogger("librmq.store")
 
-_LEAST_AHEAD: Final = 4 << 20
-_MOST_AHEAD: Final = 64 << 20
+_MIN_AHEAD: Final = 4 << 20
+_MAX_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
 _AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 
@@ -102,7 +102,7 @@ class Housekeeping:
 
     def _ahead(self) -> int:
         """Return how many bytes behind the log's end to make ready: twice what came between two flushes."""
-        return min(max(2 * (self._log.end - self._commit.flushed), _LEAST_AHEAD), _MOST_AHEAD)
+        return min(max(2 * (self._log.end - self._commit.flushed), _MIN_AHEAD), _MAX_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if it is time; when next, and the place of the append that may bring it forward."""

@@ -25,13 +25,13 @@ __all__ = [
     "Prepared",
     "PreparedBatch",
     "check_sizes",
-    "host_flags",
+    "checked_host_flags",
     "pack_header",
     "prepare_again",
     "prepare_batch",
 ]
 
-_LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
+_MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_short = struct.Struct(">H").pack
 _new = tuple.__new__
 
@@ -137,7 +137,7 @@ def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_siz
     body = data[begin:end]
     raw_size = len(raw)
     size = end + len(lane.topic_field) + 2 + raw_size
-    if raw_size > _LONGEST_PROPERTIES or size > max_size:
+    if raw_size > _MAX_PROPERTIES_SIZE or size > max_size:
         raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
     bits = data[39]
     born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
@@ -171,11 +171,11 @@ class PreparedBatch(NamedTuple):
 
 
 def prepare_batch(
-    messages: Sequence[Message], fixed_size: int, properties: Mapping[str, str] | None, largest: int
+    messages: Sequence[Message], fixed_size: int, properties: Mapping[str, str] | None, max_size: int
 ) -> PreparedBatch:
     """Prepare the messages of a batch; see `MessageStore.append_batch`.
 
-    ``fixed_size`` is what each record has beside body and properties; ``largest`` is how many bytes a body, and the
+    ``fixed_size`` is what each record has beside body and properties; ``max_size`` is how many bytes a body, and the
     batch as a client encodes it, may have.
     """
     if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
@@ -190,10 +190,10 @@ def prepare_batch(
         raws = [record_format.join_properties(raw, added) for raw in raws]
         found = list(map(record_format.decode_properties, raws))
         raw_sizes = list(map(len, raws))
-    check_sizes(max(body_sizes), max(raw_sizes), largest)
-    if encoded_size > largest:
+    check_sizes(max(body_sizes), max(raw_sizes), max_size)
+    if encoded_size > max_size:
         raise MessageIllegalError(
-            f"the batch has {encoded_size} bytes as a client encodes it, at most {largest} are taken: split it"
+            f"the batch has {encoded_size} bytes as a client encodes it, at most {max_size} are taken: split it"
         )
     tags = [each.get("TAGS") for each in found]
     code_of = {each: record_format.tags_code(each) for each in set(tags)}  # few in most batches
@@ -211,17 +211,17 @@ def prepare_batch(
     )
 
 
-def check_sizes(body_size: int, properties_size: int, largest: int) -> None:
-    """Refuse a body of more than ``largest`` bytes, and properties that no record can hold."""
-    if body_size > largest:
-        raise MessageIllegalError(f"the body has {body_size} bytes, at most {largest} are taken")
-    if properties_size > _LONGEST_PROPERTIES:
+def check_sizes(body_size: int, properties_size: int, max_size: int) -> None:
+    """Refuse a body of more than ``max_size`` bytes, and properties that no record can hold."""
+    if body_size > max_size:
+        raise MessageIllegalError(f"the body has {body_size} bytes, at most {max_size} are taken")
+    if properties_size > _MAX_PROPERTIES_SIZE:
         raise MessageIllegalError(
-            f"the properties have {properties_size} bytes, at most {_LONGEST_PROPERTIES} are taken"
+            f"the properties have {properties_size} bytes, at most {_MAX_PROPERTIES_SIZE} are taken"
         )
 
 
-def host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> int:
+def checked_host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> int:
     """Return the bits that tell hosts of 16 bytes; refuse a ``sys_flag`` that claims more than the hosts."""
     flags = (record_format.BORN_HOST_V6 if len(born_host) > 8 else 0) | (
         record_format.STORE_HOST_V6 if len(store_host) > 8 else 0

@@ -25,7 +25,7 @@ from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 
-_LEAST_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
+_MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
 _heads: dict[int, bytes] = {}  # the first bytes of a record with a given size
 _HEADS_KEPT: Final = 4096
 _UNKNOWN_MEMORY: Final = 8 << 30
@@ -120,7 +120,7 @@ def read_queue(
         result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high)
         if result is not None:
             return result
-    limit = max(_LEAST_LOOKED_AT // ENTRY_SIZE, max_messages)
+    limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     entries = np.frombuffer(queue.read(queue_offset, limit), ENTRY_DTYPE)
     if not len(entries):
         following = queue.next_file_offset(queue_offset)
@@ -144,14 +144,14 @@ def _read_all(
     log_end, file_size, sequence = log.end, log.file_size, log.sequence
     places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
     begin = places[0]
-    most, most_bytes = transfer.limits(log_end, begin)
+    max_count, max_bytes = transfer.limits(log_end, begin)
     if log_end - begin > transfer.memory >= log_end - places[-1]:
         return None  # messages in memory have other limits
-    most = max(min(most, max_messages), 1)
-    if len(places) > most:
-        del places[most:], sizes[most:]
+    max_count = max(min(max_count, max_messages), 1)
+    if len(places) > max_count:
+        del places[max_count:], sizes[max_count:]
     total = sum(sizes)
-    while total > most_bytes and len(sizes) > 1:
+    while total > max_bytes and len(sizes) > 1:
         total -= sizes.pop()
         places.pop()
     start = begin - begin % file_size
@@ -203,11 +203,11 @@ def _read_matching(
     looked_at = 0
     for at in [*_candidates(queue, entries, matching).tolist(), count]:
         if messages and looked_at < count:
-            most, most_bytes = transfer.limits(log.end, int(places[looked_at]))
-            if len(messages) >= min(most, max_messages):
+            max_count, max_bytes = transfer.limits(log.end, int(places[looked_at]))
+            if len(messages) >= min(max_count, max_messages):
                 break
             # An entry that does not match still ends the read if its message would not fit.
-            too_large = sizes[looked_at : at + 1] > most_bytes - result.total_size
+            too_large = sizes[looked_at : at + 1] > max_bytes - result.total_size
             if too_large.any():
                 looked_at += int(too_large.argmax())
                 break

@@ -34,7 +34,7 @@ __all__ = ["BrokerTables", "ConfigTable", "group_row", "topic_row"]
 
 Rows = dict[Any, Any]
 
-_VERSION: Final = "dataVersion"
+_DATA_VERSION: Final = "dataVersion"
 _BACKUP: Final = ".bak"
 
 
@@ -190,7 +190,7 @@ class ConfigTable:
     def snapshot(self, now_ms: int) -> bytes:
         """Return what `persist` would write now."""
         if self._versioned and self._changes:
-            version = self._document[_VERSION]
+            version = self._document[_DATA_VERSION]
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
@@ -242,11 +242,11 @@ class ConfigTable:
         found = _object(document, "the file")
         complete: dict[str, Any] = {}
         if self._versioned:
-            version = _object(found.get(_VERSION), _VERSION)
+            version = _object(found.get(_DATA_VERSION), _DATA_VERSION)
             for field in ("counter", "timestamp"):
                 if type(version.setdefault(field, 0)) is not int:
-                    raise MalformedError(f"{_VERSION}: expected a number as {field}")
-            complete[_VERSION] = version
+                    raise MalformedError(f"{_DATA_VERSION}: expected a number as {field}")
+            complete[_DATA_VERSION] = version
         complete[self._name] = self._check(_object(found.get(self._name), self._name))
         return {**found, **complete} if found else complete
 

@@ -71,11 +71,6 @@ class Checkpoint:
         """Store time up to which log and queues are complete."""
         return max(0, min(self.physic_timestamp_ms, self.logics_timestamp_ms) - _MARGIN_MS)
 
-    @property
-    def min_index_timestamp_ms(self) -> int:
-        """Store time up to which log, queues and index are complete."""
-        return min(self.min_timestamp_ms, self.index_timestamp_ms)
-
     def lower(self, now_ms: int) -> None:
         """Lower the times to now if the clock was set back, so that they do not cover later records; flush a change."""
         times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms

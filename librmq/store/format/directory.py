@@ -95,9 +95,9 @@ _OF_TIMERS: Final = (
 )
 
 _QUEUE_IDS: Final = 1 << 31
-_LARGEST_FILE: Final = 1 << 31
+_MAX_FILE_SIZE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
-_MOST_SLOTS: Final = 1 << 29
+_MAX_SLOTS: Final = 1 << 29
 # This many queues suffice to find the length of queue files.
 _QUEUES_ASKED: Final = 64
 
@@ -379,7 +379,7 @@ def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> 
                 votes[length] += 1
         for (before, _), (after, _) in itertools.pairwise(sequence):
             votes[after - before] += 1
-    plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _LARGEST_FILE]
+    plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _MAX_FILE_SIZE]
     return max(plausible)[1] if plausible else None
 
 
@@ -407,7 +407,7 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
         if error.errno != errno.ENOENT:  # the writer can delete a file meanwhile
             raise
         return None
-    return told if told and told[0] <= _MOST_SLOTS else geometry(length)
+    return told if told and told[0] <= _MAX_SLOTS else geometry(length)
 
 
 # ------------------------------------------------------------------------------------------------ broker.conf

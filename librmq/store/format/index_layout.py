@@ -39,7 +39,7 @@ __all__ = [
     "FRESH",
     "HEADER",
     "HEADER_SIZE",
-    "LARGEST_SECONDS",
+    "MAX_SECONDS",
     "SLOT_DTYPE",
     "SLOT_SIZE",
     "STORED_ENTRY",
@@ -64,7 +64,7 @@ SLOT_DTYPE: Final = np.dtype([("slot", "i4"), ("number", "i4")])
 STORED_ENTRY: Final = ENTRY_DTYPE.newbyteorder(">")
 HEADER: Final = struct.Struct(">qqqqii")
 unpack_entry = struct.Struct(">iqii").unpack_from
-LARGEST_SECONDS: Final = (1 << 31) - 1
+MAX_SECONDS: Final = (1 << 31) - 1
 
 
 def file_length(slots: int, entries: int) -> int:
@@ -156,4 +156,4 @@ def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
     difference = timestamp_ms - begin_timestamp_ms
     if difference < -1 << 63:
         difference += 1 << 64
-    return min(max(difference, 0) // 1000, LARGEST_SECONDS)
+    return min(max(difference, 0) // 1000, MAX_SECONDS)

@@ -18,7 +18,7 @@ from librmq.store.format.index_layout import (
     ENTRY_SIZE,
     HEADER,
     HEADER_SIZE,
-    LARGEST_SECONDS,
+    MAX_SECONDS,
     SLOT_SIZE,
     STORED_ENTRY,
     IndexHeader,
@@ -62,7 +62,7 @@ class IndexWriter:
             if timestamp != end_timestamp:
                 end_timestamp = timestamp
                 seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
-                if not 0 <= seconds <= LARGEST_SECONDS:
+                if not 0 <= seconds <= MAX_SECONDS:
                     seconds = entry_seconds(timestamp, begin_timestamp)
             if len(hashes) == 2 and number > 1:
                 # Fast path for a unique id and one key: both entries in one write.
@@ -141,7 +141,7 @@ class IndexWriter:
         entries["hash"] = hashes
         entries["physical"] = physical
         if begin_timestamp > 0:
-            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), LARGEST_SECONDS)
+            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), MAX_SECONDS)
         else:
             entries["time_diff"] = 0
         entries["time_diff"][0] = first_seconds

@@ -38,7 +38,7 @@ __all__ = ["IndexFile"]
 _INT: Final = struct.Struct(">i")
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
-_LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
+_MAX_STEP: Final = (1 << 20) // ENTRY_SIZE
 
 
 class IndexFile:
@@ -317,14 +317,14 @@ class IndexFile:
         if self.count > 1:
             self._announced = end
 
-    def _reserve(self, upto: int) -> None:
-        """Reserve blocks for the entries below number ``upto`` and for a growing number of further ones."""
+    def _reserve(self, end: int) -> None:
+        """Reserve blocks for the entries below number ``end`` and for a growing number of further ones."""
         file = self.file
         if not self._reserved:
             self._files.reserve(file, 0, HEADER_SIZE + SLOT_SIZE * self.max_slots)
             self._reserved = self.count
-        step = min(max(self.count, _FIRST_STEP), _LARGEST_STEP)
-        target = min(max(upto, self._reserved + step), self.max_entries)
+        step = min(max(self.count, _FIRST_STEP), _MAX_STEP)
+        target = min(max(end, self._reserved + step), self.max_entries)
         self._files.reserve(file, self.entry_position(self._reserved), self.entry_position(target))
         self._reserved = target
 

@@ -22,7 +22,7 @@ from librmq.store.format.directory import OWN
 
 __all__ = ["FOLDER", "JobNote", "MovedJobs", "jobs", "note_path"]
 
-VERSION: Final = 1
+_VERSION: Final = 1
 FOLDER: Final = os.path.join(OWN, "spark")
 FIRST_BYTES: Final = 64
 _SUFFIX: Final = ".json"
@@ -59,7 +59,7 @@ class JobNote:
 
     def write(self, path: str, files: Files) -> None:
         """Write the note to the file ``path``."""
-        files.write(path, json.dumps({"version": VERSION} | asdict(self) | {"first": self.first.hex()}).encode())
+        files.write(path, json.dumps({"version": _VERSION} | asdict(self) | {"first": self.first.hex()}).encode())
 
     def is_committed(self, log_begin: int, log_end: int, data_at: Callable[[int, int], object]) -> bool:
         """Return whether a log holds the job's records, or held them; ``data_at`` reads bytes of it."""

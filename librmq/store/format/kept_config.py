@@ -25,7 +25,7 @@ __all__ = ["FILE", "read_kept_config", "write_kept_config"]
 FILE: Final = os.path.join("librmq", "config.json")
 _log = logging.getLogger("librmq.store")
 _VERSION: Final = 1
-_LARGEST_FILE: Final = 1 << 20
+_MAX_FILE_SIZE: Final = 1 << 20
 _KEPT: Final = (
     *("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "consumequeue_ext_file_size"),
     *("max_hash_slot_num", "max_index_num", "message_delay_level", "max_total_size", "file_reserved_hours"),
@@ -40,7 +40,7 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
     if not files.size(place):
         return {}
     try:
-        document = json.loads(files.read(place, _LARGEST_FILE))
+        document = json.loads(files.read(place, _MAX_FILE_SIZE))
         if document["version"] != _VERSION:
             return {}
         found = {name: document[name] for name in _KEPT if name in document}

@@ -305,16 +305,7 @@ class KeyIndex:
             gone.append(self._delete(file))
         return gone
 
-    def delete_newer_than(self, timestamp_ms: int) -> list[str]:
-        """Delete the files whose last record was stored after ``timestamp_ms``, and return their paths.
-
-        Recovery calls it after an unclean exit, with the checkpoint's time of the index.
-        """
-        self._check_writable()
-        newer = [file for file in self._list if file.header.end_timestamp_ms > timestamp_ms]
-        return [self._delete(file) for file in reversed(newer)]
-
-    def drop(self, name: str) -> str:
+    def delete(self, name: str) -> str:
         """Delete the file of this name, and return its path.
 
         Raises:

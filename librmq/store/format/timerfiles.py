@@ -74,7 +74,7 @@ _UNIT: Final = struct.Struct(">iqiqiqiiq")
 _SLOT: Final = struct.Struct(">qqqii")
 _BLANK: Final = struct.Struct(">iqi")
 _CHECKPOINT: Final = struct.Struct(">qqqqqqq")
-_LARGEST_WHEEL: Final = 1 << 30
+_MAX_WHEEL_SIZE: Final = 1 << 30
 _UNITS_AT_ONCE: Final = 16_384
 _PAGE: Final = 4096
 
@@ -208,7 +208,7 @@ def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
     path = TimerWheel.path_in(store)
     packed = f"{path}.gz"
     if files.size(path):
-        data: bytes | memoryview = files.read(path, _LARGEST_WHEEL)
+        data: bytes | memoryview = files.read(path, _MAX_WHEEL_SIZE)
     elif files.size(packed):
         data = _unpacked(packed, files)
     else:
@@ -222,7 +222,7 @@ def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
 
 def _unpacked(path: str, files: Files) -> bytes:
     try:
-        unpacked = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS).decompress(files.read(path), _LARGEST_WHEEL)
+        unpacked = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS).decompress(files.read(path), _MAX_WHEEL_SIZE)
     except zlib.error as error:
         raise CorruptionError(path, 0, "header", f"expected a wheel packed by gzip: {error}") from None
     return unpacked
@@ -314,13 +314,13 @@ class TimerLog:
     def blocks(self, end: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield copies of the units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``."""
         for start in list(self._files.starts):
-            upto = min(end - start, self._files.file_size)
+            block_end = min(end - start, self._files.file_size)
             file = self._files.file_at(start)
             if file is None:
                 continue  # deleted meanwhile: all that it names is gone
             buffer, at = file.buffer, 0
-            while at + UNIT_SIZE <= upto:
-                count = min(_UNITS_AT_ONCE, (upto - at) // UNIT_SIZE)
+            while at + UNIT_SIZE <= block_end:
+                count = min(_UNITS_AT_ONCE, (block_end - at) // UNIT_SIZE)
                 block = np.frombuffer(buffer[at : at + count * UNIT_SIZE], UNIT_DTYPE)
                 sound = (block["size"] == UNIT_SIZE) & (block["magic"] > 0) & (block["magic"] < 8)
                 if not sound.all():

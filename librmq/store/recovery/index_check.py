@@ -185,7 +185,7 @@ class IndexCheck:
 def index_again(log: CommitLog, index: KeyIndex) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
-        index.drop(file.name)
+        index.delete(file.name)
     prefixes: dict[str, int] = {}
     records: list[Pending] = []
     for physical_offset, _, raw in log.scan(check_body=False):

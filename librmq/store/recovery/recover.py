@@ -177,7 +177,7 @@ class Recovery:
         """Delete index files to rebuild, and return the physical offset from which to rebuild."""
         for file in files:
             self._parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
-            self._parts.index.drop(file.name)
+            self._parts.index.delete(file.name)
         return self._parts.index.end_physical_offset if files else self._parts.log.end
 
     def _reconcile(self, begin: int, scope: Scope) -> None:

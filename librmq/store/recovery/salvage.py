@@ -34,7 +34,7 @@ from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
 __all__ = ["Gap", "Kept", "cut_records", "find_record", "keep", "kept", "log_records", "records"]
 
-VERSION: Final = 1
+_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 _PART: Final = ".part"  # a cut that is being copied
 _WITHOUT_RECORDS_KEPT: Final = 8
@@ -260,7 +260,7 @@ def _manifest(path: str, files: Files) -> dict[str, Any]:
     """Return the fields of a manifest, none if it is unreadable."""
     with contextlib.suppress(ValueError, RecursionError, StoreError):
         told = json.loads(files.read(path, _MANIFEST_LIMIT))
-        if isinstance(told, dict) and told.get("version") == VERSION:
+        if isinstance(told, dict) and told.get("version") == _VERSION:
             return told
     return {}
 
@@ -289,7 +289,7 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
         files.make_folder(part)
         count = _copy(log, physical_offset, part, files)
         told = {
-            "version": VERSION,
+            "version": _VERSION,
             "physical_offset": physical_offset,
             "bytes": size,
             "why": why[:1000],

@@ -61,7 +61,7 @@ _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timer
 _TIMER_CHECK: Final = re.compile("timercheck")
 _KEPT_CONFIG: Final = re.compile(r"config\.json")
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
-_LONGEST_NUMBER: Final = 20  # digits of a queue offset
+_MAX_DIGITS: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
 
 
@@ -278,7 +278,7 @@ def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
     """Return the record of an op message that names the half's new queue offset."""
     op = record.decode_record(message.raw)
     text = op.body.decode("ascii", "replace")
-    if text.isdigit() and len(text) < _LONGEST_NUMBER:
+    if text.isdigit() and len(text) < _MAX_DIGITS:
         body = str(numbers.half(message.queue_id, int(text))).encode()
         op = dataclasses.replace(op, body=body, body_crc=record.body_checksum(body))
     return bytearray(record.encode_record(op))
