@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from librmq.consumer import PullConsumer as PullConsumer
     from librmq.consumer import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer import PushConsumer as PushConsumer
+    from librmq.consumer import ReceivedMessage as ReceivedMessage
+    from librmq.consumer import SimpleConsumer as SimpleConsumer
     from librmq.dedup import deduplicated as deduplicated
     from librmq.errors import BrokerBusyError as BrokerBusyError
     from librmq.errors import BrokerError as BrokerError
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from librmq.errors import MessageIllegalError as MessageIllegalError
     from librmq.errors import MissingExtraError as MissingExtraError
     from librmq.errors import NoRouteError as NoRouteError
+    from librmq.errors import ReceiptError as ReceiptError
     from librmq.errors import RmqError as RmqError
     from librmq.errors import SendTimeoutError as SendTimeoutError
     from librmq.errors import StoreClosedError as StoreClosedError
@@ -95,6 +98,8 @@ _MODULES = {
         "PullConsumer",
         "PullConsumerConfig",
         "PushConsumer",
+        "ReceivedMessage",
+        "SimpleConsumer",
     ),
     "dedup": ("deduplicated",),
     "errors": (
@@ -110,6 +115,7 @@ _MODULES = {
         "MessageIllegalError",
         "MissingExtraError",
         "NoRouteError",
+        "ReceiptError",
         "RmqError",
         "SendTimeoutError",
         "StoreClosedError",

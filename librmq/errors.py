@@ -79,6 +79,7 @@ __all__ = [
     "NotAStoreError",
     "NotIdleError",
     "ReadOnlyError",
+    "ReceiptError",
     "RecordError",
     "RmqError",
     "RunnerClosedError",
@@ -222,6 +223,10 @@ class BrokerError(ClientError):
         super().__init__(remark)
         self.code = code
         self.remark = remark
+
+
+class ReceiptError(BrokerError):
+    """The receipt of a received message is no longer good: the message has come again, or was acknowledged."""
 
 
 class BrokerBusyError(BrokerError):

@@ -49,7 +49,7 @@ class Administration:
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
-        self._groups.set(request.group, request.retry_max_times)
+        self._groups.set(request.group, request.retry_max_times, request.is_ordered)
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """The message at a physical offset."""

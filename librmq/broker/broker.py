@@ -264,9 +264,13 @@ class Broker:
         queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
         return list(queues)
 
-    def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
-        """Make a consumer group, or change how often it retries."""
-        self.call(SetGroup(group, retry_max_times))
+    def set_group(self, group: str, *, retry_max_times: int = 16, is_ordered: bool | None = None) -> None:
+        """Make a consumer group, or change how often it retries.
+
+        With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order, and none while
+        earlier ones are neither acknowledged nor visible again; None leaves it as it is.
+        """
+        self.call(SetGroup(group, retry_max_times, is_ordered))
 
     def topics(self) -> dict[str, QueueData]:
         """All topics, the broker's own among them, by name."""

@@ -25,6 +25,7 @@ _BROKERS_OWN: Final = (
     "CID_ONSAPI_PERMISSION",
     "CID_ONSAPI_OWNER",
 )
+_ORDERED: Final = "consumeMessageOrderly"  # a field of 5.x, which 4.9 ignores
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Group:
     """False: pulls are refused."""
     broadcasts: bool
     """False: pulls of broadcasting instances are refused."""
+    is_ordered: bool
+    """True: receives hand out each queue's messages in order. Pulls are not concerned."""
 
 
 class Groups:
@@ -69,6 +72,7 @@ class Groups:
             row.get("retryQueueNums", 1),
             row.get("consumeEnable", True) is not False,
             row.get("consumeBroadcastEnable", True) is not False,
+            row.get(_ORDERED) is True,
         )
 
     def of_users(self) -> list[str]:
@@ -84,8 +88,8 @@ class Groups:
             raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
         return self.set(name, 16)
 
-    def set(self, name: str, retry_max_times: int) -> Group:
-        """Make a group, or change how often it retries."""
+    def set(self, name: str, retry_max_times: int, is_ordered: bool | None = None) -> Group:
+        """Make a group, or change how often it retries and (unless None) whether it receives in order."""
         if not isinstance(name, str):
             raise MessageIllegalError(f"group: expected text, found {name!r:.80}")
         validate_group(name)
@@ -94,8 +98,10 @@ class Groups:
                 ResponseCode.SYSTEM_ERROR,
                 f"retry_max_times: expected a whole number of at least -1, found {retry_max_times!r:.80}",
             )
-        old = self._table.rows.get(name) or group_row(name)
-        self._table.set(name, {**old, "retryMaxTimes": retry_max_times})
+        row = {**(self._table.rows.get(name) or group_row(name)), "retryMaxTimes": retry_max_times}
+        if is_ordered is not None:
+            row[_ORDERED] = is_ordered
+        self._table.set(name, row)
         self._save(self._table, self._now_ms())
         found = self.known[name] = self._group(name)
         return found

@@ -13,9 +13,13 @@ from librmq.broker.deliveries import Deliveries
 from librmq.broker.locks import QueueLocks
 from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
+from librmq.broker.receive_handler import ReceiveHandler
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.protocol import (
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
     ChannelClosed,
     CheckSubscription,
     CleanUnusedTopics,
@@ -23,6 +27,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteTopic,
     EndTransaction,
+    ForwardToDeadLetters,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -32,6 +37,7 @@ from librmq.protocol import (
     QueryMessages,
     QueryOffset,
     QueueOffsetAt,
+    Receive,
     Request,
     ResetGroup,
     SendBack,
@@ -74,6 +80,7 @@ class Handlers:
         locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
         clients = Clients(context, locks, context.saving.filters_changed)
         progress = self.progress = Progress(context)
+        receives = self.receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
         administration = Administration(context)
         self.by_request: dict[type, Callable[[Any], Any]] = {}
         answer, locked, durable = self._answer, self._locked, self._durable
@@ -83,6 +90,11 @@ class Handlers:
         answer(EndTransaction, transactions.end)
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
+        answer(Receive, locked(receives.receive))
+        answer(CancelReceive, locked(receives.cancel))
+        answer(Acknowledge, locked(receives.acknowledge))
+        answer(ChangeInvisible, locked(receives.change))
+        answer(ForwardToDeadLetters, locked(receives.forward))
         answer(Heartbeat, locked(clients.heartbeat))
         answer(Unregister, locked(clients.unregister))
         answer(ChannelClosed, locked(clients.channel_closed))

@@ -60,6 +60,7 @@ class BrokerParts:
             self._show_gauges()
             with runner.lock:
                 self.deliveries.start()
+                self.handlers.receives.start()
                 if (HALF_TOPIC, 0) in store.queues:
                     self.transactions.prepared()
             life.begin()
@@ -87,6 +88,7 @@ class BrokerParts:
         with self._runner.lock, ExitStack() as saves:
             saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
             saves.callback(self.transactions.save)
+            saves.callback(self.handlers.receives.save_all)
             self.deliveries.save()
 
     def end_writing(self) -> None:

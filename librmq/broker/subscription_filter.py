@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, FilterSyntaxError
 from librmq.message.record import tags_code
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["Selection", "parse_selection", "registered_selection"]
+__all__ = ["ALL", "Selection", "exact_selection", "parse_selection", "registered_selection"]
 
 
 class Selection:
@@ -44,11 +44,12 @@ class Selection:
         return self._sql is None or self._sql.matches(properties)
 
 
-ALL = Selection(None)
+ALL: Final = Selection(None)
 
 
 @lru_cache(maxsize=1024)
-def _parse(expression: str, expression_type: str) -> Selection:
+def exact_selection(expression: str, expression_type: str, is_exact: bool = True) -> Selection:
+    """A subscription that compiles; without ``is_exact`` it takes tags by their hash."""
     from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
     from librmq.store.engine.message_filters import BySql, ByTags
 
@@ -56,7 +57,7 @@ def _parse(expression: str, expression_type: str) -> Selection:
         sql = SqlFilter(expression)
         return Selection(BySql(sql), sql=sql)
     tags = TagFilter(expression)
-    return ALL if tags.takes_all else Selection(ByTags(tags, exact=False), tags)
+    return ALL if tags.takes_all else Selection(ByTags(tags, exact=is_exact), tags)
 
 
 def parse_selection(subscription: Subscription) -> Selection:
@@ -70,7 +71,7 @@ def parse_selection(subscription: Subscription) -> Selection:
             f"topic {subscription.topic!r}: filters of type {expression_type!r} are not known",
         )
     try:
-        return _parse(subscription.expression, expression_type)
+        return exact_selection(subscription.expression, expression_type, False)
     except FilterSyntaxError as error:
         raise BrokerError(ResponseCode.SUBSCRIPTION_PARSE_FAILED, f"topic {subscription.topic!r}: {error}") from error
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from librmq.consumer.processqueue import ProcessQueue as ProcessQueue
     from librmq.consumer.pull import PullConsumer as PullConsumer
     from librmq.consumer.push import PushConsumer as PushConsumer
+    from librmq.consumer.simple import ReceivedMessage as ReceivedMessage
+    from librmq.consumer.simple import SimpleConsumer as SimpleConsumer
 
 _MODULES = {
     "config": ("ConsumerConfig", "PullConsumerConfig"),
@@ -33,6 +35,7 @@ _MODULES = {
     "processqueue": ("ProcessQueue",),
     "pull": ("PullConsumer",),
     "push": ("PushConsumer",),
+    "simple": ("ReceivedMessage", "SimpleConsumer"),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

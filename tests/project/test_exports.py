@@ -33,6 +33,8 @@ EXPORTS = {
         "PullConsumer",
         "PullConsumerConfig",
         "PushConsumer",
+        "ReceivedMessage",
+        "SimpleConsumer",
         "TrackType",
         "message_tracks",
         "resend_dead_letters",

@@ -1,0 +1,70 @@
+"""Receives that found nothing and wait for a message at several queues."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from librmq.broker.long_polling import HeldPulls
+from librmq.broker.subscription_filter import ALL, Selection
+from librmq.protocol import Receive
+
+__all__ = ["HeldReceives"]
+
+
+class _Held:
+    __slots__ = ("holder", "notify", "queues", "request", "selection")
+
+    def __init__(
+        self,
+        request: Receive,
+        queues: list[tuple[str, int]],
+        selection: Selection,
+        holder: tuple[str, str],
+        notify: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.queues = queues
+        self.selection = selection
+        self.holder = holder
+        self.notify = notify
+
+
+class HeldReceives:
+    """The held receives of one broker, each by its ``notify``. Called under the runner's lock."""
+
+    def __init__(self, pulls: HeldPulls) -> None:
+        """``pulls`` has the held pulls of each queue, among which each receive has one."""
+        self._pulls = pulls
+        self._by_notify: dict[Callable[[], None], _Held] = {}
+        self._numbers = itertools.count()
+
+    def add(
+        self, request: Receive, queues: list[tuple[str, int]], selection: Selection, notify: Callable[[], None]
+    ) -> None:
+        """Hold a receive at its queues, in place of an earlier one of the same ``notify``."""
+        self.remove(notify)
+        holder = f"{request.client_id}\0{next(self._numbers)}", request.group  # a client may have several
+        held = _Held(request, queues, selection, holder, notify)
+        self._by_notify[notify] = held
+        for queue in queues:
+            takes = selection if queue[0] == request.topic else ALL
+            self._pulls.add(queue, holder, takes, lambda: self._wake(held))
+
+    def remove(self, notify: Callable[[], None]) -> None:
+        """Forget a receive, if it is held."""
+        held = self._by_notify.pop(notify, None)
+        if held is not None:
+            for queue in held.queues:
+                self._pulls.asked_again(queue, held.holder, held.selection)
+
+    def wake(self, group: str, topic: str) -> None:
+        """Have a group's receives of a topic ask again."""
+        for held in list(self._by_notify.values()):
+            if held.request.group == group and held.request.topic == topic:
+                self._wake(held)
+
+    def _wake(self, held: _Held) -> None:
+        if self._by_notify.get(held.notify) is held:
+            self.remove(held.notify)
+            held.notify()

@@ -1,0 +1,179 @@
+"""The messages of one group and queue that were received and not acknowledged: what is in flight.
+
+Mirrors what ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x note, but in memory. Pure: no store, no clock.
+
+::
+
+    queue    … 17 18 19 20 21 22 23 24 …
+                  │     │  │     └─ next_offset: where the next receive reads
+                  │     └──┴─ in flight
+                  └─ in flight, and the smallest: committed, the progress of the group
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from librmq.message.topics import RETRY_PREFIX
+
+__all__ = ["Flight", "QueueFlights", "Receipt", "receive_retry_topic"]
+
+_IN_ORDER: Final = 999
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
+_FIELDS: Final = 9
+_SAVED_FIELDS: Final = 6
+
+
+def receive_retry_topic(group: str, topic: str) -> str:
+    """Return the topic of the messages of ``topic`` that a group received and did not acknowledge in time."""
+    return f"{RETRY_PREFIX}{group}_{topic}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a receiver names its delivery by. As text it has the nine fields of 5.x, with blanks between them."""
+
+    received_ms: int
+    invisible_ms: int
+    is_ordered: bool
+    is_retry: bool
+    broker_name: str
+    queue_id: int
+    queue_offset: int
+    physical_offset: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.queue_offset} {self.received_ms} {self.invisible_ms} {_IN_ORDER if self.is_ordered else 0} "
+            f"{int(self.is_retry)} {self.broker_name} {self.queue_id} {self.queue_offset} {self.physical_offset}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the receipt of a text, None for a text that is none."""
+        first = text.split(" ", 5)
+        last = first[-1].rsplit(" ", 3)
+        fields = [*first[:-1], *last]
+        numbers = [field for at, field in enumerate(fields) if at != 5]
+        if len(fields) != _FIELDS or not all(map(_NUMBER.fullmatch, numbers)):
+            return None
+        _, received, invisible, order, retry, queue_id, offset, physical = map(int, numbers)
+        return cls(received, invisible, order == _IN_ORDER, retry != 0, fields[5], queue_id, offset, physical)
+
+
+class Flight:
+    """One message in flight."""
+
+    __slots__ = ("attempt", "invisible_ms", "physical_offset", "received_ms", "visible_ms")
+
+    def __init__(
+        self, physical_offset: int, received_ms: int, invisible_ms: int, attempt: int, visible_ms: int | None = None
+    ) -> None:
+        self.physical_offset = physical_offset
+        self.received_ms = received_ms
+        """With `invisible_ms`, what its receipt says."""
+        self.invisible_ms = invisible_ms
+        self.attempt = attempt
+        """1 for the first delivery."""
+        self.visible_ms = received_ms + invisible_ms if visible_ms is None else visible_ms
+        """When it comes again unless it is acknowledged; renewals move it past what the receipt says."""
+
+    def has(self, receipt: Receipt) -> bool:
+        """Return whether a receipt is its latest."""
+        return self.received_ms == receipt.received_ms and self.invisible_ms == receipt.invisible_ms
+
+
+class QueueFlights:
+    """What is in flight in one queue for one group. Called under the runner's lock."""
+
+    __slots__ = ("acknowledged", "attempt_id", "committed", "counts", "flights", "next_offset")
+
+    def __init__(self, next_offset: int) -> None:
+        self.next_offset = next_offset
+        self.committed = next_offset
+        """The progress as it was stored last; if the table has another, a reset or another consumer has moved it."""
+        self.flights: dict[int, Flight] = {}
+        """By queue offset, in their order."""
+        self.counts: dict[int, int] = {}
+        """Deliveries by queue offset, of messages in order that come again."""
+        self.acknowledged: set[int] = set()
+        """Queue offsets in order that were acknowledged before an earlier one."""
+        self.attempt_id = ""
+
+    @property
+    def progress(self) -> int:
+        """The smallest queue offset that is not acknowledged."""
+        return next(iter(self.flights), self.next_offset)
+
+    def add(self, queue_offset: int, flight: Flight) -> None:
+        """Note a delivery; queue offsets only rise."""
+        self.flights[queue_offset] = flight
+
+    def finish(self, queue_offset: int) -> None:
+        """Note that a message is done with."""
+        del self.flights[queue_offset]
+        self.counts.pop(queue_offset, None)
+
+    def is_locked(self, now_ms: int) -> bool:
+        """Return whether a queue in order waits for the end of a delivery."""
+        return any(flight.visible_ms > now_ms for flight in self.flights.values())
+
+    def read_again(self) -> None:
+        """Read a queue in order from the first message that is not acknowledged."""
+        if not self.flights:
+            self.acknowledged.clear()
+            self.counts.clear()
+            return
+        first = self.progress
+        self.acknowledged.update(offset for offset in range(first, self.next_offset) if offset not in self.flights)
+        for offset, flight in self.flights.items():
+            self.counts[offset] = flight.attempt
+        self.flights.clear()
+        self.next_offset = first
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the form in which it is saved."""
+        return {
+            "committed": self.progress,
+            "next": self.next_offset,
+            "flights": ",".join(  # one text: a JSON list of as many numbers takes seconds
+                [
+                    f"{offset} {f.physical_offset} {f.received_ms} {f.invisible_ms} {f.attempt} {f.visible_ms}"
+                    for offset, f in self.flights.items()
+                ]
+            ),
+        }
+
+    @classmethod
+    def of_row(cls, row: Any, progress: int, end: int) -> Self:  # noqa: ANN401 (it comes from a file)
+        """Return what a saved row says of a queue.
+
+        Args:
+            row: What `to_row` returned, or anything.
+            progress: The stored progress of the group. Where it is smaller than the row's, the row is from later, or
+                the group was reset: all from there on is visible.
+            end: The queue's end; a crash of the machine may have taken messages.
+        """
+        made = cls(progress)
+        saved = _saved_flights(row)
+        if saved is None or row["committed"] > progress:
+            return made
+        made.next_offset = min(max(row["next"], progress), max(end, progress))
+        for offset, physical, received, invisible, attempt, visible in saved:
+            if progress <= offset < made.next_offset:
+                made.flights[offset] = Flight(physical, received, invisible, attempt, visible)
+        return made
+
+
+def _saved_flights(row: Any) -> list[list[int]] | None:  # noqa: ANN401 (it comes from a file)
+    """Return the numbers of a row's flights by queue offset; None for a row that is none."""
+    if not isinstance(row, dict) or not isinstance(row.get("flights"), str):
+        return None
+    if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("committed", "next")):
+        return None
+    flights = [flight.split(" ") for flight in row["flights"].split(",") if flight]
+    if not all(len(flight) == _SAVED_FIELDS and all(map(_NUMBER.fullmatch, flight)) for flight in flights):
+        return None
+    return sorted(list(map(int, flight)) for flight in flights)

@@ -1,0 +1,456 @@
+"""Receives that hide each message for a time of its own: POP, in a store that stays one of 4.9.
+
+Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor`` and ``PopReviveService`` of
+5.x, without their records in the log::
+
+            receive                    acknowledge               progress moves
+    ready ───────────────> in flight ───────────────> done
+                           │  change: visible later, or now
+                           └─ its time is over: stored again in %RETRY%<group>_<topic>, as one more attempt
+                              (a group in order: the queue is read again from its first message not acknowledged)
+
+What is in flight is in memory, and in ``librmq/receives.json``, saved with the progress of groups. The broker of 4.9
+ignores the file. Without it, what was in flight comes again immediately.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from librmq.broker.context import BrokerContext
+from librmq.broker.groups import Group
+from librmq.broker.held_receives import HeldReceives
+from librmq.broker.in_flight import Flight, QueueFlights, Receipt, receive_retry_topic
+from librmq.broker.progress import Progress
+from librmq.broker.saved_flights import QueueKey, SavedFlights
+from librmq.broker.send_handler import SendHandler
+from librmq.broker.subscription_filter import ALL, Selection, exact_selection
+from librmq.errors import BrokerError, ReceiptError, RmqError
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import parse_host
+from librmq.message.topics import validate_topic
+from librmq.protocol import (
+    PERM_READ,
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
+    CheckSubscription,
+    ForwardToDeadLetters,
+    QueryOffset,
+    Receive,
+    Received,
+    ReceiveResponse,
+    ResponseCode,
+    SendBack,
+)
+from librmq.runtime.state_log import StateLog
+
+__all__ = ["ReceiveHandler"]
+
+_log = logging.getLogger("librmq.broker")
+
+MAX_IN_FLIGHT: Final = 10_000
+"""Messages of a queue that a group can have in flight, as in 5.x."""
+MAX_INVISIBLE_MS: Final = 12 * 3_600_000
+_MAX_RETRY_TOPIC: Final = 127
+_FIRST_POP_TIME: Final = "1ST_POP_TIME"
+_RETRIES_FIRST_EVERY: Final = 5
+_TRY_AGAIN_MS: Final = 1000
+_READS_WITHOUT_MESSAGE: Final = 8
+
+
+class ReceiveHandler:
+    """The receives of one broker, and what is in flight. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        sending: SendHandler,
+        progress: Progress,
+        check_subscription: Callable[[CheckSubscription], None],
+    ) -> None:
+        """``check_subscription(request)`` refuses a filter that the broker does not serve."""
+        runner, steps = context.runner, context.steps
+        self._runner = runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._registry = context.registry
+        self._offsets = context.offsets
+        self._metrics = context.metrics
+        self._broker_name = context.name
+        self._sending = sending
+        self._progress = progress
+        self._check_subscription = check_subscription
+        self._store_host = parse_host(context.store.config.store_host)
+        self._queues: dict[QueueKey, QueueFlights] = {}
+        self._due: list[tuple[int, int, QueueKey, int]] = []
+        self._numbers = itertools.count()
+        self._held = HeldReceives(context.held_pulls)
+        self._turns: dict[tuple[str, str], int] = {}
+        self._mixed: set[str] = set()  # groups about which the log has warned
+        self._states = StateLog(_log, context.name)
+        self._latest_ms = 0
+        self._step = steps.step("ends invisible times", self._run_due)
+        self._saved = SavedFlights(context, self._queues)
+        self.save_all = self._saved.save_all
+
+    def start(self) -> None:
+        """Take up what was in flight when the store was closed."""
+        for key in self._saved:
+            if self._offsets.get(*key) is not None:
+                self._queue(*key)
+            else:
+                self._saved.take(key)
+
+    # ---- requests
+
+    def receive(self, request: Receive) -> ReceiveResponse:
+        """Hand out messages, or hold the request."""
+        group, queues, selection = self._check(request)
+        self._note_clock(self._runner.now_ms())
+        notify = request.notify
+        found = self._look(request, group, queues, selection)
+        if found or notify is None:
+            return ReceiveResponse(tuple(found))
+        self._held.add(request, queues, selection, notify)
+        found = self._look(request, group, queues, selection)  # again: a writer looks for holds after its append
+        if found:
+            self._held.remove(notify)
+        return ReceiveResponse(tuple(found), is_held=not found)
+
+    def cancel(self, request: CancelReceive) -> None:
+        """Forget a held receive."""
+        self._held.remove(request.notify)
+
+    def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
+        """Note that messages are done with."""
+        return tuple([self._acknowledge(request.group, request.topic, text) for text in request.receipts])
+
+    def _acknowledge(self, group: str, topic: str, text: str) -> bool:
+        now_ms = self._runner.now_ms()
+        receipt = self._parse(text)
+        if receipt is None:
+            return False
+        key = self._key(group, topic, receipt)
+        flight = self._flight(key, receipt)
+        if flight is None:  # acknowledged before, or with an older receipt
+            return receipt.received_ms + receipt.invisible_ms > now_ms
+        if flight.visible_ms <= now_ms:
+            return False
+        self._finish(key, receipt.queue_offset)
+        return True
+
+    def change(self, request: ChangeInvisible) -> str:
+        """Move the time at which a message comes again."""
+        _check_number("invisible_ms", request.invisible_ms, 0, MAX_INVISIBLE_MS)
+        now_ms = self._runner.now_ms()
+        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        flight.visible_ms = now_ms + request.invisible_ms
+        if not request.keeps_receipt:
+            flight.invisible_ms = request.invisible_ms
+            if not receipt.is_ordered:
+                flight.received_ms = now_ms
+        self._wake_at(flight.visible_ms, key, receipt.queue_offset)
+        self._saved.changed()
+        return str(self._receipt(key, receipt.is_ordered, receipt.queue_offset, flight))
+
+    def forward(self, request: ForwardToDeadLetters) -> None:
+        """Make a message a dead letter."""
+        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        self._bury(request.group, flight.physical_offset, request.cause)
+        self._finish(key, receipt.queue_offset)
+
+    # ---- checks
+
+    def _check(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
+        """Refuse what can't be received; else return the group, the queues in turn, and what it takes."""
+        _check_number("max_messages", request.max_messages, 1, 32)
+        _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
+        if request.max_attempts is not None:
+            _check_number("max_attempts", request.max_attempts, 1, 1 << 31)
+        name = request.topic
+        retries = receive_retry_topic(request.group, name)
+        if len(retries.encode()) > _MAX_RETRY_TOPIC:
+            raise BrokerError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"group {request.group!r} and topic {name!r} together have more than 119 bytes: their retry topic "
+                f"{retries[:20]!r}… would have more than {_MAX_RETRY_TOPIC}",
+            )
+        validate_topic(retries)
+        group = self._groups.get(request.group)
+        if not group.consumes:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
+        topic = self._topics.known.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
+        if not topic.permission & PERM_READ or not topic.read_queues:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} may not be read")
+        selection = ALL
+        if request.subscription is not None:
+            self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))
+            selection = exact_selection(request.subscription.expression, request.subscription.expression_type)
+        self._warn_of_pulls(group.name, name)
+        return group, self._in_turn(group, name, topic.read_queues), selection
+
+    def _warn_of_pulls(self, group: str, topic: str) -> None:
+        """Log once that a group both pulls and receives: each moves the progress past what the other has."""
+        members = self._registry.consumers.get(group)
+        if members is None or members.kind == "simple" or topic not in members.subscriptions or group in self._mixed:
+            return
+        self._mixed.add(group)
+        _log.warning(
+            "%s: group %s receives from topic %s while it has %s consumers there, and both move one progress: messages "
+            "will be missed or repeated. Give each kind of consumer a group of its own",
+            self._broker_name,
+            group,
+            topic,
+            members.kind,
+        )
+
+    def _in_turn(self, group: Group, topic: str, queues: int) -> list[tuple[str, int]]:
+        """Return the queues of a receive: another first one each time, retries first at every fifth, else last."""
+        turn = self._turns.get((group.name, topic), 0)
+        self._turns[group.name, topic] = turn + 1
+        names = [(topic, (turn + number) % queues) for number in range(queues)]
+        if not group.is_ordered:
+            retries = receive_retry_topic(group.name, topic), 0
+            names.insert(0 if turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1 else queues, retries)
+        return names
+
+    # ---- handing out
+
+    def _look(
+        self, request: Receive, group: Group, queues: list[tuple[str, int]], selection: Selection
+    ) -> list[Received]:
+        """Take messages from the queues in turn, up to as many as are asked for."""
+        found: list[Received] = []
+        for topic, queue_id in queues:
+            room = request.max_messages - len(found)
+            if room <= 0:
+                break
+            takes = ALL if topic != request.topic else selection  # a message that comes again has matched
+            if (topic, queue_id) in self._store.queues:
+                found += self._take(request, group, (group.name, topic, queue_id), room, takes)
+        if found and self._metrics is not None:
+            size = sum(one.message.size for one in found)
+            self._metrics.count("messages_out", len(found), topic=request.topic, group=group.name)
+            self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
+        return found
+
+    def _take(self, request: Receive, group: Group, key: QueueKey, room: int, selection: Selection) -> list[Received]:
+        """Take messages of one queue."""
+        now_ms = self._runner.now_ms()
+        queue = self._queue(*key)
+        if group.is_ordered:
+            if queue.is_locked(now_ms):
+                is_same = bool(request.attempt_id) and request.attempt_id == queue.attempt_id
+                return self._again(request, key, queue) if is_same else []
+            queue.read_again()
+            queue.attempt_id = request.attempt_id
+        most = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
+        found: list[Received] = []
+        for _ in range(_READS_WITHOUT_MESSAGE):
+            room = min(room, MAX_IN_FLIGHT - len(queue.flights))
+            if room <= 0:
+                break
+            before = queue.next_offset
+            result = self._store.read(key[1], key[2], before, room, selection.matching)
+            for message in result.messages:
+                if message.queue_offset in queue.acknowledged:
+                    continue
+                attempt = 1 + (
+                    queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
+                )
+                if attempt > max(most, 1):
+                    self._bury(group.name, message.physical_offset, f"not acknowledged in {attempt - 1} attempts")
+                    continue
+                flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
+                queue.add(message.queue_offset, flight)
+                self._wake_at(flight.visible_ms, key, message.queue_offset)
+                found.append(self._received(request.topic, key, message, flight, group.is_ordered))
+            queue.next_offset = result.next_offset
+            if found or result.next_offset == before:
+                break
+        if found or queue.progress != queue.committed:
+            self._commit(key, queue)
+        return found
+
+    def _again(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
+        """Answer a repeated attempt in order with what is in flight."""
+        messages = [(flight, self._store.message_at(flight.physical_offset)) for flight in queue.flights.values()]
+        return [self._received(request.topic, key, one, flight, True) for flight, one in messages if one is not None]
+
+    def _received(
+        self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
+    ) -> Received:
+        receipt = self._receipt(key, is_ordered, message.queue_offset, flight)
+        return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
+
+    def _receipt(self, key: QueueKey, is_ordered: bool, queue_offset: int, flight: Flight) -> Receipt:
+        group, topic, queue_id = key
+        is_retry = topic.startswith(receive_retry_topic(group, ""))
+        return Receipt(
+            flight.received_ms,
+            flight.invisible_ms,
+            is_ordered,
+            is_retry,
+            self._broker_name,
+            queue_id,
+            queue_offset,
+            flight.physical_offset,
+        )
+
+    # ---- what is in flight
+
+    def _queue(self, group: str, topic: str, queue_id: int) -> QueueFlights:
+        """Return what is in flight in a queue; start again where the group's progress was moved by others."""
+        key = group, topic, queue_id
+        queue = self._queues.get(key)
+        progress = self._offsets.get(group, topic, queue_id)
+        if queue is not None and queue.committed == progress:
+            return queue
+        begin, end = self._store.queue_range(topic, queue_id)
+        if queue is None and progress is not None:
+            queue = QueueFlights.of_row(self._saved.take(key), progress, end)
+            for queue_offset, flight in queue.flights.items():
+                self._wake_at(flight.visible_ms, key, queue_offset)
+        else:
+            queue = QueueFlights(self._first(key, begin, end) if progress is None else progress)
+        self._queues[key] = queue
+        queue.committed = -1 if progress is None else progress
+        self._commit(key, queue)
+        return queue
+
+    def _first(self, key: QueueKey, begin: int, end: int) -> int:
+        """Return where a group without progress starts: as in 5.x at the begin of a new queue, else at the last."""
+        if key[1].startswith(receive_retry_topic(key[0], "")):
+            return begin
+        first = self._progress.query(QueryOffset(*key))
+        return max(end - 1, begin) if first is None else first
+
+    def _commit(self, key: QueueKey, queue: QueueFlights) -> None:
+        progress = queue.progress
+        if progress != queue.committed:
+            self._offsets.set(*key, progress)
+            queue.committed = progress
+        self._saved.changed()
+
+    def _finish(self, key: QueueKey, queue_offset: int) -> None:
+        """A message is done with: move the progress, and wake who waits for the queue in order."""
+        queue = self._queues[key]
+        queue.finish(queue_offset)
+        self._commit(key, queue)
+        if self._groups.get(key[0]).is_ordered and not queue.flights:
+            self._held.wake(key[0], key[1])
+
+    def _parse(self, text: str) -> Receipt | None:
+        receipt = Receipt.parse(text)
+        return receipt if receipt is not None and receipt.broker_name == self._broker_name else None
+
+    @staticmethod
+    def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:
+        return group, receive_retry_topic(group, topic) if receipt.is_retry else topic, receipt.queue_id
+
+    def _flight(self, key: QueueKey, receipt: Receipt) -> Flight | None:
+        queue = self._queues.get(key)
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        return flight if flight is not None and flight.has(receipt) else None
+
+    def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
+        """Return the delivery that a receipt names; raise `ReceiptError` if it has ended."""
+        receipt = self._parse(text)
+        if receipt is None:
+            raise ReceiptError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"{text!r:.200} is no receipt of {self._broker_name}: pass one as received",
+            )
+        key = self._key(group, topic, receipt)
+        flight = self._flight(key, receipt)
+        if flight is None or flight.visible_ms <= self._runner.now_ms():
+            raise ReceiptError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"group {group!r}, {topic!r}/{receipt.queue_id}: the message at queue offset {receipt.queue_offset} is "
+                "no longer in flight under this receipt: it has come again, or was acknowledged",
+            )
+        return key, receipt, flight
+
+    def _bury(self, group: str, physical_offset: int, cause: str) -> None:
+        self._sending.failed.send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
+
+    # ---- the end of invisible times
+
+    def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
+        heapq.heappush(self._due, (at_ms, next(self._numbers), key, queue_offset))
+        self._runner.wake(self._step, at_ms)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        """Let messages come again whose invisible time is over."""
+        self._note_clock(now_ms)
+        due = self._due
+        while due and due[0][0] <= now_ms:
+            _, _, key, queue_offset = heapq.heappop(due)
+            queue = self._queues.get(key)
+            flight = None if queue is None else queue.flights.get(queue_offset)
+            if flight is None or flight.visible_ms > now_ms:  # a change has its own entry
+                continue
+            group = self._groups.get(key[0])
+            if group.is_ordered:
+                self._held.wake(key[0], key[1])
+                continue
+            try:
+                self._store_again(key, flight)
+            except RmqError as error:
+                heapq.heappush(due, (now_ms + _TRY_AGAIN_MS, next(self._numbers), key, queue_offset))
+                what = f"storing a message of group {key[0]} again, which was not acknowledged"
+                self._states.failing(("again", key[0]), what, error, again_ms=_TRY_AGAIN_MS)
+                continue
+            self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
+            self._finish(key, queue_offset)
+        return due[0][0] if due else None
+
+    def _note_clock(self, now_ms: int) -> None:
+        """Where the clock was put back, hide no message for longer than its invisible time from now."""
+        if now_ms < self._latest_ms:
+            for key, queue in self._queues.items():
+                for queue_offset, flight in queue.flights.items():
+                    if flight.visible_ms > now_ms + flight.invisible_ms:
+                        flight.visible_ms = now_ms + flight.invisible_ms
+                        self._wake_at(flight.visible_ms, key, queue_offset)
+        self._latest_ms = now_ms
+
+    def _store_again(self, key: QueueKey, flight: Flight) -> None:
+        """Store a message for its group once more, as 5.x does when it revives one."""
+        message = self._store.message_at(flight.physical_offset)
+        if message is None:
+            _log.warning(
+                "group %s: the message of %s/%d at physical offset %d was not acknowledged, and can't come again: "
+                "retention has deleted it",
+                key[0],
+                key[1],
+                key[2],
+                flight.physical_offset,
+            )
+            return
+        group, topic, _ = key
+        retries = topic if topic.startswith(receive_retry_topic(group, "")) else receive_retry_topic(group, topic)
+        again = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
+        again.properties.update(message.properties)
+        again.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
+        self._sending.put(
+            again,
+            0,
+            message.born_timestamp_ms,
+            self._store_host,
+            message.sys_flag,
+            message.reconsume_times + 1,
+        )
+
+
+def _check_number(name: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{name}: expected {least} to {most}, found {value!r:.80}")

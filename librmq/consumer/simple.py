@@ -1,0 +1,402 @@
+"""Simple consumers: a received message is hidden for a time, and comes again unless it is acknowledged.
+
+Mirrors ``SimpleConsumer`` of 5.x; what users of SQS know. There is no rebalance: each instance of a group receives from
+all queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Final, Self, TypeVar, cast
+
+from librmq.client.identity import Client, LifeCycle, check_route
+from librmq.clock import wait_async
+from librmq.config import to_seconds
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
+from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
+from librmq.message.message import MessageQueue, validate_client_topic
+from librmq.message.topics import validate_group
+from librmq.protocol import (
+    PERM_READ,
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
+    CheckSubscription,
+    ConsumeFrom,
+    ConsumerData,
+    ConsumerOffsets,
+    ConsumersChanged,
+    Endpoint,
+    ForwardToDeadLetters,
+    MessageModel,
+    Receive,
+    Received,
+    Request,
+    ResetOffsets,
+    ResponseCode,
+    Route,
+    Subscription,
+)
+from librmq.runtime.runner import Runner
+from librmq.runtime.state_log import StateLog
+
+__all__ = ["ReceivedMessage", "SimpleConsumer"]
+
+R = TypeVar("R")
+_WAIT_S: Final = 5.0
+_INVISIBLE_S: Final = 60.0
+_MAX_MESSAGES: Final = 32
+_log = logging.getLogger("librmq.consumer")
+
+
+class ReceivedMessage(DeliveredMessage):
+    """A message that a `SimpleConsumer` has received."""
+
+    __slots__ = ("_topic", "attempt", "receipt", "visible_timestamp_ms")
+
+    def __init__(self, received: Received, broker_name: str) -> None:
+        message = received.message
+        queue = MessageQueue(message.topic, broker_name, message.queue_id)
+        super().__init__(message.raw, queue, message.queue_offset, (0, 0))
+        self._topic = received.topic
+        self.receipt = received.receipt
+        """Names this delivery to the broker."""
+        self.attempt = received.attempt
+        """1 for the first delivery."""
+        self.visible_timestamp_ms = received.visible_timestamp_ms
+        """When it comes again unless it is acknowledged, in ms since 1970."""
+
+    @property
+    def topic(self) -> str:
+        """The topic that it was sent to, for a redelivery too."""
+        return self._topic
+
+
+class _Wait:
+    """The receives that one call has the brokers hold."""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.wake = wake
+        self._held: list[tuple[Endpoint, Callable[[], None]]] = []
+
+    def ask(self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]) -> tuple[Received, ...]:
+        """Receive, or be held until `wake` is called."""
+
+        def notify() -> None:
+            self.wake()
+
+        response = endpoint.call(make(notify))
+        if response.is_held:
+            self._held.append((endpoint, notify))
+        return tuple(response.messages)
+
+    def cancel(self) -> None:
+        """End what is still held."""
+        while self._held:
+            endpoint, notify = self._held.pop()
+            with suppress(BrokerUnreachableError):
+                endpoint.call(CancelReceive(notify))
+
+
+class SimpleConsumer:
+    """An instance of a group that receives messages and acknowledges each. Thread-safe, in several threads at once.
+
+    ::
+
+        with SimpleConsumer(broker, "mailer") as consumer:
+            consumer.subscribe("orders", tags="paid")
+            for message in consumer.receive(16, invisible=30):
+                send_mail(message.body)
+                consumer.ack(message)
+    """
+
+    def __init__(
+        self, route: Route, group: str, *, client: Client | None = None, instance_name: str | None = None
+    ) -> None:
+        """Make an instance that `start`, or a ``with`` block, lets join its group.
+
+        Args:
+            route: A `Broker`, or several in a `RouteTable`.
+            group: The consumer group. It must have no push or pull consumers: both move one progress.
+            client: The identity; by default one of its own.
+            instance_name: Makes the client's id the same from run to run.
+
+        Raises:
+            ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
+            TypeError: ``route`` is no route.
+        """
+        check_route(route, type(self).__name__)
+        validate_group(group)
+        if client is not None and instance_name is not None:
+            raise ConfigError("instance_name: the client that was given has one")
+        if client is not None:
+            client.check_route(route)
+        self.group = group
+        self.route = route
+        self.runner: Runner = route.runner
+        self.client = client or Client(route, instance_name=instance_name)
+        self.subscriptions: dict[str, Subscription] = {}
+        """By topic."""
+        self._life = LifeCycle(f"simple consumer of group {group!r}")
+        self._states = StateLog(_log, group)
+        self._waits: set[_Wait] = set()
+        self._turn = 0
+
+    # ---- life
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
+        """Receive from a topic too: by ``tags`` between ``||`` (None: all), or by an SQL92 expression.
+
+        A second subscription of a topic replaces the first.
+
+        Raises:
+            BrokerError: A broker does not serve the SQL subscription.
+            ConfigError: Both ``tags`` and ``sql`` are given, or one is no text.
+            FilterSyntaxError: The expression does not compile.
+            MessageIllegalError: The topic has a name that is refused.
+        """
+        validate_client_topic(topic)
+        if tags is not None and sql is not None:
+            raise ConfigError(f"topic {topic!r}: either tags or sql")
+        for name, value in (("tags", tags), ("sql", sql)):
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
+        now_ms = self.runner.now_ms()
+        if sql is not None:
+            SqlFilter(sql)
+            subscription = Subscription(topic, sql, SQL92, now_ms)
+            for name in self.route.broker_names():
+                with suppress(BrokerUnreachableError, NoRouteError):
+                    self.client.endpoint(name).call(CheckSubscription(self.client.client_id, self.group, subscription))
+        else:
+            subscription = Subscription(topic, TagFilter(tags).expression, TAG, now_ms)
+        with self.runner.lock:
+            self.subscriptions[topic] = subscription
+            if self._life.is_running:
+                self.client.beat()
+                self._wake_all()
+
+    def start(self) -> Self:
+        """Join the group.
+
+        Raises:
+            BrokerUnreachableError: The route is a single broker, which is closed.
+            ClientStateError: The consumer was started before.
+        """
+        with self.runner.lock:
+            self._life.start(lambda: self.client.join(self))
+        return self
+
+    def shutdown(self) -> None:
+        """Leave the group; receives that wait return nothing. Messages in flight come again in their time.
+
+        A repetition does nothing.
+        """
+        with self.runner.lock:
+            if self._life.shut_down():
+                self._wake_all()
+                self.client.leave(self)
+
+    async def shutdown_async(self) -> None:
+        """Shut down without blocking the event loop."""
+        await self.runner.offload(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown_async()
+
+    def __repr__(self) -> str:
+        topics = ", ".join(self.subscriptions) or "none"
+        return f"<SimpleConsumer {self.group}, {self._life.state.value}, topics: {topics}>"
+
+    # ---- receiving
+
+    def receive(
+        self,
+        max_messages: int = _MAX_MESSAGES,
+        *,
+        invisible: float | timedelta = _INVISIBLE_S,
+        wait: float | timedelta = _WAIT_S,
+    ) -> list[ReceivedMessage]:
+        """Return up to ``max_messages`` messages, each hidden from the group for a time.
+
+        Acknowledge each within that time, or `extend` it; else it comes again with ``attempt`` one higher. After the
+        group's retries it becomes a dead letter.
+
+        Args:
+            max_messages: At most this many, 1 to 32.
+            invisible: Seconds for which the messages are hidden, up to 12 hours.
+            wait: Seconds to wait if there is none. With a clock moved by hand the call returns immediately.
+
+        Raises:
+            BrokerError: The broker refuses the request.
+            ClientStateError: The consumer is not running, or has no subscription.
+        """
+        invisible_ms, seconds = self._check("receive", invisible, wait)
+        clock, arrived = self.runner.clock, threading.Event()
+        deadline = clock.monotonic() + seconds
+        with self._waiting(arrived.set) as waits:
+            while True:
+                arrived.clear()
+                messages = self._ask(waits, max_messages, invisible_ms)
+                remaining = deadline - clock.monotonic()
+                if messages or not self._life.is_running or remaining <= 0 or not clock.wait(arrived, remaining):
+                    return messages
+
+    async def receive_async(
+        self,
+        max_messages: int = _MAX_MESSAGES,
+        *,
+        invisible: float | timedelta = _INVISIBLE_S,
+        wait: float | timedelta = _WAIT_S,
+    ) -> list[ReceivedMessage]:
+        """Receive while other coroutines of the event loop run."""
+        invisible_ms, seconds = self._check("receive_async", invisible, wait)
+        clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
+        deadline = clock.monotonic() + seconds
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed, with its waiting coroutines
+                loop.call_soon_threadsafe(arrived.set)
+
+        with self._waiting(wake) as waits:
+            while True:
+                arrived.clear()
+                messages = self._ask(waits, max_messages, invisible_ms)
+                remaining = deadline - clock.monotonic()
+                if messages or not self._life.is_running or remaining <= 0:
+                    return messages
+                if not await wait_async(clock, arrived, remaining):
+                    return []
+
+    def _check(self, call: str, invisible: float | timedelta, wait: float | timedelta) -> tuple[int, float]:
+        self._life.check_running(call)
+        if not self.subscriptions:
+            raise ClientStateError(f"{self._life.what} has no subscription: call subscribe(topic) first")
+        return round(1000 * to_seconds("invisible", invisible)), to_seconds("wait", wait)
+
+    @contextmanager
+    def _waiting(self, wake: Callable[[], object]) -> Iterator[_Wait]:
+        """Make the holds of one call, which end with it."""
+        waits = _Wait(wake)
+        self._waits.add(waits)
+        try:
+            yield waits
+        finally:
+            self._waits.discard(waits)
+            waits.cancel()
+
+    def _ask(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
+        """Ask the brokers of each topic, another one first each time, up to the first with messages."""
+        waits.cancel()
+        places = [
+            (subscription, data.broker_name)
+            for subscription in list(self.subscriptions.values())
+            for data in self.route.topic_route(subscription.topic)
+            if data.permission & PERM_READ and data.read_queues
+        ]
+        self._turn += 1
+        for number in range(len(places)):
+            subscription, name = places[(self._turn + number) % len(places)]
+
+            def request(notify: Callable[[], None], subscription: Subscription = subscription) -> Receive:
+                return Receive(
+                    self.client.client_id,
+                    self.group,
+                    subscription.topic,
+                    max_messages,
+                    invisible_ms,
+                    subscription,
+                    notify=notify,
+                )
+
+            try:
+                found = waits.ask(self.client.endpoint(name), request)
+            except (BrokerUnreachableError, NoRouteError) as error:
+                if len(places) == 1:
+                    raise
+                self._states.failing(("receive", name), f"receiving from {name}", error)
+                continue
+            self._states.works(("receive", name), f"receiving from {name}")
+            if found:
+                return [ReceivedMessage(one, name) for one in found]
+        return []
+
+    # ---- what becomes of a message
+
+    def ack(self, *messages: ReceivedMessage) -> None:
+        """Say that messages are done with.
+
+        Raises:
+            ReceiptError: One has come again already, as its time was over. The others are done with.
+        """
+        by_place: dict[tuple[str, str], list[ReceivedMessage]] = {}
+        for message in messages:
+            by_place.setdefault((message.broker_name, message.topic), []).append(message)
+        late: list[ReceivedMessage] = []
+        for (name, topic), some in by_place.items():
+            request = Acknowledge(self.group, topic, tuple(message.receipt for message in some))
+            answers = self.client.endpoint(name).call(request)
+            late += [message for message, is_good in zip(some, answers, strict=True) if not is_good]
+        if late:
+            raise ReceiptError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"{len(late)} of {len(messages)} messages were acknowledged too late, and come again: the first is "
+                f"{late[0].message_id} of topic {late[0].topic!r}. Receive with a longer invisible time, or extend it",
+            )
+
+    def extend(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
+        """Hide a message for ``invisible`` seconds from now; 0 lets it come again immediately.
+
+        Raises:
+            ReceiptError: It has come again already, or was acknowledged.
+        """
+        invisible_ms = round(1000 * to_seconds("invisible", invisible))
+        request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
+        message.receipt = self.client.endpoint(message.broker_name).call(request)
+        message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms
+
+    def dead_letter(self, message: ReceivedMessage, cause: str = "") -> None:
+        """Make a message a dead letter of the group, with an optional ``cause``.
+
+        Raises:
+            ReceiptError: It has come again already, or was acknowledged.
+        """
+        request = ForwardToDeadLetters(self.group, message.topic, message.receipt, cause)
+        self.client.endpoint(message.broker_name).call(request)
+
+    # ---- what brokers ask
+
+    def consumer_data(self) -> ConsumerData:
+        """Return the description of this instance for heartbeats."""
+        subscriptions = dict(self.subscriptions)
+        return ConsumerData(self.group, "simple", MessageModel.CLUSTERING, ConsumeFrom.LAST, subscriptions)
+
+    def answer(self, request: Request[R], /) -> R:
+        """Answer a broker's request; under the runner's lock."""
+        result: Any = None
+        if isinstance(request, ConsumersChanged | ResetOffsets):
+            self._wake_all()
+        elif isinstance(request, ConsumerOffsets):
+            result = {}
+        else:
+            raise ClientStateError(f"{self._life.what} answers no {type(request).__name__}")
+        return cast(R, result)
+
+    def _wake_all(self) -> None:
+        for waits in list(self._waits):
+            waits.wake()

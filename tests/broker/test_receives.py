@@ -1,0 +1,474 @@
+"""Receives by invisible time: what is handed out, hidden, acknowledged, and comes again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from librmq import (
+    Broker,
+    BrokerError,
+    ClientStateError,
+    ConfigError,
+    ManualClock,
+    ManualRunner,
+    Producer,
+    PushConsumer,
+    ReceiptError,
+    SimpleConsumer,
+    StoreConfig,
+)
+from librmq.broker.in_flight import Receipt
+from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
+from librmq.store import MessageStore, verify
+from librmq.testing import Kit
+
+
+@pytest.fixture
+def broker(rmq: Kit) -> Broker:
+    rmq.broker.create_topic("t", 1)
+    return rmq.broker
+
+
+def send(broker: Broker, *bodies: str, tags: str | None = None) -> None:
+    with Producer(broker, "p") as producer:
+        for body in bodies:
+            producer.send("t", body, tags=tags)
+
+
+def receive(broker: Broker, most: int = 32, invisible_ms: int = 10_000, **more: object) -> list[Received]:
+    return list(broker.call(Receive("c", "g", "t", most, invisible_ms, **more)).messages)  # type: ignore[arg-type]
+
+
+def bodies(found: list[Received]) -> list[str]:
+    return [one.message.body.decode() for one in found]
+
+
+def test_message_is_hidden_and_comes_again(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b")
+    first = receive(broker)
+    assert bodies(first) == ["a", "b"]
+    rmq.advance(seconds=9.999)
+    assert receive(broker) == []
+    rmq.advance(seconds=0.001)
+    again = receive(broker)
+    assert [(one.attempt, one.topic, one.message.topic) for one in again] == [(2, "t", "%RETRY%g_t")] * 2
+    assert [one.message.properties["1ST_POP_TIME"] for one in again] == [first[0].receipt.split(" ")[1]] * 2
+    assert again[0].message.born_timestamp_ms == first[0].message.born_timestamp_ms
+
+
+def test_acknowledged_message_does_not_come_again(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b", "c")
+    found = receive(broker)
+    assert broker.call(Acknowledge("g", "t", (found[0].receipt, found[2].receipt))) == (True, True)
+    assert broker.consumer_offset("g", "t", 0) == 1  # b is in flight
+    rmq.advance(seconds=10)
+    assert bodies(receive(broker)) == ["b"]
+    assert broker.consumer_offset("g", "t", 0) == 3
+
+
+def test_receipt_is_good_until_its_time_is_over(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b")
+    a, b = receive(broker)
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)
+    rmq.advance(seconds=10)
+    assert broker.call(Acknowledge("g", "t", (a.receipt, b.receipt))) == (False, False)
+    with pytest.raises(ReceiptError, match="no longer in flight"):
+        broker.call(ChangeInvisible("g", "t", b.receipt, 1000))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1 2 3", "0 1 2 0 0 other-broker 0 0 0", "0 1 2 0 0 broker-a 0 -1 0", "é " * 9]
+)
+def test_text_that_is_no_receipt_is_refused(broker: Broker, text: str) -> None:
+    assert broker.call(Acknowledge("g", "t", (text,))) == (False,)
+    with pytest.raises(ReceiptError, match="is no receipt"):
+        broker.call(ChangeInvisible("g", "t", text, 1000))
+
+
+@pytest.mark.parametrize("broker_name", ["broker-a", "a broker with blanks"])
+def test_receipt_is_read_back(broker_name: str) -> None:
+    receipt = Receipt(1, 2, True, False, broker_name, 3, 4, 5)
+    assert Receipt.parse(str(receipt)) == receipt
+
+
+def test_change_moves_the_time_and_gives_a_new_receipt(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    (a,) = receive(broker)
+    rmq.advance(seconds=5)
+    receipt = broker.call(ChangeInvisible("g", "t", a.receipt, 20_000))
+    assert receipt != a.receipt
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)  # an older receipt: nothing happens
+    rmq.advance(seconds=19.999)
+    assert receive(broker) == []
+    rmq.advance(seconds=0.001)
+    assert [one.attempt for one in receive(broker)] == [2]
+
+
+def test_renewal_keeps_the_receipt_of_the_client(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    (a,) = receive(broker)
+    for _ in range(3):
+        rmq.advance(seconds=9)
+        assert broker.call(ChangeInvisible("g", "t", a.receipt, 10_000, keeps_receipt=True)) == a.receipt
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)
+    rmq.advance(seconds=60)
+    assert receive(broker) == []
+
+
+def test_message_is_dead_after_the_retries_of_its_group(rmq: Kit, broker: Broker) -> None:
+    broker.set_group("g", retry_max_times=2)
+    send(broker, "a")
+    attempts = []
+    for _ in range(5):
+        attempts += [one.attempt for one in receive(broker)]
+        rmq.advance(seconds=10)
+    assert attempts == [1, 2, 3]
+    (letter,) = rmq.dead_letters("g")
+    assert letter.body == b"a"
+
+
+def test_receives_take_queues_in_turn(rmq: Kit) -> None:
+    rmq.broker.create_topic("t", 4)
+    with Producer(rmq.route, "p") as producer:
+        for number in range(40):
+            producer.send("t", str(number))
+    queues = [[one.message.queue_id for one in receive(rmq.broker, 5)] for _ in range(4)]
+    assert sorted(found[0] for found in queues) == [0, 1, 2, 3]
+
+
+def test_tags_are_exact_and_others_are_passed(broker: Broker) -> None:
+    send(broker, "a", tags="AaAa")
+    send(broker, "b", tags="BBBB")  # of the same hash
+    send(broker, "c", tags="AaAa")
+    found = receive(broker, subscription=Subscription("t", "AaAa"))
+    assert bodies(found) == ["a", "c"]
+    broker.call(Acknowledge("g", "t", tuple(one.receipt for one in found)))
+    assert broker.consumer_offset("g", "t", 0) == 3
+
+
+# ---- in order
+
+
+@pytest.fixture
+def in_order(broker: Broker) -> Broker:
+    broker.set_group("g", retry_max_times=3, is_ordered=True)
+    return broker
+
+
+def test_queue_in_order_waits_for_its_messages(rmq: Kit, in_order: Broker) -> None:
+    send(in_order, "a", "b", "c")
+    a, b = receive(in_order, 2)
+    assert receive(in_order, 2) == []
+    in_order.call(Acknowledge("g", "t", (a.receipt,)))
+    assert receive(in_order, 2) == []
+    in_order.call(Acknowledge("g", "t", (b.receipt,)))
+    assert bodies(receive(in_order, 2)) == ["c"]
+    assert ("%RETRY%g_t", 0) not in in_order.store.queues
+
+
+def test_queue_in_order_is_read_again_from_the_first(rmq: Kit, in_order: Broker) -> None:
+    send(in_order, "a", "b", "c", "d")
+    _, b, _ = receive(in_order, 3)
+    in_order.call(Acknowledge("g", "t", (b.receipt,)))
+    rmq.advance(seconds=10)
+    again = receive(in_order, 3)
+    assert [(one.message.body, one.attempt) for one in again] == [(b"a", 2), (b"c", 2)]
+
+
+def test_repeated_attempt_in_order_gets_the_same(in_order: Broker) -> None:
+    send(in_order, "a", "b")
+    first = receive(in_order, 1, attempt_id="one")
+    assert receive(in_order, 1, attempt_id="one") == first
+    assert receive(in_order, 1, attempt_id="two") == []
+
+
+def test_message_in_order_is_dead_after_its_attempts(rmq: Kit, in_order: Broker) -> None:
+    send(in_order, "a", "b")
+    attempts = []
+    for _ in range(5):
+        attempts += [(one.message.body, one.attempt) for one in receive(in_order, 1)]
+        rmq.advance(seconds=10)
+    assert attempts == [*((b"a", attempt) for attempt in (1, 2, 3, 4)), (b"b", 1)]
+    assert len(rmq.dead_letters("g")) == 1
+
+
+# ---- held
+
+
+def test_held_receive_is_woken_once(rmq: Kit, broker: Broker) -> None:
+    woken: list[int] = []
+    request = Receive("c", "g", "t", notify=lambda: woken.append(rmq.clock.now_ms()))
+    assert broker.call(request).is_held
+    send(broker, "a")
+    send(broker, "b")
+    assert len(woken) == 1
+    assert bodies(list(broker.call(request).messages)) == ["a", "b"]
+
+
+def test_held_receive_is_woken_when_a_message_comes_again(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    receive(broker, invisible_ms=5000)
+    woken: list[int] = []
+    begin = rmq.clock.now_ms()
+    assert broker.call(Receive("c", "g", "t", notify=lambda: woken.append(rmq.clock.now_ms() - begin))).is_held
+    rmq.advance(seconds=60)
+    assert woken == [5000]
+
+
+def test_cancelled_receive_is_not_woken(rmq: Kit, broker: Broker) -> None:
+    woken: list[int] = []
+
+    def notify() -> None:
+        woken.append(1)
+
+    assert broker.call(Receive("c", "g", "t", notify=notify)).is_held
+    broker.call(CancelReceive(notify))
+    send(broker, "a")
+    assert woken == []
+
+
+def test_two_receives_of_a_client_are_both_woken(broker: Broker) -> None:
+    woken: list[str] = []
+    for name in ("one", "two"):
+        assert broker.call(Receive("c", "g", "t", notify=lambda name=name: woken.append(name))).is_held  # type: ignore[misc]
+    send(broker, "a")
+    assert sorted(woken) == ["one", "two"]
+
+
+# ---- life
+
+
+def test_flights_survive_a_restart_in_a_file_of_their_own(tmp_path: Path) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    send(broker, "a", "b", "c")
+    a, b = receive(broker, 2)
+    broker.close()
+    broker = Broker.open(tmp_path / "b", runner=runner)
+    assert bodies(receive(broker)) == ["c"]
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)
+    runner.advance(10_000)
+    assert sorted(bodies(receive(broker))) == ["b", "c"]
+    assert broker.call(Acknowledge("g", "t", (b.receipt,))) == (False,)
+    broker.close()
+    assert not verify(tmp_path / "b").damage
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b'{"receives": {"version": 2}}', b'{"receives": {"version": 1, "queues": {"g@t@0": [1]}}}'],
+)
+def test_without_the_file_what_was_in_flight_comes(tmp_path: Path, content: bytes | None) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    send(broker, "a", "b")
+    receive(broker, 1)
+    broker.close()
+    place = tmp_path / "b" / "librmq" / "receives.json"
+    assert json.loads(place.read_bytes())["receives"]["version"] == 1
+    place.with_name("receives.json.bak").unlink(missing_ok=True)
+    if content is None:
+        place.unlink()
+    else:
+        place.write_bytes(content)
+    with Broker.open(tmp_path / "b", runner=runner) as broker:
+        assert bodies(receive(broker)) == ["a", "b"]
+
+
+def test_crash_repeats_and_loses_nothing(tmp_path: Path) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    send(broker, "a", "b", "c")
+    found = receive(broker, 2)
+    broker.call(Acknowledge("g", "t", (found[0].receipt,)))
+    runner.advance(5_000)  # saved
+    receive(broker)
+    broker.abandon()
+    with Broker.open(tmp_path / "b", runner=runner) as broker:
+        assert bodies(receive(broker)) == ["c"]
+        runner.advance(10_000)
+        assert sorted(bodies(receive(broker))) == ["b", "c"]
+
+
+def test_reset_of_the_group_begins_there(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b", "c")
+    receive(broker)
+    broker.reset_group("g", "t", 1)
+    assert bodies(receive(broker)) == ["b", "c"]
+
+
+class Adjusted(ManualClock):
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+    def move_to(self, now_ms: int) -> None:
+        super().move_to(now_ms - self.ahead_ms)
+
+
+def test_clock_put_back_hides_no_longer_than_asked() -> None:
+    clock = Adjusted(1_700_000_000_000)
+    runner = ManualRunner(clock)
+    with Broker.temporary(runner=runner) as broker:
+        broker.create_topic("t", 1)
+        send(broker, "a")
+        receive(broker, invisible_ms=10_000)
+        clock.ahead_ms = -3_600_000
+        assert receive(broker) == []
+        runner.advance(10_000)
+        assert [one.attempt for one in receive(broker)] == [2]
+
+
+def test_group_that_also_pulls_is_named_once(rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    consumer = PushConsumer(rmq.route, "g")
+    consumer.subscribe("t", lambda message: None)
+    consumer.start()
+    with caplog.at_level(logging.WARNING):
+        receive(broker)
+        receive(broker)
+    assert [record.getMessage() for record in caplog.records if "both move one progress" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+    consumer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (Receive("c", "g", "missing"), "'missing' does not exist"),
+        (Receive("c", "g", "t", 0), "max_messages: expected 1 to 32, found 0"),
+        (Receive("c", "g", "t", 33), "max_messages: expected 1 to 32, found 33"),
+        (Receive("c", "g", "t", 1, 0), "invisible_ms: expected 1 to 43200000, found 0"),
+        (Receive("c", "g" * 119, "t"), "together have more than 119 bytes"),
+        (Receive("c", "g", "t", subscription=Subscription("t", "a >", "SQL92")), "topic 't'"),
+    ],
+)
+@pytest.mark.rmq(store_config=StoreConfig(enable_property_filter=True))
+def test_refused_receive_says_why(broker: Broker, request_: Receive, match: str) -> None:
+    with pytest.raises(BrokerError, match=match):
+        broker.call(request_)
+
+
+# ---- the consumer
+
+
+def test_consumer_receives_extends_and_acknowledges(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b", "c")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        a, b, c = consumer.receive(invisible=30)
+        consumer.ack(a)
+        consumer.extend(b, 60)
+        consumer.dead_letter(c, "not wanted")
+        rmq.advance(seconds=59)
+        assert consumer.receive() == []
+        rmq.advance(seconds=1)
+        (again,) = consumer.receive()
+        assert (again.topic, again.body, again.attempt, again.reconsume_times) == ("t", b"b", 2, 1)
+    assert [letter.body for letter in rmq.dead_letters("g")] == [b"c"]
+
+
+def test_late_acknowledgement_names_the_message(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a", "b")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        a, b = consumer.receive(invisible=1)
+        consumer.extend(b, 60)
+        rmq.advance(seconds=1)
+        with pytest.raises(ReceiptError, match="1 of 2 messages were acknowledged too late"):
+            consumer.ack(a, b)
+        assert broker.consumer_offset("g", "t", 0) == 2
+
+
+def test_consumer_waits_for_a_topic_and_a_message() -> None:
+    with Broker.temporary() as broker, SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        threading.Thread(target=send, args=(broker, "a")).start()
+        (message,) = consumer.receive(wait=30)
+        consumer.ack(message)
+
+
+def test_shutdown_ends_a_receive_that_waits() -> None:
+    with Broker.temporary() as broker:
+        broker.create_topic("t", 1)
+        consumer = SimpleConsumer(broker, "g").start()
+        consumer.subscribe("t")
+        threading.Thread(target=consumer.shutdown).start()
+        with suppress(ClientStateError):  # the shutdown may come first
+            assert consumer.receive(wait=30) == []
+
+
+async def receives_async() -> None:
+    async with Broker.temporary() as broker:
+        broker.create_topic("t", 1)
+        async with SimpleConsumer(broker, "g") as consumer:
+            consumer.subscribe("t")
+            threading.Thread(target=send, args=(broker, "a")).start()
+            (message,) = await consumer.receive_async(wait=30)
+            consumer.ack(message)
+
+
+def test_consumer_receives_in_an_event_loop() -> None:
+    import asyncio
+
+    asyncio.run(receives_async())
+
+
+def test_consumer_receives_from_several_topics(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("u", 1)
+    with Producer(broker, "p") as producer:
+        for number in range(3):
+            producer.send("t", f"t{number}")
+            producer.send("u", f"u{number}")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        consumer.subscribe("u")
+        found = [message.body for _ in range(6) for message in consumer.receive(1)]
+    assert sorted(found) == [b"t0", b"t1", b"t2", b"u0", b"u1", b"u2"]
+
+
+def test_wrong_use_of_the_consumer_says_what_to_do(broker: Broker) -> None:
+    consumer = SimpleConsumer(broker, "g")
+    with pytest.raises(ClientStateError, match=r"receive .* a running one"):
+        consumer.receive()
+    consumer.start()
+    with pytest.raises(ClientStateError, match=r"call subscribe\(topic\) first"):
+        consumer.receive()
+    with pytest.raises(ConfigError, match="either tags or sql"):
+        consumer.subscribe("t", tags="a", sql="b = 1")
+    consumer.shutdown()
+    consumer.shutdown()
+
+
+def test_store_after_receives_is_one_of_rocketmq(tmp_path: Path) -> None:
+    """No records but those that 5.x writes for its users: messages, those that come again, dead letters."""
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    broker.set_group("g", retry_max_times=1)
+    send(broker, "a", "b")
+    for _ in range(4):
+        receive(broker)
+        runner.advance(10_000)
+    broker.close()
+    with MessageStore.open(tmp_path / "b", read_only=True) as store:
+        assert [(message.topic, message.body, message.reconsume_times) for message in store] == [
+            ("t", b"a", 0),
+            ("t", b"b", 0),
+            ("%RETRY%g_t", b"a", 1),
+            ("%RETRY%g_t", b"b", 1),
+            ("%RETRY%g_t", b"a", 2),
+            ("%RETRY%g_t", b"b", 2),
+            ("%DLQ%g", b"a", 3),
+            ("%DLQ%g", b"b", 3),
+        ]
