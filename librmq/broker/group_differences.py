@@ -62,6 +62,12 @@ def told_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]])
     )
 
 
-def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, tuple[str, str]]:
+def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, str]:
     """Return subscriptions by topic as `group_differences` compares them: without what may differ."""
-    return {topic: (of.expression_type, of.expression) for topic, of in subscriptions.items()}
+    return {topic: _in_words(subscription) for topic, subscription in subscriptions.items()}
+
+
+def _in_words(subscription: Subscription) -> str:
+    if subscription.expression_type not in ("", "TAG"):
+        return f"sql {subscription.expression!r}"
+    return "all messages" if subscription.expression == "*" else f"tags {subscription.expression!r}"

@@ -139,9 +139,10 @@ class Client:
                 f"found {instance_name!r:.80}"
             )
         identity = getattr(route, "identity", None)  # a test's route gives its clients the same names in each run
+        maker_name = None
         if identity is not None:
-            host_of_route, name_of_route = identity()
-            host, instance_name = host or host_of_route, instance_name or name_of_route
+            host_of_route, maker_name = identity(instance_name)
+            host, instance_name = host or host_of_route, instance_name or maker_name
         host = host or ("127.0.0.1", 0)
         self.route = route
         self.runner: Runner = route.runner
@@ -153,7 +154,7 @@ class Client:
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
         self.client_id = f"{host[0]}@{name}"
         # The ids of a test are the same in each run; all others are random.
-        maker, first = (None, None) if identity is None else (string_hash(self.client_id), 0)
+        maker, first = (None, None) if identity is None else (string_hash(f"{host[0]}@{maker_name}"), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
         self.random = Random() if identity is None else None
         """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.broker.group_differences import comparable, told_differences
+from librmq.broker.group_differences import comparable
 from librmq.client.allocation import refuse_differences
 from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.config import check_kind, to_seconds
@@ -86,7 +86,6 @@ class Consumer(Generic[C]):
         self.offsets: Offsets
         self.metrics: Metrics | None = None
         self.states = StateLog(_log, self.label)
-        self._differences = ""
         self.rebalancing = Rebalancing(self, self._take, self._release, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
@@ -187,28 +186,14 @@ class Consumer(Generic[C]):
         self.client.join(self)
         self.rebalancing.start()
 
-    def _subscriptions_of_all(self) -> dict[str, dict[str, tuple[str, str]]]:
+    def _subscriptions_of_all(self) -> dict[str, dict[str, str]]:
         """Return the subscriptions of each instance of the group, by client id and topic."""
-        group: dict[str, dict[str, tuple[str, str]]] = {}
+        group: dict[str, dict[str, str]] = {}
         for name in self.route.broker_names():
             for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
                 group.setdefault(client_id, {}).update(comparable(subscriptions))
         group[self.client.client_id] = comparable(self.subscriptions)
         return group
-
-    def warn_of_differences(self) -> None:
-        """Log at each change that the group's instances have different subscriptions."""
-        try:
-            group = self._subscriptions_of_all()
-        except RmqError:
-            return  # it is unknown whether they differ
-        own = group[self.client.client_id]
-        told = "" if all(other == own for other in group.values()) else told_differences(self.group, group)
-        if told and told != self._differences:
-            _log.warning("%s: %s", self.label, told)
-        elif self._differences and not told:
-            _log.info("%s: all instances of the group subscribe to the same again", self.label)
-        self._differences = told
 
     def _check_at_brokers(self, subscription: Subscription) -> None:
         """Ask each reachable broker whether it serves an SQL subscription; raise `BrokerError` if one does not."""

@@ -65,10 +65,6 @@ class Instance(Hashable, Protocol):
         """Make the state of a queue before taking it."""
         ...
 
-    def warn_of_differences(self) -> None:
-        """Log each time the group's instances begin or cease to have different subscriptions."""
-        ...
-
 
 class _Rebalancing(Protocol):
     def wake(self) -> None: ...

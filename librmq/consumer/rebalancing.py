@@ -119,7 +119,6 @@ class Rebalancing:
                 self._release_queue(assigned, now_ms)
         if any(assigned.lost for assigned in member.assigned.values()):
             self._open = True
-        member.warn_of_differences()
         if changed:
             if member.metrics is not None:
                 for topic in changed:

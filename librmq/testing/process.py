@@ -145,9 +145,13 @@ class Process:
         self.consumers: list[PushConsumer] = []
         """The consumers made by `consumer`."""
         self._kit = kit
-        self._host = (host, 0)
+        self._host = self._first_host = (host, 0)
         self._named = 0
         self._connections: dict[str, _Connection] = {}
+
+    def restarts(self, first: Process) -> None:
+        """Take the place of the first process of this name."""
+        self._first_host = first._host
 
     def __repr__(self) -> str:
         return f"Process({self.label!r}{', dead' if self.dead else ''})"
@@ -186,10 +190,14 @@ class Process:
         """The runner of all processes."""
         return self._kit.runner
 
-    def identity(self) -> tuple[tuple[str, int], str]:
-        """Return host and name for the next client of the process, the same in each run."""
+    def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
+        """Return host and name for the next client of the process, the same in each run.
+
+        A client with an ``instance_name`` has the host of the first generation: it keeps its id through restarts.
+        """
         self._named += 1
-        return self._host, self.label if self._named == 1 else f"{self.label}.{self._named}"
+        host = self._host if instance_name is None else self._first_host
+        return host, self.label if self._named == 1 else f"{self.label}.{self._named}"
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""

@@ -31,6 +31,9 @@ class ProcessTable:
         order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
         host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
         process = Process(self._host, name, generation, host, factory)
+        before = next((one for one in self.processes if one.name == name), None)
+        if before is not None:
+            process.restarts(before)
         self.processes.append(process)
         return process
 

@@ -27,8 +27,8 @@ class Seam:
         """What is answered instead of the broker, by kind of request."""
         self.asked: list[Request[Any]] = []
 
-    def identity(self) -> tuple[tuple[str, int], str]:
-        return self.inner.identity()
+    def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
+        return self.inner.identity(instance_name)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         return self.inner.topic_route(topic)

@@ -537,6 +537,31 @@ def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
     assert isinstance(rmq.files, MemoryFiles)
 
 
+@pytest.mark.parametrize("again", [Kit.restart, Kit.crash])
+def test_a_broadcasting_process_keeps_its_id(rmq: Kit, again: Callable[[Kit, Process], object]) -> None:
+    """A restarted process had another client id, so that it began without its progress."""
+
+    def cache(process: Process) -> PushConsumer:
+        consumer = process.consumer("cache", instance_name="c1", model=MessageModel.BROADCASTING)
+        consumer.subscribe("prices", lambda message: None)
+        return consumer
+
+    rmq.broker.create_topic("prices", queues=1)
+    process = rmq.app("cache", cache)
+    rmq.advance(seconds=1)
+    before = rmq.broker.connections("cache")
+    for body in (b"1", b"2"):
+        rmq.producer().send("prices", body)
+        rmq.advance(seconds=15)
+        again(rmq, process)
+        rmq.advance(seconds=1)
+    assert [one.body for one in rmq.delivered("cache")] == [b"1", b"2"]
+    after = rmq.broker.connections("cache")
+    assert before is not None
+    assert after is not None
+    assert before.client_ids == after.client_ids
+
+
 def test_a_transaction_whose_end_is_lost_is_asked_about(rmq: Kit) -> None:
     table: dict[str, TransactionState] = {}
 
