@@ -176,7 +176,8 @@ class Consumer(Generic[C]):
                 _log.warning("%s: broadcasting without an instance_name: its progress is lost at the end", self.label)
             folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
             aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
-            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files, aside, self.states)
+            now_ms, client_id = self.runner.now_ms, self.client.client_id
+            self.offsets = LocalOffsets(folder, client_id, self.group, config.files, now_ms, aside)
         if config.guard:
             refuse_differences(self.group, self._subscriptions_of_all())
         for subscription in self.subscriptions.values():

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
 
 from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import AssignedQueue
@@ -24,12 +22,14 @@ from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
+from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
 __all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
 
 _log = logging.getLogger("librmq.consumer")
+_RETRY_S: Final = 2  # within the time of two saves
 
 
 class Offsets(Protocol):
@@ -95,8 +95,8 @@ class LocalOffsets:
         client_id: str,
         group: str,
         files: Files,
+        now_ms: Callable[[], int],
         aside: Aside | None = None,
-        states: StateLog | None = None,
     ) -> None:
         """Read the file, or the copy of its previous content.
 
@@ -105,8 +105,8 @@ class LocalOffsets:
             client_id: Names a folder in it.
             group: Names a folder in that.
             files: Reads and writes.
+            now_ms: The time.
             aside: Writes while other work continues; None writes within `save_soon`.
-            states: Logs failures.
 
         Raises:
             ConfigError: ``client_id`` cannot be the name of a folder.
@@ -116,12 +116,19 @@ class LocalOffsets:
             raise ConfigError(f"instance_name: {client_id!r} can't be the name of a folder")
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
-        self._aside = aside
-        self._states = states or StateLog(_log, group)
+        self._now_ms = now_ms
         self._process = os.getpid()
-        self._is_writing = False  # by ``aside``
-        self._one_at_a_time = threading.Lock()
-        self._begun = self._written = 0
+        self._unwritten: dict[AssignedQueue, int] = {}
+        self._saver = FlushAside(
+            f"progress in {self.path}",
+            flush=self._write,
+            reached=self._reached,
+            note=self._written,
+            now_ms=now_ms,
+            save_every_s=0,
+            retry_s=_RETRY_S,
+            aside=aside,
+        )
         self._table = self._load()
 
     def _load(self) -> dict[MessageQueue, int]:
@@ -143,68 +150,49 @@ class LocalOffsets:
 
     def save(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Write new progress to the file, and return whether all is there."""
-        changed = self._note(assigned)
-        if not changed or os.getpid() != self._process:  # after a fork the file belongs to the parent
+        if not self._has_new(assigned):
             return True
         try:
-            self._write(*self._document())
+            self._saver.save()
         except RmqError as error:
-            self._failed(error)
+            _log.warning("storing progress in %s fails: %s", self.path, error)
             return False
-        self._stored(changed)
         return True
 
     def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Write progress while other work continues, and return whether there was nothing to write."""
-        if self._aside is None:
-            return self.save(assigned)
-        changed = self._note(assigned)
-        if changed and not self._is_writing:
+        """Write progress while other work continues, and return whether all is there."""
+        if self._has_new(assigned):
+            self._saver.run_due(self._now_ms())
+        return not self._unwritten
 
-            def written(error: Exception | None) -> None:
-                self._is_writing = False
-                if error is None:
-                    self._stored(changed)
-                else:
-                    self._failed(error)
+    def _has_new(self, assigned: Iterable[AssignedQueue]) -> bool:
+        """Add new progress to the table, and return whether there is any to write."""
+        for one in assigned:
+            if one.progress is not None and one.progress != one.told:
+                self._table[one.queue] = self._unwritten[one] = one.progress
+        return bool(self._unwritten) and os.getpid() == self._process  # after a fork the file belongs to the parent
 
-            self._is_writing = True
-            self._aside(partial(self._write, *self._document()), written)
-        return not changed
-
-    def _note(self, assigned: Iterable[AssignedQueue]) -> dict[AssignedQueue, int]:
-        """Add new progress to the table, and return the queues with their progress."""
-        changed = {one: one.progress for one in assigned if one.progress is not None and one.progress != one.told}
-        self._table.update((one.queue, progress) for one, progress in changed.items())
-        return changed
-
-    def _document(self) -> tuple[int, bytes]:
-        """Return a copy of the table, with a number that grows from copy to copy."""
+    def _reached(self) -> tuple[dict[AssignedQueue, int], bytes] | None:
+        """Return what is not written yet, with the whole table as it is written."""
+        if not self._unwritten:
+            return None
         rows = {
             ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
             for queue, offset in sorted(self._table.items())
         }
-        self._begun += 1
-        return self._begun, dumps({"offsetTable": rows}).encode()
+        return dict(self._unwritten), dumps({"offsetTable": rows}).encode()
 
-    def _write(self, number: int, document: bytes) -> None:
-        """Write a table, unless a later one was written. Thread-safe."""
-        with self._one_at_a_time:
-            if number <= self._written:
-                return
-            make_folders(self._files, os.path.dirname(self.path))
-            if self._files.size(self.path):
-                self._files.write(self.path + ".bak", self._files.read(self.path))
-            self._files.write(self.path, document)
-            self._written = number
+    def _write(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
+        make_folders(self._files, os.path.dirname(self.path))
+        if self._files.size(self.path):
+            self._files.write(self.path + ".bak", self._files.read(self.path))
+        self._files.write(self.path, reached[1])
 
-    def _failed(self, error: Exception) -> None:
-        self._states.failing(("progress",), f"storing progress in {self.path}", error)
-
-    def _stored(self, changed: Mapping[AssignedQueue, int]) -> None:
-        self._states.works(("progress",), f"storing progress in {self.path}")
-        for one, progress in changed.items():
+    def _written(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
+        for one, progress in reached[0].items():
             one.told = progress
+            if self._unwritten.get(one) == progress:
+                del self._unwritten[one]
 
 
 def _key(queue: MessageQueue) -> tuple[str, ...]:

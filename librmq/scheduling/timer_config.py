@@ -133,7 +133,7 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfi
     if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
         raise TimerRefusedError(
             f"expected a time at most {settings.timer_max_delay_sec} s away, found {(deliver_ms - now_ms) // 1000} s: "
-            "raise it with TimerConfig(timer_max_delay_sec=…), or let the relay carry the message, BrokerConfig(hops=True)"
+            "raise TimerConfig(timer_max_delay_sec=…), or let the relay carry the message by BrokerConfig(hops=True)"
         )
     precision_ms = settings.timer_precision_ms
     return (deliver_ms - 1) // precision_ms * precision_ms

@@ -286,7 +286,7 @@ def test_broadcast_progress_is_written_while_others_go_on(
             patched.setattr(files, "write", refuses)
             runner.advance(20_000)
         assert b":2" in files.read(path)
-        assert "offsets.json fails: " in caplog.text
+        assert "offsets.json: saving fails; next try in 2000 ms: " in caplog.text
         consumer.shutdown()
         assert b":3" in files.read(path)
 

@@ -52,6 +52,10 @@ def test_what_is_due_is_sent_at_once_or_refused(broker: Broker) -> None:
     assert bodies(broker) == [b"x"]
     with pytest.raises(TimerRefusedError):
         timed(broker, TIMER_DELAY_SEC="soon")
+    with pytest.raises(
+        TimerRefusedError, match=r"at most 259200 s away, found 259201 s: raise TimerConfig\(timer_max_del"
+    ):
+        timed(broker, TIMER_DELAY_SEC=259_201)
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
