@@ -670,3 +670,73 @@ class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
 
     group: str
     topic: str
+
+
+@_value
+class HeldQueue:
+    """A queue of an instance, as the instance has it in memory."""
+
+    queue: MessageQueue
+    progress: int | None
+    """Queue offset of the next message to be consumed; None while none was."""
+    stored: int | None
+    """The progress that the broker was last told."""
+    waiting: int
+    """Messages that were pulled and not begun."""
+    running: int
+    """Messages that listeners have."""
+    first: int | None
+    """The smallest queue offset held, at which the progress stays; None if nothing is held."""
+    first_message_id: str | None
+    first_since_ms: int | None
+    """When a listener got that message; None if none has it."""
+    first_failures: int
+    """Failures of the group on that message so far."""
+    pulled_timestamp_ms: int
+    is_throttled: bool
+    """Pulling pauses until less is held."""
+
+
+@_value
+class ListenerCall:
+    """A listener at work."""
+
+    queue: MessageQueue
+    queue_offset: int
+    """Of its first message."""
+    message_id: str
+    messages: int
+    since_ms: int | None
+    """None where the consumer does not note it, as an orderly one."""
+    thread: str
+    stack: tuple[str, ...]
+    """Where the listener's code stands, as ``file:line function``, the outermost call first."""
+
+
+@_value
+class InstanceState:
+    """One instance of a consumer group, from within. Mirrors ``ConsumerRunningInfo``."""
+
+    client_id: str
+    group: str
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    is_orderly: bool
+    is_paused: bool
+    threads: int
+    """Listeners that may run in parallel; 0 for a pull consumer."""
+    running: int
+    """Listeners that run."""
+    strategy: str
+    """The name of the function that allocates queues."""
+    queues: tuple[HeldQueue, ...]
+    listeners: tuple[ListenerCall, ...]
+    """Those that run in threads; a coroutine has none."""
+
+
+@_value
+class DescribeInstance(Request[InstanceState]):
+    """Return the state of a client's consumer of a group. Mirrors 4.9's ``GET_CONSUMER_RUNNING_INFO``."""
+
+    group: str

@@ -50,6 +50,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteTopic,
     Endpoint,
+    InstanceState,
     QueueData,
     Request,
     ResponseCode,
@@ -338,6 +339,21 @@ class Broker:
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
             return self._context.registry.connections(group)
+
+    def instances(self, group: str) -> dict[str, InstanceState | None]:
+        """Return the running instances of a consumer group from within, by client id.
+
+        None stands for an instance that did not answer.
+        """
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
+            return self._context.registry.instances(group)
+
+    def shared_client_ids(self) -> frozenset[str]:
+        """Return the ids that two clients use, which count as one client and consume the same queues."""
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
+            return frozenset(self._context.registry.shared_ids)
 
     def join(self, timeout: float | timedelta = 30) -> None:
         """Wait until all running groups have consumed what is stored.

@@ -51,7 +51,6 @@ class Clients:
         self._locks = locks
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as last logged
-        self._doubled: set[str] = set()  # ids that the log has reported as used by two clients
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Take what a client consists of; the groups of its consumers and their retry topics are made."""
@@ -75,8 +74,8 @@ class Clients:
         """Log once that two clients use one id, which count as one until one of them leaves."""
         client_id = request.client_id
         known = self._registry.endpoint(client_id)
-        if known is not None and known is not request.client and client_id not in self._doubled:
-            self._doubled.add(client_id)
+        if known is not None and known is not request.client and client_id not in self._registry.shared_ids:
+            self._registry.shared_ids.add(client_id)
             _log.warning(
                 "%s: two clients use the id %s. They count as one, and both consume the same queues: give each an "
                 "instance_name of its own, or shut the other down first",
@@ -103,7 +102,7 @@ class Clients:
             self._held_pulls.forget(request.client_id, request.consumer_group)
         changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
         if self._registry.endpoint(request.client_id) is None:
-            self._doubled.discard(request.client_id)
+            self._registry.shared_ids.discard(request.client_id)
         self._tell(changes)
 
     def channel_closed(self, request: ChannelClosed) -> None:
@@ -112,7 +111,7 @@ class Clients:
         If it lives, its next heartbeat brings it back, as in 4.9. Its pulls go on until then.
         """
         client = self._registry.endpoint(request.client_id)
-        self._doubled.discard(request.client_id)
+        self._registry.shared_ids.discard(request.client_id)
         changes = self._registry.forget(request.client_id)
         self._held_pulls.forget(request.client_id)
         if client is not None:

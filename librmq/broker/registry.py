@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from librmq.broker.answers import ConnectedClient, GroupConnections
-from librmq.protocol import ConsumeFrom, ConsumerData, Endpoint, Heartbeat, MessageModel, Subscription
+from librmq.errors import RmqError
+from librmq.protocol import (
+    ConsumeFrom,
+    ConsumerData,
+    DescribeInstance,
+    Endpoint,
+    Heartbeat,
+    InstanceState,
+    MessageModel,
+    Subscription,
+)
 
 __all__ = ["Changes", "ConsumerGroup", "Registry"]
 
@@ -50,6 +60,8 @@ class Registry:
         """By group; those with a member."""
         self.producers: dict[str, dict[str, Endpoint]] = {}
         """By group and client id; those with a member."""
+        self.shared_ids: set[str] = set()
+        """Ids that two clients use."""
 
     def heartbeat(self, beat: Heartbeat) -> Changes:
         """Take what a client consists of, in place of what it said before."""
@@ -115,6 +127,17 @@ class Registry:
             tuple(group.clients),
             dict(group.told),
         )
+
+    def instances(self, name: str) -> dict[str, InstanceState | None]:
+        """Return the state of each instance of a consumer group by client id; None for one that does not answer."""
+        found: dict[str, InstanceState | None] = {}
+        group = self.consumers.get(name)
+        for client_id, client in [] if group is None else list(group.clients.items()):
+            try:
+                found[client_id] = client.call(DescribeInstance(name))
+            except RmqError:  # it is leaving, or of another kind
+                found[client_id] = None
+        return found
 
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients, sorted."""

@@ -18,6 +18,7 @@ from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.config import check_kind, to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
+from librmq.consumer.instance_state import instance_state
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, RmqError
@@ -32,7 +33,9 @@ from librmq.protocol import (
     ConsumerIds,
     ConsumerOffsets,
     ConsumersChanged,
+    DescribeInstance,
     GroupSubscriptions,
+    InstanceState,
     MessageModel,
     Request,
     ResetOffsets,
@@ -363,9 +366,15 @@ class Consumer(Generic[C]):
             self._reset(request.topic, request.offsets)
         elif isinstance(request, ConsumerOffsets):
             result = self.progress(request.topic)
+        elif isinstance(request, DescribeInstance):
+            result = self._state()
         else:
             raise ClientStateError(f"{self._life.what} answers no {type(request).__name__}")
         return cast(R, result)
+
+    def _state(self) -> InstanceState:
+        """Return what diagnosis wants to know of this instance."""
+        return instance_state(self, self.kind)
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""

@@ -18,6 +18,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery
 from librmq.consumer.gauges import show_gauges
 from librmq.consumer.instance import ConsumeHook
+from librmq.consumer.instance_state import instance_state, listener_calls
 from librmq.consumer.listeners import (
     BatchListener,
     Listener,
@@ -32,7 +33,7 @@ from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import Route
+from librmq.protocol import InstanceState, Route
 from librmq.runtime.runner import Step
 
 __all__ = ["PushConsumer"]
@@ -309,6 +310,16 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
         step = Step(f"{self.label} reset {topic}", go_on, self.client)
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
+
+    def _state(self) -> InstanceState:
+        delivery = self.delivery
+        return instance_state(
+            self,
+            self.kind,
+            listeners=listener_calls(Delivery._call.__code__, delivery),
+            running=delivery.running,
+            is_paused=self.is_paused,
+        )
 
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues that pause because their first message fails, with its number of failures."""

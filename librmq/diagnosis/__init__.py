@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from librmq.diagnosis.checkup import diagnose as diagnose
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
+    from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
+    from librmq.diagnosis.halves import decide_half as decide_half
+    from librmq.diagnosis.halves import given_up as given_up
     from librmq.diagnosis.letters import DeadLetterCause as DeadLetterCause
     from librmq.diagnosis.letters import GivenUpMessage as GivenUpMessage
     from librmq.diagnosis.letters import dead_letter_causes as dead_letter_causes
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis.life import story as story
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
+    from librmq.diagnosis.stuck import HeldProgress as HeldProgress
+    from librmq.diagnosis.stuck import held_progress as held_progress
     from librmq.diagnosis.view import StoreView as StoreView
 
 _MODULES = {
@@ -31,8 +36,10 @@ _MODULES = {
     "checkup": ("diagnose",),
     "findings": ("Finding", "Thresholds"),
     "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag"),
+    "halves": ("GivenUpHalf", "decide_half", "given_up"),
     "pending": ("PendingMessage", "pending_messages"),
     "life": ("StoryEvent", "story"),
+    "stuck": ("HeldProgress", "held_progress"),
     "view": ("StoreView",),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name

@@ -388,13 +388,13 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             evidence,
             "Look whether the group runs, and which message holds its progress.",
         )
-    fair = each.lag / each.queues
-    if each.queues > 1 and each.lag > limits.normal_lag and each.most_in_one_queue > limits.uneven * fair:
+    queues = view.queue_count(each.topic)
+    if queues > 1 and each.lag > limits.normal_lag and each.most_in_one_queue * queues > limits.uneven * each.lag:
         yield Finding(
             "uneven-lag",
             "warning",
             subject,
-            f"One of {each.queues} queues holds {each.most_in_one_queue:,} of the {each.lag:,} messages that wait.",
+            f"One of {queues} queues holds {each.most_in_one_queue:,} of the {each.lag:,} messages that wait.",
             evidence,
             "Look at that queue: a stuck or slow consumer of it, or a key that many messages share.",
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from librmq.diagnosis.backlog import lag_findings
+from librmq.diagnosis.backlog import lag, lag_findings
+from librmq.diagnosis.consistency import consistency_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.letters import dead_letter_findings
+from librmq.diagnosis.stuck import stuck_findings
 from librmq.diagnosis.view import Source, viewed
 
 __all__ = ["diagnose"]
-
-_CHECKS = (lag_findings, dead_letter_findings)
 
 
 def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -24,6 +24,17 @@ def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Findi
         NotAStoreError: the folder holds no store.
         CorruptionError: a file is damaged in a way that no crash explains; ``librmq verify`` says more.
     """
+    from librmq.diagnosis.halves import half_findings  # a broker comes with it
+
     limits = thresholds or Thresholds()
     with viewed(source) as view:
-        return worst_first(finding for check in _CHECKS for finding in check(view, limits))
+        found = lag(view)
+        return worst_first(
+            [
+                *lag_findings(view, limits, found=found),
+                *consistency_findings(view, limits, found=found),
+                *stuck_findings(view, limits, found=found),
+                *dead_letter_findings(view, limits),
+                *half_findings(view, limits),
+            ]
+        )

@@ -22,6 +22,7 @@ from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
+from librmq.protocol import MessageModel
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
@@ -129,11 +130,21 @@ class StoreView:
 
     @cached_property
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
-        """Queue offsets by queue id, by group and topic; those of a running broker as it has them."""
-        if self.broker is not None:
-            with self.broker.runner.lock:
-                return _by_group_and_topic(self.tables.offsets.rows)
-        return _by_group_and_topic(self.tables.offsets.rows)
+        """Queue offsets by queue id, by group and topic; those of a running broker as it has them.
+
+        A running group is there with each topic that it subscribes to, before it has stored any progress too.
+        """
+        broker = self.broker
+        if broker is None:
+            return _by_group_and_topic(self.tables.offsets.rows)
+        with broker.runner.lock:
+            found = _by_group_and_topic(self.tables.offsets.rows)
+            for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
+                connections = broker.connections(group)
+                if connections is not None and connections.model is MessageModel.CLUSTERING:
+                    for topic in connections.subscriptions:
+                        found.setdefault((group, topic), {})
+            return found
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
@@ -166,6 +177,11 @@ class StoreView:
         for topic, queue_id in self.ranges:
             found.setdefault(topic, []).append(queue_id)
         return found
+
+    def queue_count(self, topic: str) -> int:
+        """Return how many queues a topic has, those without messages among them."""
+        row = self.tables.topics.rows.get(topic, {})
+        return max(len(self.topics.get(topic, ())), int(row.get("readQueueNums", 0)))
 
     @cached_property
     def now_ms(self) -> int | None:

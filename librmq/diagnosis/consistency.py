@@ -1,0 +1,185 @@
+"""Consistency of consumer groups: whether their instances agree, and whether each queue has one owner.
+
+Only a running broker knows its instances: of a folder nothing is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from librmq.broker.answers import GroupConnections
+from librmq.broker.group_differences import TopicDifference, comparable, group_differences
+from librmq.diagnosis.backlog import Lag, lag
+from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import PERM_READ, InstanceState, MessageModel
+
+__all__ = ["consistency_findings"]
+
+States = Mapping[str, InstanceState | None]
+
+
+def consistency_findings(
+    source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None
+) -> list[Finding]:
+    """Return where the instances of a group disagree, and queues without an owner or with two.
+
+    While a group shares out its queues anew, queues can be without an owner for a moment. ``found`` is the lag if it is
+    known already.
+    """
+    limits = thresholds or Thresholds()
+    findings: list[Finding] = []
+    with viewed(source) as view:
+        broker = view.broker
+        if broker is None:
+            return []
+        known = lag(view) if found is None else found
+        waiting = {(row.group, row.topic, row.queue_id): row.lag for row in known if row.lag}
+        for client_id in sorted(broker.shared_client_ids()):
+            findings.append(_shared_id(client_id))
+        for group in view.groups:
+            if not limits.own and is_own_group(group):
+                continue
+            connections = broker.connections(group)
+            if connections is None:
+                findings += _not_running(group, waiting)
+                continue
+            states = broker.instances(group)
+            differences = group_differences({who: comparable(told) for who, told in connections.told.items()})
+            findings += [_difference(group, one, states, waiting) for one in differences]
+            findings += _modes(group, states)
+            if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
+                findings += _owners(view, connections, states, waiting)
+    return findings
+
+
+def _shared_id(client_id: str) -> Finding:
+    return Finding(
+        "shared-client-id", "error", f"client {client_id}",
+        "Two clients use this id. They count as one and consume the same queues, so messages come twice.",
+        {"client_id": client_id}, "Give each an instance_name of its own, or shut the other down first.",
+    )  # fmt: skip
+
+
+def _not_running(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:
+    late = {(topic, queue_id): count for (of, topic, queue_id), count in waiting.items() if of == group}
+    if late:
+        yield Finding(
+            "group-not-running", "warning", f"group {group}",
+            f"{sum(late.values()):,} messages wait in {len(late)} queues, and the group has no running instance.",
+            {"lag": sum(late.values()), "queues": len(late), "instances": 0},
+            "Start an instance; or move a group that is no longer needed to the end, so that nothing is kept for it.",
+        )  # fmt: skip
+
+
+def _difference(
+    group: str, one: TopicDifference, states: States, waiting: Mapping[tuple[str, str, int], int]
+) -> Finding:
+    held = [
+        f"{who}: {', '.join(str(queue.queue.queue_id) for queue in state.queues if queue.queue.topic == one.topic)}"
+        for who, state in states.items()
+        if state is not None and any(queue.queue.topic == one.topic for queue in state.queues)
+    ]
+    unread = sum(count for (of, topic, _), count in waiting.items() if (of, topic) == (group, one.topic))
+    what = (
+        "queues that are shared out to those without it stay unread"
+        if one.without
+        else "a message whose tag or properties the owner of its queue did not ask for is passed over for good"
+    )
+    return Finding(
+        "subscriptions-differ", "error", f"group {group}, topic {one.topic}",
+        f"The instances subscribe to different things: {one}. So {what}.",
+        {
+            "without": list(one.without),
+            "subscriptions": {str(kind): list(who) for kind, who in one.subscriptions},
+            "queues_held": held,
+            "lag": unread,
+        },
+        "Give every instance the same subscriptions, or those that differ a new group name.",
+    )  # fmt: skip
+
+
+def _modes(group: str, states: States) -> Iterator[Finding]:
+    for name, of in (
+        ("model", lambda state: state.model.name.lower()),
+        ("order", lambda state: "orderly" if state.is_orderly else "concurrent"),
+        ("strategy", lambda state: state.strategy),
+    ):
+        modes: dict[str, list[str]] = {}
+        for client_id, state in states.items():
+            if state is not None:
+                modes.setdefault(of(state), []).append(client_id)
+        if len(modes) > 1:
+            told = "; ".join(f"{', '.join(who)}: {mode}" for mode, who in modes.items())
+            yield Finding(
+                f"{name}-differs", "error", f"group {group}", f"The instances differ in {name}: {told}.",
+                {"instances": modes}, "Start every instance of a group with the same settings.",
+            )  # fmt: skip
+
+
+def _owners(
+    view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, str, int], int]
+) -> Iterator[Finding]:
+    group, broker = connections.group, view.broker
+    assert broker is not None
+    idle: Counter[str] = Counter(dict.fromkeys(states, 0))
+    for topic in sorted(connections.subscriptions):
+        owners: dict[int, list[str]] = {
+            number: []
+            for data in broker.topic_route(topic)
+            if data.permission & PERM_READ
+            for number in range(data.read_queues)
+        }
+        shares = dict.fromkeys(states, 0)
+        for client_id, state in states.items():
+            for held in () if state is None else state.queues:
+                if held.queue.topic == topic and held.queue.broker_name == broker.name:
+                    owners.setdefault(held.queue.queue_id, []).append(client_id)
+                    shares[client_id] += 1
+        if not topic.startswith(RETRY_PREFIX):
+            idle.update(shares)
+            yield from _shares(group, topic, shares)
+        yield from _owned(group, topic, owners, waiting)
+    without = [client_id for client_id, count in idle.items() if not count]
+    if without:
+        yield Finding(
+            "idle-instances", "info", f"group {group}",
+            f"{len(without)} of {len(states)} instances have no queue: there are more instances than queues.",
+            {"client_ids": without, "instances": len(states)},
+            "Add queues to the topic, or stop the instances that have none.",
+        )  # fmt: skip
+
+
+def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Finding]:
+    most, least = max(shares.values(), default=0), min(shares.values(), default=0)
+    if most > least + 1:
+        yield Finding(
+            "uneven-shares", "warning", f"group {group}, topic {topic}",
+            f"One instance has {most} queues, another {least}.", {"queues_by_client_id": dict(shares)},
+            "Look at the allocation strategy: allocate_averagely gives shares that differ by one at most.",
+        )  # fmt: skip
+
+
+def _owned(
+    group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, str, int], int]
+) -> Iterator[Finding]:
+    unowned = [queue_id for queue_id, who in owners.items() if not who]
+    doubled: dict[str, Any] = {str(queue_id): who for queue_id, who in owners.items() if len(who) > 1}
+    if unowned:
+        unread = sum(waiting.get((group, topic, queue_id), 0) for queue_id in unowned)
+        yield Finding(
+            "queues-without-owner", "error", f"group {group}, topic {topic}",
+            f"{len(unowned)} of {len(owners)} queues have no instance; {unread:,} messages wait there.",
+            {"queue_ids": unowned, "lag": unread},
+            "Look at the allocation strategy, and whether all instances use the same one.",
+        )  # fmt: skip
+    if doubled:
+        yield Finding(
+            "queues-with-two-owners", "error", f"group {group}, topic {topic}",
+            f"{len(doubled)} queues have more than one instance: their messages come twice.",
+            {"client_ids_by_queue_id": doubled},
+            "Look at the allocation strategy, and whether all instances use the same one.",
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Half messages that checks have given up: listed, and decided later.
+
+A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
+decision delivers the message, or drops it, and leaves an op message that says that it has ended.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from librmq.broker import Broker
+from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.pending import family_of_half, given_up_halves
+from librmq.diagnosis.view import Source, viewed
+from librmq.errors import TransactionRefusedError
+from librmq.java.numbers import java_int
+from librmq.message import record
+from librmq.message.message import Message
+from librmq.message.topics import OP_TOPIC
+from librmq.protocol import EndTransaction, TransactionState
+from librmq.scheduling.half_messages import OP_TAG, QUEUE
+
+_SYSTEM_ERROR = 1
+
+__all__ = ["GivenUpHalf", "decide_half", "given_up", "half_findings"]
+
+
+class GivenUpHalf(NamedTuple):
+    """A half message that was given up and not decided since."""
+
+    group: str
+    """The producer group."""
+    topic: str
+    """The topic that the message is for."""
+    unique_key: str | None
+    checks: int
+    born_timestamp_ms: int
+    given_up_timestamp_ms: int
+    physical_offset: int
+    """The place of the record that says so."""
+    can_be_decided: bool
+    """Whether the log still has its half."""
+
+
+def given_up(source: Source) -> list[GivenUpHalf]:
+    """Return the half messages that checks have given up and that were not decided since, in order of the log.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        return [
+            GivenUpHalf(
+                half.properties.get(record.PROPERTY_PRODUCER_GROUP, ""),
+                half.properties.get(record.PROPERTY_REAL_TOPIC, ""),
+                half.unique_key,
+                java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0,
+                half.born_timestamp_ms,
+                half.store_timestamp_ms,
+                half.physical_offset,
+                bool(family_of_half(view.store, half)),
+            )
+            for half in given_up_halves(view.store)
+        ]
+
+
+def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
+    """Commit or roll back a half message that checks have given up.
+
+    Args:
+        broker: The running broker.
+        physical_offset: The place that `given_up` tells.
+        commit: Whether the message is delivered, or dropped.
+
+    Raises:
+        TransactionRefusedError: there is no such half at this place, it was decided before, or the log no longer has
+            its half.
+        BrokerUnreachableError: the broker is closed.
+    """
+    store = broker.store
+    half = next((one for one in given_up_halves(store) if one.physical_offset == physical_offset), None)
+    if half is None:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR, f"physical offset {physical_offset}: expected a half that was given up and not decided since"
+        )
+    family = family_of_half(store, half)
+    if not family:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR, f"the log no longer has the half of {half.message_id}: send the message again instead"
+        )
+    last = family[-1]
+    state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
+    group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+    broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
+    with broker.runner.lock:  # no check asks about it any more: the op message is the only trace of a rollback
+        broker.store.append(Message(OP_TOPIC, str(last.queue_offset).encode(), tags=OP_TAG), QUEUE)
+
+
+def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
+    """Return a finding for each producer group and topic with halves that were given up."""
+    limits = thresholds or Thresholds()
+    found: dict[tuple[str, str], list[GivenUpHalf]] = {}
+    with viewed(source) as view:
+        for one in given_up(view):
+            found.setdefault((one.group, one.topic), []).append(one)
+    return [
+        Finding(
+            "given-up-halves",
+            "error" if topic in limits.topics else "warning",
+            f"producer group {group}, topic {topic}",
+            f"{len(halves):,} half messages were given up, without commit or rollback.",
+            {
+                "halves": len(halves),
+                "checks": max(one.checks for one in halves),
+                "first_timestamp_ms": min(one.given_up_timestamp_ms for one in halves),
+                "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
+                "physical_offset": halves[-1].physical_offset,
+            },
+            "Look their transactions up in the producer's database, then commit or roll back each by decide_half.",
+        )
+        for (group, topic), halves in found.items()
+    ]

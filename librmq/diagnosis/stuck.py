@@ -1,0 +1,280 @@
+"""Stuck progress: which message holds it, for how long, in which thread and where in the code.
+
+A message that is not consumed holds the progress of its queue, though later ones are consumed. Of a running broker the
+instances tell what they hold and where their listeners stand; of a folder only the place and the message are known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from librmq.diagnosis.backlog import Lag, QueueLag, lag
+from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.errors import CorruptionError
+from librmq.message.message import StoredMessage
+from librmq.protocol import HeldQueue, InstanceState, ListenerCall
+
+__all__ = ["HeldProgress", "held_progress", "stuck_findings"]
+
+_SAMPLED: Final = 1000
+_SHORT: Final = 3  # frames
+
+
+class HeldProgress(NamedTuple):
+    """A queue of a group that has messages to consume, and what holds its progress."""
+
+    group: str
+    topic: str
+    queue_id: int
+    lag: int
+    stored_offset: int | None
+    """The progress that the broker knows; None for none."""
+    consumed_offset: int | None
+    """The progress that the instance has in memory, which is stored soon; None where no instance tells it."""
+    message_id: str | None
+    """The message at the progress; None if it can't be read."""
+    oldest_timestamp_ms: int | None
+    failures: int | None
+    """Failed attempts of the group at that message; None where it is unknown."""
+    client_id: str | None
+    """The instance that has the queue; None where none has it, or none is known."""
+    held_s: float | None
+    """How long a listener has had the message; None if none has it, or it is unknown."""
+    thread: str | None
+    stack: tuple[str, ...]
+    """Where the listener stands, the outermost call first; empty where it is unknown."""
+    behind: int | None
+    """Messages that the instance holds behind it; None where it is unknown."""
+
+
+def held_progress(source: Source, *, group: str | None = None, found: Lag | None = None) -> list[HeldProgress]:
+    """Return every queue with messages to consume, and what holds its progress, the longest held first.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: This group alone.
+        found: The lag, if it is known already.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        known = lag(view, group=group) if found is None else found
+        rows: dict[str, list[QueueLag]] = {}
+        for row in known:
+            if row.lag and group in (None, row.group):
+                rows.setdefault(row.group, []).append(row)
+        held = [one for of, late in rows.items() for one in _of_group(view, instances(view, of), late)]
+        return sorted(held, key=lambda one: (-(one.held_s or 0), -one.lag, one.group, one.topic, one.queue_id))
+
+
+def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
+    """Return the running instances of a group; none for a folder."""
+    return {} if view.broker is None else view.broker.instances(group)
+
+
+def _of_group(view: StoreView, states: dict[str, InstanceState | None], rows: list[QueueLag]) -> Iterator[HeldProgress]:
+    broker_name = "" if view.broker is None else view.broker.name
+    queues: dict[tuple[str, int], tuple[InstanceState, HeldQueue]] = {}
+    calls: dict[tuple[str, int, int], ListenerCall] = {}
+    for state in states.values():
+        for held in () if state is None else state.queues:
+            if state is not None and held.queue.broker_name == broker_name:
+                queues[held.queue.topic, held.queue.queue_id] = state, held
+        for call in () if state is None else state.listeners:
+            calls[call.queue.topic, call.queue.queue_id, call.queue_offset] = call
+    for row in rows:
+        owner = queues.get((row.topic, row.queue_id))
+        yield _known(view, row, calls, *owner) if owner is not None else _unknown(view, row)
+
+
+def _unknown(view: StoreView, row: QueueLag) -> HeldProgress:
+    message = _message(view, row.topic, row.queue_id, max(row.min_offset, row.consumer_offset or 0))
+    return HeldProgress(
+        row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, None,
+        None if message is None else message.message_id, row.oldest_timestamp_ms,
+        None if message is None else message.reconsume_times, None, None, None, (), None,
+    )  # fmt: skip
+
+
+def _known(
+    view: StoreView, row: QueueLag, calls: dict[tuple[str, int, int], ListenerCall], state: InstanceState,
+    held: HeldQueue,
+) -> HeldProgress:  # fmt: skip
+    at = held.progress if held.first is None else held.first
+    message = None if at is None else _message(view, row.topic, row.queue_id, at)
+    call = None if held.first is None else calls.get((row.topic, row.queue_id, held.first))
+    waits_for_thread = call is None and bool(state.listeners) and not state.is_orderly
+    since_ms = None if waits_for_thread else held.first_since_ms
+    return HeldProgress(
+        row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, at,
+        held.first_message_id or (None if message is None else message.message_id),
+        None if message is None else message.store_timestamp_ms,
+        held.first_failures, state.client_id, view.age_s(since_ms), None if call is None else call.thread,
+        () if call is None else call.stack, max(0, held.waiting + held.running - 1),
+    )  # fmt: skip
+
+
+def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
+    with suppress(CorruptionError):
+        return next(view.store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- findings
+
+
+def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
+    """Return which messages hold progress, and what the threads of a group's listeners have in common.
+
+    ``found`` is the lag if it is known already.
+    """
+    limits = thresholds or Thresholds()
+    findings: list[Finding] = []
+    with viewed(source) as view:
+        if not view.is_live:
+            return []
+        known = lag(view) if found is None else found
+        by_group: dict[str, list[HeldProgress]] = {}
+        for one in held_progress(view, found=known):
+            if limits.own or not is_own_group(one.group):
+                by_group.setdefault(one.group, []).append(one)
+        for group, held in by_group.items():
+            states = [state for state in instances(view, group).values() if state is not None]
+            stuck = [one for one in held if _is_stuck(one, limits)]
+            findings += map(_stuck, stuck)
+            findings += _threads(group, states, held, limits)
+            if not stuck:
+                findings += _hot_queue(view, group, states, held, limits)
+    return findings
+
+
+def _is_stuck(one: HeldProgress, limits: Thresholds) -> bool:
+    return one.held_s is not None and (one.held_s > limits.stuck_s or (one.failures or 0) >= limits.retries)
+
+
+def _stuck(one: HeldProgress) -> Finding:
+    where = f" in thread {one.thread}, at {one.stack[-1]}" if one.stack else ""
+    failed = f", after {one.failures} failures" if one.failures else ""
+    return Finding(
+        "stuck-message",
+        "error",
+        f"group {one.group}, topic {one.topic}, queue {one.queue_id}",
+        f"A listener has had message {one.message_id} for {one.held_s or 0:,.0f} s{where}{failed}; {one.behind} held "
+        "messages are behind it.",
+        {
+            "queue_offset": one.consumed_offset,
+            "stored_offset": one.stored_offset,
+            "message_id": one.message_id,
+            "held_s": one.held_s,
+            "failures": one.failures,
+            "client_id": one.client_id,
+            "thread": one.thread,
+            "stack": list(one.stack),
+            "held_behind": one.behind,
+            "lag": one.lag,
+        },
+        "Look at that place of the listener: give what it waits for a timeout, or lower consume_timeout.",
+    )
+
+
+def _threads(
+    group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+) -> Iterator[Finding]:
+    """Yield what the listeners of a group with backlog have in common."""
+    waiting = sum(one.lag for one in held)
+    push = [state for state in states if state.kind == "push"]
+    if waiting <= limits.normal_lag or not push:
+        return
+    calls = [call for state in push for call in state.listeners]
+    places = Counter(call.stack[-_SHORT:] for call in calls if call.stack)
+    running, threads = sum(state.running for state in push), sum(state.threads for state in push)
+    evidence = {"lag": waiting, "listeners_running": running, "threads": threads, "instances": len(push)}
+    paused = [state.client_id for state in push if state.is_paused]
+    if paused:
+        yield Finding(
+            "paused", "warning", f"group {group}", f"{len(paused)} instances pause while {waiting:,} messages wait.",
+            {**evidence, "client_ids": paused}, "Call consumer.resume().",
+        )  # fmt: skip
+    if places and len(calls) > 1:
+        place, count = places.most_common(1)[0]
+        if count > 1 and 2 * count > len(calls):
+            yield Finding(
+                "listeners-at-one-place",
+                "warning",
+                f"group {group}",
+                f"{count} of {len(calls)} listeners that run stand at one place, {place[-1]}: what all of them "
+                "wait for is slow.",
+                {**evidence, "count": count, "stack": list(place)},
+                "Look at what that line waits for: a database, a lock, another service. More threads or consumers add "
+                "to its load.",
+            )
+            return
+    if not running and not paused and not any(one.behind or one.held_s for one in held):
+        yield Finding(
+            "idle-with-backlog", "warning", f"group {group}",
+            f"All listeners are idle though {waiting:,} messages wait.", evidence,
+            "Look whether progress is stored, whether queues have an owner, and whether filters leave the rest out.",
+        )  # fmt: skip
+    elif running and running >= threads:
+        yield Finding(
+            "too-few-threads", "warning", f"group {group}",
+            f"All {threads} threads of {len(push)} instances work, at different places, and {waiting:,} messages wait.",
+            evidence, "Try more threads or instances; where that makes nothing faster, what they call is the limit.",
+        )  # fmt: skip
+
+
+def _hot_queue(
+    view: StoreView, group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+) -> Iterator[Finding]:
+    """Yield why one queue of a topic lags: a key that many messages share, a slow listener, or a far consumer."""
+    by_topic: dict[str, list[HeldProgress]] = {}
+    for one in held:
+        by_topic.setdefault(one.topic, []).append(one)
+    for topic, late in by_topic.items():
+        queues, most = view.queue_count(topic), max(late, key=lambda one: one.lag)
+        total = sum(one.lag for one in late)
+        if queues < 2 or most.lag <= limits.normal_lag or most.lag * queues <= limits.uneven * total:
+            continue
+        key, share = _most_frequent_key(view, most)
+        state = next((state for state in states if state.client_id == most.client_id), None)
+        if key is not None and share >= limits.key_share:
+            kind, what = "hot-key", f"{share:.0%} of the messages looked at have the key {key}"
+            step = "Spread that key over several queues, or give it a topic of its own."
+        elif state is None or most.client_id is None:
+            continue  # the queue has no owner: `consistency` says so
+        elif most.behind:
+            kind, what = (
+                "slow-listener",
+                f"instance {most.client_id} holds {most.behind + 1} messages of it and is slow",
+            )
+            step = "Compare that instance with the others: its machine, its listener, its threads."
+        else:
+            kind, what = "far-consumer", f"instance {most.client_id} holds none of its messages: they arrive slowly"
+            step = "Compare that instance's network and its pull settings with the others'."
+        yield Finding(
+            kind, "warning", f"group {group}, topic {topic}, queue {most.queue_id}",
+            f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
+            {"lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share},
+            step,
+        )  # fmt: skip
+
+
+def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float]:
+    """Return the key that most of the next messages of a queue have, and its share."""
+    begin = one.consumed_offset if one.consumed_offset is not None else one.stored_offset or 0
+    counts: Counter[str] = Counter()
+    looked_at = 0
+    with suppress(CorruptionError):
+        for message in view.store.messages(one.topic, one.queue_id, begin, begin + _SAMPLED):
+            looked_at += 1
+            counts.update(set(message.keys))
+    if not counts or looked_at < 2:
+        return None, 0.0
+    key, count = counts.most_common(1)[0]
+    return key, count / looked_at
