@@ -71,6 +71,22 @@ COMMANDS: Final = (
         output=OUTPUT,
     ),
     Command(
+        "import",
+        "imports",
+        "append messages that export wrote",
+        "copy orders.jsonl",
+        (
+            option("path", metavar="PATH", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
+            option("--input-format", choices=("parquet", "csv", "jsonl"), help="of PATH (what it ends in, else jsonl)"),
+            option("--skip", metavar="N", default="0", help="begin behind the first N rows"),
+            *CHANGES,
+        ),
+        description="Appends the messages of an export to a store, which is made if it does not exist. A store that is "
+        "empty gets their store times too; else they are stored now.",
+        makes_store=True,
+        output=OUTPUT,
+    ),
+    Command(
         "load",
         "maintenance",
         "apply operations from standard input",

@@ -1,0 +1,297 @@
+"""``import``: messages from what ``export`` wrote, into a store."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import csv
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from librmq.cli.input import parse_object, settle_config
+from librmq.cli.output import Output
+from librmq.cli.progress import Progress
+from librmq.clock import ManualClock, SystemClock
+from librmq.errors import InputError, MessageIllegalError, MissingExtraError
+from librmq.files.disk import DiskFiles
+from librmq.message import Message, record
+from librmq.message.hosts import parse_host
+from librmq.message.topics import is_system_topic
+from librmq.store import MessageStore
+from librmq.store.engine.prepared import AppendFields
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.directory import CONFIG, check_kind
+
+__all__ = ["import_"]
+
+_LARGEST: Final = (1 << 63) - 1
+_OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700
+_FLUSH_BYTES: Final = 64 << 20
+_READ_PERMISSION: Final = 6
+
+
+class _Read(NamedTuple):
+    """A message of the input."""
+
+    message: Message
+    queue_id: int
+    fields: AppendFields
+    store_timestamp_ms: int | None
+
+
+def import_(arguments: argparse.Namespace, output: Output) -> int:
+    """Append the messages in a file or folder, and print a line for each of their topics."""
+    counted: dict[str, list[int]] = {}
+    skip = _number("--skip", arguments.skip)
+    with ExitStack() as opened:
+        rows = opened.enter_context(_Rows(arguments.path, arguments.input_format))
+        write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append
+        for number, row in enumerate(rows, 1):
+            if number <= skip:
+                continue
+            try:
+                read = _read(row)
+                if write is not None:
+                    write(read)
+            except (InputError, MessageIllegalError) as error:
+                done = "" if write is None else f" (the rows before it are imported: --skip {number - 1} goes on there)"
+                raise InputError(f"{arguments.path}: row {number}: {error}{done}") from None
+            count = counted.setdefault(read.message.topic, [0, 0, 0])
+            count[0] = max(count[0], read.queue_id + 1)
+            count[1] += 1
+            count[2] += len(read.message.body)
+    for topic, (queues, messages, size) in sorted(counted.items()):
+        row = {"topic": topic, "queues": queues, "messages": messages, "body_bytes": size}
+        output.row({**row, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
+
+
+class _Writer:
+    """The store that messages go to, which keeps their store times if it was empty."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        files = DiskFiles()
+        path = arguments.store
+        check_kind(path, files, writable=True)
+        config = None if arguments.config is None else settle_config(path, files, arguments.config)
+        self._clock = ManualClock(0)
+        self._store = MessageStore.open(path, config, clock=self._clock, background=False)
+        self._keeps_times = self._store.log.begin == self._store.log.end
+        self._tables = BrokerTables.open(os.path.join(path, CONFIG), files=files)
+        self._unflushed = 0
+        self._queues: dict[str, int] = {}
+
+    def append(self, read: _Read) -> None:
+        """Append a message; its topic gets the queues that it needs."""
+        time_ms = read.store_timestamp_ms if self._keeps_times else SystemClock().now_ms()
+        self._clock.move_to(max(self._clock.now_ms(), SystemClock().now_ms() if time_ms is None else time_ms))
+        result = self._store.append(read.message, read.queue_id, wait=False, **read.fields)
+        topic = read.message.topic
+        self._queues[topic] = max(self._queues.get(topic, 0), read.queue_id + 1)
+        self._unflushed += result.size
+        if self._unflushed > _FLUSH_BYTES:
+            self._store.flush()
+            self._unflushed = 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for topic, queues in self._queues.items():
+                known = self._tables.topics.rows.get(topic, {}).get("readQueueNums", 0)
+                if queues > known:
+                    self._tables.set_topic(topic, read_queues=queues, write_queues=queues, permission=_READ_PERMISSION)
+            self._tables.persist(SystemClock().now_ms())
+        finally:
+            self._store.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+class _Rows:
+    """The rows of a file of JSON lines or CSV, of standard input, or of a folder of Parquet."""
+
+    def __init__(self, path: str, form: str | None) -> None:
+        self._path = path
+        ending = path.rpartition(".")[2].lower()
+        usual = "parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl")
+        self._form = form or usual
+
+    def __enter__(self) -> Iterator[Mapping[str, Any]]:
+        self._opened = ExitStack()
+        if self._form == "parquet":
+            return self._parquet()
+        try:
+            raw = sys.stdin.buffer if self._path == "-" else self._opened.enter_context(open(self._path, "rb"))
+        except OSError as error:
+            raise InputError(f"{self._path}: {error.strerror}") from None
+        total = 0 if self._path == "-" else os.fstat(raw.fileno()).st_size
+        bar = self._opened.enter_context(Progress("import", total))
+
+        def lines() -> Iterator[bytes]:
+            done = 0
+            for line in raw:
+                done += len(line)
+                bar.to(done)
+                yield line
+
+        if self._form == "csv":
+            csv.field_size_limit(1 << 30)
+            return csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines())
+        return (parse_object(line) for line in lines() if line.strip())
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def _parquet(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            import pyarrow as pa
+            import pyarrow.dataset as ds
+        except ImportError:
+            raise MissingExtraError("reading Parquet", "arrow") from None
+        try:
+            dataset = ds.dataset(self._path, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
+            bar = self._opened.enter_context(Progress("import", dataset.count_rows(), "messages"))
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{self._path}: {error}") from None
+
+        def rows() -> Iterator[Mapping[str, Any]]:
+            done = 0
+            for file in sorted(dataset.get_fragments(), key=lambda one: str(os.path.basename(one.path))):
+                for batch in file.to_batches(schema=dataset.schema):
+                    yield from batch.to_pylist()
+                    done += batch.num_rows
+                    bar.to(done)
+
+        return rows()
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+def _read(row: Mapping[str, Any]) -> _Read:
+    """Return the message of a row with the columns of an export.
+
+    Raises:
+        InputError: A column is missing, or has a value of another kind.
+    """
+    topic = row.get("topic")
+    if not isinstance(topic, str) or not topic:
+        raise InputError(f"topic: expected text, found {topic!r:.80}")
+    if is_system_topic(topic):
+        raise InputError(f"topic {topic!r} is the broker's own, whose messages mean something else elsewhere")
+    properties = _properties(row)
+    message = Message(topic, _body(row))
+    message.flag = _integer(row, "flag")
+    message.properties.update(properties)
+    message.properties.pop(record.PROPERTY_DELAY, None)  # it was delivered: only the stored bytes keep it
+    flags = _integer(row, "sysFlag")
+    kept = flags & ~_OF_THE_STORE
+    if flags & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT:
+        kept |= record.TRANSACTION_COMMIT
+    if flags & record.COMPRESSED and flags & 0x700 in (0, record.COMPRESSION_ZLIB):
+        message.body = zlib.compress(message.body, 5)
+        kept |= flags & (record.COMPRESSED | 0x700)
+    raw = row.get("propertiesString") or "\x02".join(f"{name}\x01{value}" for name, value in properties.items())
+    fields = AppendFields(
+        sys_flag=kept,
+        reconsume_times=_integer(row, "reconsumeTimes"),
+        prepared_transaction_offset=_integer(row, "preparedTransactionOffset"),
+        properties_raw=str(raw).encode(),
+    )
+    if (born_ms := _time(row, "bornTimestamp")) is not None:
+        fields["born_timestamp_ms"] = born_ms
+    for column, field in (("bornHost", "born_host"), ("storeHost", "store_host")):
+        if row.get(column):
+            try:
+                fields[field] = parse_host(row[column])  # type: ignore[literal-required]
+            except (ValueError, TypeError):
+                raise InputError(
+                    f"{column}: expected a host such as 127.0.0.1:10911, found {row[column]!r:.80}"
+                ) from None
+    return _Read(message, _integer(row, "queueId"), fields, _time(row, "storeTimestamp"))
+
+
+def _body(row: Mapping[str, Any]) -> bytes:
+    encoded = row.get("body_b64")
+    if encoded:
+        try:
+            return base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError, TypeError):
+            raise InputError(f"body_b64: expected base64, found {encoded!r:.80}") from None
+    body = row.get("body")
+    if body is None:
+        return b""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, str):
+        return body.encode("utf-8", "surrogateescape")
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _properties(row: Mapping[str, Any]) -> dict[str, str]:
+    found = row.get("properties") or {}
+    if isinstance(found, str):
+        found = parse_object(found)
+    try:
+        properties = dict(found)
+    except (TypeError, ValueError):
+        properties = {"": None}
+    for name, value in properties.items():
+        if (
+            not isinstance(name, str)
+            or not isinstance(value, str)
+            or not name
+            or "\x01" in name
+            or "\x02" in name + value
+        ):
+            raise InputError(f"properties: expected names with texts, found {found!r:.80}")
+    for column, name in (
+        ("tags", record.PROPERTY_TAGS),
+        ("keys", record.PROPERTY_KEYS),
+        ("uniqueKey", record.PROPERTY_UNIQUE_KEY),
+    ):
+        if row.get(column) and name not in properties:
+            properties[name] = str(row[column])
+    return properties
+
+
+def _integer(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name)
+    if value is None or value == "":
+        return 0
+    try:
+        found = int(value)
+    except (TypeError, ValueError):
+        found = _LARGEST + 1
+    if isinstance(value, bool | float) or abs(found) > _LARGEST:
+        raise InputError(f"{name}: expected a whole number, found {value!r:.80}")
+    return found
+
+
+def _time(row: Mapping[str, Any], name: str) -> int | None:
+    value = row.get(name)
+    if value is None or value == "":
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        at = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+        return round(at.timestamp() * 1000)
+    except (TypeError, ValueError, OverflowError, OSError):
+        raise InputError(f"{name}: expected a time such as 2026-11-20T08:00:00.000Z, found {value!r:.80}") from None

@@ -1,0 +1,139 @@
+"""``import`` gives the messages back that ``export`` wrote."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from librmq import Broker, Message, MessageStore
+from librmq.clock import ManualClock
+from librmq.message import record
+from librmq.runtime.manual import ManualRunner
+from tests.cli.stand import Shell, files_of
+
+pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs the extra arrow")
+
+OF_A_MESSAGE = (
+    "topic", "queue_id", "queue_offset", "sys_flag", "born_timestamp", "store_timestamp", "reconsume_times", "body_crc",
+    "body", "properties", "dispatch_tags_code", "dispatch_keys", "dispatch_uniq_key",
+)  # fmt: skip
+
+
+def messages(shell: Shell, store: str) -> list[dict[str, Any]]:
+    """What is the same in each store that has a message, by topic and queue offset; hosts are left to the store."""
+    rows = [
+        {name: row[name] for name in OF_A_MESSAGE} | {"sys_flag": row["sys_flag"] & ~record.HOSTS_V6}
+        for row in shell("show", store, "--body", "base64").rows
+        if not row["topic"].startswith(("RMQ_SYS", "SCHEDULE")) and row["sys_flag"] & 12 in (0, 8)
+    ]
+    return sorted(rows, key=lambda row: (row["topic"], row["queue_id"], row["queue_offset"]))
+
+
+@pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all", "by topic"])
+def test_an_export_is_imported_as_it_was(shell: Shell, name: str) -> None:
+    more = ["--partition-by", "topic,queueId"] if name == "by topic" else []
+    assert shell("export", "store", "-o", name, *more).status == 0
+    answer = shell("import", "new", name)
+    assert (answer.status, answer.said) == (0, "")
+    expected = messages(shell, "store")
+    found = messages(shell, "new")
+    for one in (*expected, *found):
+        one["body_crc"] = None if one["sys_flag"] & record.COMPRESSED else one["body_crc"]  # compressors differ
+        one["dispatch_keys"] = one["dispatch_keys"] or None  # a record's unreadable properties are not exported
+    if name == "by topic":  # times never go back in a store
+        for one in (*expected, *found):
+            del one["store_timestamp"]
+    assert found == expected
+    assert sum(row["messages"] for row in answer.rows) == len(expected)
+    assert shell("verify", "new").status == 0
+    topics = {row["topic"]: row for row in shell("topics", "new").rows}
+    assert {row["topic"]: row["messages"] for row in answer.rows} == {
+        topic: row["messages"] for topic, row in topics.items()
+    }
+
+
+def test_hosts_and_flags_come_along_where_they_are_exported(shell: Shell) -> None:
+    with MessageStore.open("old") as store:
+        message = Message("T", b"x")
+        message.flag = 7
+        store.append(message, 2, born_host=("fe80::1", 99), store_host=("10.0.0.1", 10911))
+    columns = "topic,queueId,flag,bornHost,storeHost,body,properties"
+    assert shell("export", "old", "-o", "t.jsonl", "--columns", columns).status == 0
+    assert shell("import", "new", "t.jsonl").status == 0
+    (old,), (new,) = shell("show", "old").rows, shell("show", "new").rows
+    for name in ("flag", "born_host", "store_host", "sys_flag", "queue_id", "msg_id"):
+        assert new[name] == old[name]
+
+
+def test_a_delivered_delay_is_not_delayed_again(shell: Shell) -> None:
+    row = {"topic": "T", "body": "x", "properties": {"DELAY": "3", "REAL_TOPIC": "T"}}
+    assert shell("import", "new", "-", given=json.dumps(row)).status == 0
+    (found,) = shell("show", "new").rows
+    assert (found["topic"], found["properties"]) == ("T", row["properties"])
+
+
+def test_messages_for_a_store_in_use_are_stored_now(shell: Shell) -> None:
+    with MessageStore.open("new", clock=ManualClock(1_700_000_000_000)) as store:
+        store.append(Message("T", b"first"))
+    row = {"topic": "T", "body": "second", "storeTimestamp": "2001-01-01T00:00:00.000Z"}
+    assert shell("import", "new", "-", given=json.dumps(row)).status == 0
+    first, second = shell("show", "new").rows
+    assert second["store_timestamp"] > first["store_timestamp"]
+
+
+def test_a_broker_knows_the_imported_topics(shell: Shell) -> None:
+    shell("import", "new", "-", given='{"topic":"T","queueId":5,"body":"x"}')
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        assert broker.topics()["T"].read_queues == 6
+        assert [message.body for message in broker.messages("T")] == [b"x"]
+
+
+def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
+    given = '{"topic":"T","body":"abc"}\n{"topic":"T","queueId":2,"body_b64":"/w=="}\n'
+    row = {"topic": "T", "queues": 3, "messages": 2, "body_bytes": 4, "dry_run": True}
+    assert shell("import", "new", "-", "--dry-run", given=given).rows == [row]
+    assert not (shell.folder / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("{}", "topic: expected text, found None"),
+        ('{"topic":"SCHEDULE_TOPIC_XXXX"}', "the broker's own"),
+        ('{"topic":"T","body_b64":"?"}', "body_b64: expected base64"),
+        ('{"topic":"T","queueId":"x"}', "queueId: expected a whole number"),
+        ('{"topic":"T","queueId":-1}', "queue"),
+        ('{"topic":"T","sysFlag":1.5}', "sysFlag: expected a whole number"),
+        ('{"topic":"T","bornTimestamp":"soon"}', "bornTimestamp: expected a time"),
+        ('{"topic":"T","bornHost":"here"}', "bornHost: expected a host"),
+        ('{"topic":"T","properties":{"a":1}}', "properties: expected names with texts"),
+        ('{"topic":"T","properties":{"a":"\\u0002"}}', "properties: expected names with texts"),
+    ],
+)
+def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said: str) -> None:
+    good = '{"topic":"T","body":"x"}\n'
+    answer = shell("import", "new", "-", given=f"{good}{line}\n{good}")
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.said
+    assert len(shell("show", "new").rows) == 1
+    if "JSON" not in said:
+        assert "row 2: " in answer.said
+        assert "--skip 1" in answer.said
+
+
+def test_skipped_rows_are_not_imported(shell: Shell) -> None:
+    given = "".join(f'{{"topic":"T","body":"{number}"}}\n' for number in range(5))
+    assert shell("import", "new", "-", "--skip", 3, given=given).rows[0]["messages"] == 2
+    assert [row["body"] for row in shell("show", "new").rows] == ["3", "4"]
+
+
+def test_an_import_into_a_store_in_use_is_refused(shell: Shell) -> None:
+    before = files_of(shell.folder / "store" / "commitlog")
+    with MessageStore.open("store"):
+        answer = shell("import", "store", "-", given='{"topic":"T"}')
+        assert (answer.status, "process" in answer.said) == (2, True)
+    assert files_of(shell.folder / "store" / "commitlog") == before

@@ -1,0 +1,61 @@
+"""The bar of what takes longer than a second."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from librmq.cli.progress import Progress
+from librmq.clock import ManualClock
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(stream: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+
+
+def test_a_bar_comes_after_a_second_with_rate_and_time_left() -> None:
+    pytest.importorskip("rich")
+    stream, clock = Terminal(), ManualClock()
+    with Progress("import", 10_000_000, stream=stream, clock=clock) as bar:
+        bar.to(1_000_000)
+        assert stream.getvalue() == ""
+        for done in range(2, 8):
+            clock.advance(seconds=1)
+            bar.to(done * 1_000_000)
+    last = drawn(stream)
+    assert "import" in last
+    assert "70%" in last
+    assert "1.0 MB/s" in last
+    assert "0:00:0" in last
+
+
+def test_messages_are_counted_in_a_bar() -> None:
+    pytest.importorskip("rich")
+    stream, clock = Terminal(), ManualClock()
+    with Progress("count", 100, "messages", stream=stream, clock=clock) as bar:
+        for done in (20, 40, 60):
+            clock.advance(seconds=2)
+            bar.to(done)
+    assert "60/100" in drawn(stream)
+
+
+def test_no_bar_is_drawn_where_it_would_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    pipe, terminal = io.StringIO(), Terminal()
+    for stream, rows in ((pipe, None), (terminal, Terminal())):
+        with Progress("import", 10, stream=stream, rows=rows, clock=clock) as bar:
+            clock.advance(seconds=5)
+            bar.to(5)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with Progress("import", 10, stream=terminal, clock=clock) as bar:
+        clock.advance(seconds=5)
+        bar.to(5)
+    assert pipe.getvalue() + terminal.getvalue() == ""
