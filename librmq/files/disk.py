@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.lock import DiskLock, lock_holder
-from librmq.files.seam import File, FileLock, FolderEntry, named
+from librmq.files.seam import File, FileLock, FolderEntry, named, without_zeros
 
 __all__ = ["DiskFiles", "TemporaryFolder"]
 
@@ -143,9 +143,7 @@ class DiskFiles:
             if not 0 <= at <= file.size - len(data):
                 raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit into {file.size} bytes")
             # Writing through the mapping would fault in small pages one by one, and zero each first.
-            done, view = 0, memoryview(data)
-            while done < len(data):
-                done += os.pwrite(descriptor, view[done:], at + done)
+            _write_at(descriptor, at, data)
             # This advice makes Linux start writing the pages out; it drops none that is still dirty.
             os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
 
@@ -186,6 +184,9 @@ class DiskFiles:
                 return []
             with found:
                 for one in found:
+                    if one.is_dir(follow_symlinks=False):  # needs no further call
+                        entries.append(FolderEntry(one.name, 0, True, False))
+                        continue
                     try:
                         status = one.stat()
                     except OSError as error:
@@ -255,6 +256,31 @@ class DiskFiles:
             raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
         return data
 
+    def read_used(self, path: str, limit: int) -> bytes | None:
+        if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
+            return None
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise StoreIOError("open", path, error) from error
+        try:
+            end = _data_end(descriptor, 0, limit + 1)
+            return None if end > limit else without_zeros(os.pread(descriptor, end, 0))
+        except OSError as error:
+            raise StoreIOError("read", path, error) from error
+        finally:
+            os.close(descriptor)
+
+    def overwrite(self, path: str, at: int, data: bytes) -> None:
+        with named("write", path):
+            descriptor = os.open(path, _TO_WRITE)
+            try:
+                _write_at(descriptor, at, data)
+            finally:
+                os.close(descriptor)
+
     def write(self, path: str, data: bytes) -> None:
         with _replaced("write", path, path + ".tmp") as file:
             file.write(data)
@@ -280,21 +306,16 @@ class DiskFiles:
             os.close(descriptor)
 
     def data_end(self, file: File, begin: int) -> int:
-        seek_data, seek_hole = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None)
-        if seek_data is None or seek_hole is None:
-            return file.size
-        descriptor, end = file.descriptor, begin
+        if file.descriptor >= 0:
+            return _data_end(file.descriptor, begin, file.size)
         try:
-            if descriptor < 0:
-                descriptor = os.open(file.path, os.O_RDONLY)
-            while end < file.size:
-                end = os.lseek(descriptor, os.lseek(descriptor, end, seek_data), seek_hole)
-        except OSError as error:
-            return end if error.errno == errno.ENXIO else file.size  # ENXIO: only holes follow
+            descriptor = os.open(file.path, os.O_RDONLY)
+        except OSError:
+            return file.size
+        try:
+            return _data_end(descriptor, begin, file.size)
         finally:
-            if 0 <= descriptor != file.descriptor:
-                os.close(descriptor)
-        return end
+            os.close(descriptor)
 
     def copy_times(self, source: str, target: str) -> None:
         with named("set the times of", target):
@@ -307,6 +328,25 @@ class DiskFiles:
         # Count like df: space reserved for the superuser is neither used nor free.
         within_reach = usage.used + usage.free
         return usage.used / within_reach if within_reach else 0.0
+
+
+def _data_end(descriptor: int, begin: int, limit: int) -> int:
+    """Return a position from ``begin`` on behind which only holes follow, ``limit`` if none is known."""
+    seek_data, seek_hole, end = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None), begin
+    if seek_data is None or seek_hole is None:
+        return limit
+    try:
+        while end < limit:
+            end = os.lseek(descriptor, os.lseek(descriptor, end, seek_data), seek_hole)
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else limit  # ENXIO: nothing but holes follow
+    return end
+
+
+def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:
+    done = os.pwrite(descriptor, data, at)
+    while done < len(data):
+        done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
 
 
 def _new_file(path: str) -> BinaryIO:

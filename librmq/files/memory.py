@@ -143,6 +143,13 @@ class MemoryFiles:
                 raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
             return file if isinstance(file, bytes) else file.buffer[:]
 
+    def read_used(self, path: str, limit: int) -> bytes | None:
+        size = self.size(path)
+        return None if size is None or size > limit else self.read(path).rstrip(b"\0")
+
+    def overwrite(self, path: str, at: int, data: bytes) -> None:
+        self.open(path, writable=True).buffer[at : at + len(data)] = data
+
     def write(self, path: str, data: bytes) -> None:
         with self._guard:
             self._check_parent("write", path)

@@ -132,6 +132,12 @@ class OverlayFiles(MemoryFiles):
                 return super().read(path, limit)
         return self._disk.read(path, limit)
 
+    def read_used(self, path: str, limit: int) -> bytes | None:
+        with self._guard:
+            if path in self._files or not self._below(path):
+                return super().read_used(path, limit)
+        return self._disk.read_used(path, limit)
+
     def lock(self, path: str) -> FileLock:
         holder = self._disk.lock_holder(path)
         if holder is not None:

@@ -217,6 +217,14 @@ class FailingFiles:
         self._called("read", path)
         return self._files.read(path, limit)
 
+    def read_used(self, path: str, limit: int) -> bytes | None:
+        self._called("read_used", path)
+        return self._files.read_used(path, limit)
+
+    def overwrite(self, path: str, at: int, data: bytes) -> None:
+        self._called("overwrite", path)
+        self._files.overwrite(path, at, data)
+
     def write(self, path: str, data: bytes) -> None:
         self._called("write", path)
         self._files.write(path, data)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files, used_end
+from librmq.files.overlay import OverlayFiles
+from librmq.files.seam import Files, used_end, without_zeros
 
 SIZE = 3 << 20
 
@@ -51,3 +53,37 @@ def test_blocks_that_are_only_reserved_hold_no_data(tmp_path: Path) -> None:
 def test_a_disk_is_flushed_at_once_or_that_is_refused(tmp_path: Path) -> None:
     assert DiskFiles().flush_all(str(tmp_path)) in (True, False)
     assert DiskFiles().flush_all(str(tmp_path / "nothing")) is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
+def test_used_bytes_are_read_and_written_by_no_mapping(place: tuple[Files, str]) -> None:
+    files, path = place
+    file = files.create(path, 8192)
+    assert files.read_used(path, 8192) == b""
+    files.reserve(file, 0, 5000)
+    file.buffer[4:8] = b"\0abc"
+    assert files.read_used(path, 8192) == b"\0\0\0\0\0abc"
+    files.overwrite(path, 4999, b"xy")
+    assert file.buffer[4998:5002] == b"\0xy\0"
+    assert files.read_used(path, 8192) == file.buffer[:5001]
+    assert files.read_used(path, 5000) is None
+    if isinstance(files, DiskFiles):
+        overlay = OverlayFiles()
+        assert overlay.read_used(path, 8192) == file.buffer[:5001]
+        overlay.open(path, writable=True).buffer[5001:5002] = b"z"
+        assert overlay.read_used(path, 8192) == file.buffer[:5001] + b"z"
+        assert files.read_used(path, 8192) == file.buffer[:5001]
+
+
+def test_a_link_is_not_read_by_no_mapping(tmp_path: Path) -> None:
+    """The opening that follows names it."""
+    (tmp_path / "file").write_bytes(b"data")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert DiskFiles().read_used(str(tmp_path / "link"), 100) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000, 4096])
+def test_zeros_at_the_end_go_and_no_others(size: int) -> None:
+    for used in {0, min(1, size), size // 2, max(size - 1, 0), size}:
+        data = bytes(max(used - 1, 0)) + b"x" * min(used, 1) + bytes(size - used)
+        assert without_zeros(data) == data.rstrip(b"\0")

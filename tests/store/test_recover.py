@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
+from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File
 from librmq.message import record
@@ -27,7 +30,7 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers, vouched_for
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
-from librmq.testing import RecordingFiles
+from librmq.testing import FailingFiles, RecordingFiles
 from tests.budget import step
 from tests.stores import (
     ROOT,
@@ -361,6 +364,28 @@ def test_each_of_many_queues_is_opened_once_after_a_kill() -> None:
         queues = {path: count for path, count in again.opened.items() if "/consumequeue/" in path}
         assert queues == {f"{ROOT}/consumequeue/TopicA/{number}/{0:020d}": 1 for number in range(100)}
         assert store.verify().sound
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
+def test_small_queues_are_not_mapped_after_a_kill(tmp_path: Path) -> None:
+    """Unless something is wrong with one; they are served as before."""
+    store = MessageStore.open(tmp_path, SMALL)
+    for number in range(300):
+        store.append(Message("TopicA", b"body", tags=f"t{number % 3}"), number % 100)
+    store.flush()
+    store.abandon()
+    damaged = tmp_path / "consumequeue" / "TopicA" / "7" / f"{0:020d}"
+    with open(damaged, "r+b") as file:
+        file.seek(25)
+        file.write(b"\7")
+    files = FailingFiles(DiskFiles())
+    with MessageStore.open(tmp_path, SMALL, files=files) as store:
+        assert files.calls["open"] < 50
+        assert [damage.file for damage in store.recovered if "consumequeue" in damage.file] == [str(damaged)]
+        assert [store.queues["TopicA", number].max_offset for number in range(100)] == [3] * 100
+        for number in range(100):
+            assert store.append(Message("TopicA", b"body"), number).queue_offset == 3
+    assert verify(str(tmp_path), SMALL, DiskFiles()).sound
 
 
 def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:

@@ -77,6 +77,10 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     def __contains__(self, name: object) -> bool:
         return name in self._open or name in self._known
 
+    def expect(self, name: QueueName, state: QueueState) -> None:
+        """Note how a queue was found that need not be opened yet."""
+        self._known[name] = state
+
     def opened(self) -> list[ConsumeQueue]:
         """Return the queues that are open."""
         return list(self._open.values())

@@ -18,7 +18,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
-from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
@@ -30,6 +30,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
 from librmq.store.recovery.plan import Planner, RecordLook, RecoveryMode
 from librmq.store.recovery.recover import Recovery
+from librmq.store.recovery.unclean_queues import UncleanQueues
 
 __all__ = ["Settled", "clear_leftovers", "describe_recovery", "load", "settle", "vouched_for"]
 
@@ -205,29 +206,30 @@ def load(  # noqa: C901 (a step for each part of a store)
         log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
 
-    listed: dict[QueueName, MappedFileQueue] = {}
+    unclean = UncleanQueues(path, files, config.consumequeue_file_size, pool)
 
     def open_listed(topic: str, queue_id: int) -> ConsumeQueue:
-        sequence = listed.pop((topic, queue_id), None)
+        sequence = unclean.take((topic, queue_id))
         if sequence is None:
-            return open_queue(topic, queue_id)
-        sequence.keeps_descriptors = True
-        queue = ConsumeQueue(sequence, None)
+            queue = open_queue(topic, queue_id)
+        else:
+            sequence.keeps_descriptors = True
+            queue = ConsumeQueue(sequence, None)
         recovery.cut_queue(queue)
         return queue
 
     known: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
     if at_check:
         for name in names:
-            folder = directory.queue_folder(path, *name)
             try:
-                listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
+                unclean.list(name)
             except CorruptionError:
+                folder = directory.queue_folder(path, *name)
                 left = _beside_missing(folder, files, log.begin) if mode is RecoveryMode.LAST_EXIT else []
                 if not left:
                     raise
                 cuts += _clear(left, files)
-                listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
+                unclean.list(name)
         known = dict.fromkeys(names)
     queues = QueueTable(open_listed if at_check else open_queue, known)
     if at_check:
@@ -245,13 +247,15 @@ def load(  # noqa: C901 (a step for each part of a store)
         plan = planner.plan(look, lost)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
-        recovery = Recovery(path, files, clock, parts, has_ext=config.enable_consumequeue_ext)
+        recovery = Recovery(path, files, clock, parts, unclean, has_ext=config.enable_consumequeue_ext)
         try:
             recovery.run(plan, planner)
         except CorruptionError:
             if clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)
             raise
+        for name, state in unclean.states.items():
+            queues.expect(name, state)
     if writable:
         checkpoint.lower(clock.now_ms())
     else:

@@ -1,4 +1,4 @@
-"""Comparison of queues with their records, in the order of the log, and repair of the differences.
+"""Comparison of a queue with its records, in the order of the log, and repair of the differences.
 
 No checksum covers a record's address and its queue offset, but errors in them are detectable, because the records of a
 queue count up. A single record outside of the count has a wrong address. Two consecutive ones are a jump: a topic was
@@ -7,26 +7,23 @@ deleted and made again, or a record's topic was lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
+
+import numpy as np
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
-from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.files.damage import Damage
-from librmq.java.hashing import java_decode, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.queue_table import OpenQueue, QueueName
+from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, misaddressed, record_at
 from librmq.store.recovery.queue_search import first_at, first_not_older
 from librmq.store.recovery.strays import Stray, Strays
 
-__all__ = ["COMPARED", "GapError", "QueueCheck", "QueueChecks", "Scope"]
+__all__ = ["COMPARED", "GapError", "QueueCheck"]
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -44,128 +41,18 @@ class GapError(Exception):
         self.name = name
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Selection of the records to compare with their queues: those from physical offset ``begin`` on."""
+class _Others(Protocol):
+    """The checks of all queues, as one of them sees them."""
 
-    begin: int
-    all_of: frozenset[QueueName] = frozenset()
-    """Queues whose records are all selected."""
-    since: Mapping[QueueName, int] = field(default_factory=dict)
-    """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
-    absent_before: int = 0
-    """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
-
-
-class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
-    """The checks of all queues, by queue id and topic in a record's form."""
-
-    def __init__(
-        self,
-        log: CommitLog,
-        queues: MutableMapping[tuple[str, int], ConsumeQueue],
-        open_queue: OpenQueue,
-        scope: Scope,
-        mend: bool,
-        bitmap_of: BitmapOf | None,
-        *,
-        has_ext: bool = True,
-        finished: Callable[[ConsumeQueue, int], None] | None = None,
-    ) -> None:
-        """Check ``queues``; `open_queue` makes missing ones.
-
-        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``finished(queue,
-        first)`` is called after each check with the first checked queue offset.
-        """
-        super().__init__()
-        self.puts_off = not has_ext
-        """Whether checks collect entries before they open their queue."""
-        self._finished = finished
-        self._bitmap_of = bitmap_of
-        self._log = log
-        self._queues = queues
-        self._open_queue = open_queue
-        self._scope = scope
-        self._mend = mend
-        self._made: set[QueueName] = set()
-        self._by_name: dict[tuple[str, int], QueueCheck] = {}
-        self.strays = Strays()
-        """Records that may be those of another queue."""
-
-    def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
-        """Return the check of a queue at its first record.
-
-        Raises:
-            CorruptionError: there can be no such queue.
-        """
-        topic = java_decode(topic_raw)
-        check = self._by_name.get((topic, queue_id))  # different malformed topics can be decoded alike
-        if check is None:
-            try:
-                validate_queue(topic, queue_id)
-            except MessageIllegalError as error:
-                path = self._log.sequence.path_at(physical_offset)
-                raise CorruptionError(path, physical_offset, "record", f"it names no queue: {error}") from None
-            check = self._check((topic, queue_id))
-        self[topic_raw, queue_id] = check
-        return check
+    strays: Strays
 
     def queue(self, name: QueueName) -> ConsumeQueue:
         """Return the queue of that name, made if there is none."""
-        queue = self._queues.get(name)
-        if queue is None:
-            queue = self._open_queue(*name)
-            if self._mend:
-                self._queues[name] = queue
-                self._made.add(name)
-        return queue
-
-    def _check(self, name: QueueName) -> QueueCheck:
-        scope, absent = self._scope, name not in self._queues
-        begin = since = self._log.begin if name in scope.all_of else scope.begin
-        if name not in scope.all_of:
-            since = scope.since.get(name, scope.absent_before if absent else begin)
-        whole = begin <= self._log.begin
-        check = QueueCheck(self, self._log, name, max(begin, since), whole, self._mend, self._bitmap_of)
-        self._by_name[name] = check
-        if not self.puts_off:
-            check.look()
-        return check
+        ...
 
     def look_at_all(self) -> None:
-        """Check every queue now, because a record outside of one count can belong to any other."""
-        self.puts_off = False
-        for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
-            check.look()  # a single record first, because it can belong to another queue
-
-    def finish(self) -> Iterator[QueueCheck]:
-        """Finish the checks of all queues after the last record, also of queues without records."""
-        for name in list(self._queues):
-            if name not in self._by_name:
-                self._check(name)
-        left = []
-        for check in self._by_name.values():
-            if check.is_plain():
-                self._finish(check)
-                yield check
-            else:
-                left.append(check)
-        self.look_at_all()
-        # Checks that wait for another record come last, because their record can belong to another queue.
-        for check in sorted(left, key=lambda check: check.waits):
-            self._finish(check)
-            yield check
-
-    def _finish(self, check: QueueCheck) -> None:
-        check.finish()
-        if self._finished is not None:
-            self._finished(check.queue, check.first)
-
-    def forget_empty(self) -> None:
-        """Remove queues without a record of their own."""
-        for name in self._made:
-            if self._queues[name].max_offset == 0:
-                del self._queues[name]
+        """Open every queue now, because a record out of one count can belong to any other."""
+        ...
 
 
 class QueueCheck:
@@ -177,13 +64,14 @@ class QueueCheck:
 
     def __init__(
         self,
-        checks: QueueChecks,
+        checks: _Others,
         log: CommitLog,
         name: QueueName,
         begin: int,
         whole: bool,
         mend: bool,
         bitmap_of: BitmapOf | None,
+        prefix_hash: int,
     ) -> None:
         """Begin at physical offset ``begin``; ``whole`` means that no record of the queue is before it."""
         self.name = name
@@ -196,7 +84,7 @@ class QueueCheck:
         """Whether the only record that names the queue belongs to another one."""
         self.damages: list[Damage] = []
         self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, mend=mend)
-        self.prefix_hash = string_hash(topic + "#")
+        self.prefix_hash = prefix_hash
         self.entries: list[bytes] = []
         self.expected = _NONE
         self._log = log
@@ -218,6 +106,40 @@ class QueueCheck:
         if self._opened is None:
             self._opened = self._checks.queue(self.name)
         return self._opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the queue was opened."""
+        return self.first >= 0 or self._opened is not None
+
+    def state_of(self, stored: bytes, start: int) -> QueueState | None:
+        """Return the state of a queue of one file from the file's bytes, if all is as the records say.
+
+        ``stored`` is the used part of the file that starts at queue offset ``start``. The queue must hold the collected
+        entries behind older ones, and nothing else: otherwise it is to be opened and looked at closely, and the answer
+        is None.
+        """
+        expected = b"".join(self.entries)
+        stored += bytes(-len(stored) % ENTRY_SIZE)  # the last entry can end in zeros
+        older = len(stored) - len(expected)
+        first, end = start + older // ENTRY_SIZE, start + len(stored) // ENTRY_SIZE
+        if not stored or older < 0 or not stored.endswith(expected):
+            return None
+        if expected and (first != self._claimed or self.expected != end):
+            return None
+        if not (older or first == 0 or self._whole):
+            return None  # earlier records may be missing
+        min_offset, log_begin = start, self._log.begin
+        if older:
+            block = np.frombuffer(stored, ENTRY_DTYPE, older // ENTRY_SIZE)
+            places, sizes = block["physical_offset"], block["size"]
+            if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
+                return None
+            gone = np.count_nonzero(places < log_begin) if log_begin else 0
+            min_offset += int(gone) if expected or gone < len(places) else 0
+        place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
+        self.first, self._next, self._claimed = first, end, -1
+        return QueueState(min_offset, end, place + size)
 
     def is_plain(self) -> bool:
         """Open the queue, and return whether all records are in its count and it ends with them."""

@@ -21,7 +21,9 @@ from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
 from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
-from librmq.store.recovery.queue_check import COMPARED, QueueChecks, Scope
+from librmq.store.recovery.queue_check import COMPARED
+from librmq.store.recovery.queue_checks import QueueChecks, Scope
+from librmq.store.recovery.unclean_queues import UncleanQueues
 
 __all__ = ["reconcile"]
 
@@ -50,7 +52,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     bitmap_of: BitmapOf | None = None,
     forget_index: Callable[[], None] | None = None,
     has_ext: bool = True,
-    finished: Callable[[ConsumeQueue, int], None] | None = None,
+    unclean: UncleanQueues | None = None,
 ) -> Iterator[Damage]:
     """Compare queues and index with the records from ``begin`` on, and yield the differences.
 
@@ -64,7 +66,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(
-        log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, finished=finished
+        log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, unclean=unclean
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}

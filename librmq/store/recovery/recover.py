@@ -7,7 +7,6 @@ that the log still has, and indexes each key once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -22,9 +21,11 @@ from librmq.store.engine.open_store import Parts
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.plan import Planner, RecoveryMode, RecoveryPlan, unvouched_index
-from librmq.store.recovery.queue_check import COMPARED, GapError, Scope
-from librmq.store.recovery.queue_search import first_at, made_again
+from librmq.store.recovery.queue_check import GapError
+from librmq.store.recovery.queue_checks import Scope
+from librmq.store.recovery.queue_search import made_again
 from librmq.store.recovery.reconcile import reconcile
+from librmq.store.recovery.unclean_queues import UncleanQueues
 
 __all__ = ["Recovery"]
 
@@ -34,18 +35,22 @@ _MANY_QUEUES: Final = 64  # number of files from which flushing the whole file s
 class Recovery:
     """One recovery of a store's parts, which are open for writing."""
 
-    def __init__(self, path: str, files: Files, clock: Clock, parts: Parts, *, has_ext: bool) -> None:
+    def __init__(
+        self, path: str, files: Files, clock: Clock, parts: Parts, unclean: UncleanQueues, *, has_ext: bool
+    ) -> None:
         self._path = path
         self._files = files
         self._clock = clock
         self._parts = parts
         self._has_ext = has_ext
-        self._written: list[ConsumeQueue] = []
+        self._unclean = unclean
 
     def run(self, plan: RecoveryPlan, planner: Planner) -> None:
         """Carry out the plan."""
         parts, self._plan, self._planner = self._parts, plan, planner
         self._is_preview = plan.mode is RecoveryMode.PREVIEW
+        if not plan.is_clean and not self._is_preview:
+            self._unclean.unvouched_from = plan.unvouched_from
         self._cut_log(plan.end, plan.cut)
         for queue in parts.queues.opened():
             self.cut_queue(queue)
@@ -83,12 +88,13 @@ class Recovery:
         folders = set() if self._plan.is_clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        if len(queues) > _MANY_QUEUES and self._files.flush_all(self._path):
+        if len(queues) + len(self._unclean.states) > _MANY_QUEUES and self._files.flush_all(self._path):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders if self._plan.is_clean else folders | self._queue_folders()):
+            for folder in sorted(folders if self._plan.is_clean else folders | self._unclean.folders(queues)):
                 self._files.flush_folder(folder)
+            self._unclean.flush()
             for queue in queues:
                 queue.flush()
         self._parts.index.flush()
@@ -105,26 +111,6 @@ class Recovery:
             for file in unvouched_index(self._parts):
                 file.write_again()
                 above.add(self._parts.index.folder)
-        return above
-
-    def _vouch_for(self, queue: ConsumeQueue, first: int) -> None:
-        """Write uncovered entries of a queue again; ``first`` is the first checked entry."""
-        begin = self._plan.unvouched_from
-        if queue.max_physic_offset > begin:
-            queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
-            self._written.append(queue)
-        queue.keep_descriptors(False)
-
-    def _queue_folders(self) -> set[str]:
-        """Return the folders of queues that can have unflushed names."""
-        above: set[str] = set()
-        written = set(self._written)
-        for queue in self._parts.queues.opened():
-            folders = {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
-            above.update(filter(self._files.is_folder, folders))  # files can have been deleted from it
-            if queue in written:
-                for folder in map(os.path.dirname, folders):
-                    above |= {folder, os.path.dirname(folder)}
         return above
 
     def _cut_log(self, end: LogEnd, cut: int) -> None:
@@ -198,7 +184,7 @@ class Recovery:
                         bitmap_of=parts.dispatcher.bitmap_of,
                         forget_index=parts.checkpoint.forget_index,
                         has_ext=self._has_ext,
-                        finished=None if self._plan.is_clean or self._is_preview else self._vouch_for,
+                        unclean=None if self._plan.is_clean else self._unclean,
                     )
                 )
             except GapError as gap:
@@ -217,7 +203,7 @@ class Recovery:
                         raise  # covered bytes are cut only on demand
                 parts.cuts += found
                 self._cut_log(end, cut)
-                for queue in parts.queues.opened():
+                for queue in parts.queues.values():  # unopened ones can have been compared too
                     self.cut_queue(queue)
                 continue
             parts.cuts += found

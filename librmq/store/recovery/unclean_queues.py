@@ -1,0 +1,98 @@
+"""The queues of a store after an unclean exit: read, opened where that is not enough, and written again.
+
+A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time that
+an opened queue costs, and a store can have many thousands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Files
+from librmq.store.engine.queue_table import QueueName, QueueState
+from librmq.store.format import directory
+from librmq.store.recovery.queue_check import COMPARED
+from librmq.store.recovery.queue_search import first_at
+
+__all__ = ["UncleanQueues"]
+
+_LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
+
+
+class UncleanQueues:
+    """The queues of the store in folder ``path``."""
+
+    def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
+        self._path = path
+        self._files = files
+        self._file_size = file_size
+        self._pool = pool
+        self._listed: dict[QueueName, MappedFileQueue] = {}
+        self._written: set[str] = set()
+        self._overwritten: list[str] = []
+        self.states: dict[QueueName, QueueState] = {}
+        """Queues that agree with the log, and need not be opened."""
+        self.unvouched_from: int | None = None
+        """Place of the log from which on entries are written again; None: none are."""
+
+    def list(self, name: QueueName) -> None:
+        """List the files of a queue.
+
+        Raises:
+            CorruptionError: a file has a wrong name or length.
+        """
+        folder = directory.queue_folder(self._path, *name)
+        self._listed[name] = MappedFileQueue(folder, self._file_size, self._files, self._pool)
+
+    def take(self, name: QueueName) -> MappedFileQueue | None:
+        """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
+        return self._listed.pop(name, None)
+
+    def stored(self, name: QueueName) -> tuple[bytes, int] | None:
+        """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
+        sequence = self._listed.get(name)
+        if sequence is None or len(sequence.starts) != 1:
+            return None
+        start = sequence.starts[0]
+        stored = self._files.read_used(sequence.path(start), _LARGEST)
+        return None if stored is None else (stored, start // ENTRY_SIZE)
+
+    def leave(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
+        """Leave a queue unopened; its last entries, from queue offset ``first`` on, are written again if need be.
+
+        The writer can have died before a flush, or after one that failed.
+        """
+        sequence = self._listed.pop(name)
+        if entries and self.unvouched_from is not None and state.max_physic_offset > self.unvouched_from:
+            path = sequence.path(sequence.starts[0])
+            self._files.overwrite(path, first * ENTRY_SIZE - sequence.starts[0], b"".join(entries))
+            self._overwritten.append(path)
+            self._written.add(sequence.folder)
+        self.states[name] = state
+
+    def finish(self, queue: ConsumeQueue, first: int) -> None:
+        """Write entries of an opened queue again, as `leave` does; ``first`` is the first checked one."""
+        begin = self.unvouched_from
+        if begin is not None and queue.max_physic_offset > begin:
+            queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
+            self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        queue.keep_descriptors(False)
+
+    def flush(self) -> None:
+        """Flush the files of unopened queues that were written again."""
+        for path in self._overwritten:
+            self._files.flush(self._files.open(path, writable=True))
+
+    def folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders that can have unflushed names, those of ``opened`` queues among them."""
+        folders = {directory.queue_folder(self._path, *name) for name in self.states}
+        for queue in opened:
+            folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        folders = set(filter(self._files.is_folder, folders))  # files can have been deleted from it
+        for topic in map(os.path.dirname, self._written):
+            folders |= {topic, os.path.dirname(topic)}
+        return folders
