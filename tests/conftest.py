@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
+import json
 import os
 import shutil
 import signal
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -97,6 +100,41 @@ def store_copy(tmp_path: Path) -> StoreCopy:
         return target
 
     return copy
+
+
+Run = Callable[..., tuple[int, list[Any], str]]
+
+
+@pytest.fixture
+def run_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``run_lines("filter", "a > 5", given=…)``: what a command left: its exit status, lines, and what it said.
+
+    ``given`` is what it reads: a text, bytes, or a list of rows and lines.
+    """
+
+    def run(*words: object, given: str | bytes | list[Row | str] = b"") -> tuple[int, list[str], str]:
+        from librmq.cli import main
+
+        if isinstance(given, list):
+            given = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
+        data = given.encode() if isinstance(given, str) else given
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        status = main([str(word) for word in words])
+        shown = capsys.readouterr()
+        return status, shown.out.splitlines(), shown.err
+
+    return run
+
+
+@pytest.fixture
+def run(run_lines: Run) -> Run:
+    """The same, with the rows of JSON lines."""
+
+    def run_(*words: object, given: Any = b"") -> tuple[int, list[Row], str]:
+        status, lines, said = run_lines(*words, given=given)
+        return status, [json.loads(line) for line in lines], said
+
+    return run_
 
 
 # --- the budget of slow tests

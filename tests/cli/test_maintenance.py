@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +10,11 @@ import pytest
 
 from librmq.cli import main
 from librmq.store import MessageStore
-from tests.conftest import StoreCopy
+from tests.conftest import Run, StoreCopy
 from tests.reference import existing, rows, store_folders
 from tests.stores import from_disk
 
-Answer = tuple[int, list[dict[str, Any]], str]
-Run = Callable[..., Answer]
 stores = pytest.mark.parametrize("folder", store_folders())
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command: exit status, rows, what was said."""
-
-    def run_(*words: str | Path) -> Answer:
-        status = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
-
-    return run_
 
 
 @pytest.fixture

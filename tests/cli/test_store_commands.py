@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from librmq.cli import main
-from tests.conftest import StoreCopy
+from tests.conftest import Run, StoreCopy
 from tests.reference import existing, rows
 
-Answer = tuple[int, list[dict[str, Any]], str]
-Run = Callable[..., Answer]
 LOG = f"commitlog/{0:020d}"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command with some bytes on standard input: exit status, rows, what was said."""
-
-    def run_(*words: str | Path, given: str | bytes = b"") -> Answer:
-        data = given.encode() if isinstance(given, str) else given
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        status = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
-
-    return run_
 
 
 @pytest.fixture

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from librmq.cli import main
 from librmq.client.allocation import own_share
 from librmq.message.message import MessageQueue
+from tests.conftest import Row, Run
 from tests.reference import existing, folders, jsonl
-
-Row = dict[str, Any]
-Run = Callable[[Iterable[Row | str]], tuple[int, list[str], str]]
 
 OPTIONAL = ("name", "error_message", "hash_code")
 ANSWERS = ("result", "error_type")
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command with rows (or lines) on standard input: exit status, lines, what was said."""
-
-    def run_(given: Iterable[Row | str]) -> tuple[int, list[str], str]:
-        text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        status = main(["allocate"])
-        shown = capsys.readouterr()
-        return status, shown.out.splitlines(), shown.err
-
-    return run_
-
-
 @pytest.mark.parametrize("left_out", [OPTIONAL + ANSWERS, ()], ids=["inputs only", "with the answers"])
-def test_every_case_is_answered_as_by_the_original(run: Run, left_out: tuple[str, ...]) -> None:
+def test_every_case_is_answered_as_by_the_original(run_lines: Run, left_out: tuple[str, ...]) -> None:
     cases = jsonl(existing("allocate.jsonl"))
-    status, lines, err = run([{key: value for key, value in case.items() if key not in left_out} for case in cases])
+    status, lines, err = run_lines(
+        "allocate", given=[{key: value for key, value in case.items() if key not in left_out} for case in cases]
+    )
     assert (status, err) == (0, "")
     assert [json.loads(line) for line in lines] == [
         {key: value for key, value in case.items() if key not in OPTIONAL} for case in cases
@@ -92,8 +73,8 @@ CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_t
         {key: value for key, value in CHOICE.items() if key != "arg"},
     ],
 )
-def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> None:
-    status, lines, err = run([SHARE, row, SHARE])
+def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, row: Row | str) -> None:
+    status, lines, err = run_lines("allocate", given=[SHARE, row, SHARE])
     assert (status, len(lines)) == (2, 1)
     assert err.startswith("librmq allocate: line 2: ")
     assert len(err) < 300
@@ -116,8 +97,8 @@ def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> 
         (ROOMS | {"mqs": [["T", "room@b", 0]], "cids": ["other"]}, {"result": []}),
     ],
 )
-def test_cases_beside_those_of_the_original(run: Run, row: Row, answer: Row) -> None:
-    status, lines, err = run([row])
+def test_cases_beside_those_of_the_original(run_lines: Run, row: Row, answer: Row) -> None:
+    status, lines, err = run_lines("allocate", given=[row])
     assert (status, err) == (0, "")
     assert json.loads(lines[0]) == row | answer
 

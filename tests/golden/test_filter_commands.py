@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 
-from librmq.cli import main
+from tests.conftest import Run
 from tests.reference import document, existing, jsonl
-
-Row = dict[str, Any]
-Run = Callable[..., tuple[int, list[str], str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command with rows (or lines) on standard input: exit status, lines, what was said."""
-
-    def run_(*words: str, given: Iterable[Row | str]) -> tuple[int, list[str], str]:
-        text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        status = main(list(words))
-        shown = capsys.readouterr()
-        return status, shown.out.splitlines(), shown.err
-
-    return run_
 
 
 @pytest.mark.parametrize(("file", "dialect"), [("cases.jsonl", []), ("cases-5.3.3.jsonl", ["--dialect", "5.3"])])
-def test_filter(run: Run, file: str, dialect: list[str]) -> None:
+def test_filter(run_lines: Run, file: str, dialect: list[str]) -> None:
     cases = jsonl(existing("filter", file))
     given = [{name: case[name] for name in ("expr", "props") if name in case} for case in cases]
-    status, lines, err = run("filter", *dialect, given=given)
+    status, lines, err = run_lines("filter", *dialect, given=given)
     assert (status, err) == (0, "")
     wanted = ("expr", "props", "result", "match")
     assert [json.loads(line) for line in lines] == [
@@ -43,12 +22,12 @@ def test_filter(run: Run, file: str, dialect: list[str]) -> None:
     ]
 
 
-def test_bloom(run: Run) -> None:
+def test_bloom(run_lines: Run) -> None:
     filters = document(existing("bloom.json"))["filters"]
     given = [
         {"f": one["f"], "n": one["n"], "strings": [position["str"] for position in one["positions"]]} for one in filters
     ]
-    status, lines, err = run("bloom", given=given)
+    status, lines, err = run_lines("bloom", given=given)
     assert (status, err) == (0, "")
     expected = [
         {
@@ -76,19 +55,21 @@ def test_bloom(run: Run) -> None:
         ("bloom", "[]"),
     ],
 )
-def test_bad_input_ends_with_the_answers_before_it(run: Run, command: str, line: str) -> None:
+def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, command: str, line: str) -> None:
     good = {"filter": '{"expr": "a = 1", "props": null}', "bloom": '{"f": 20, "n": 32, "strings": ["x"]}'}[command]
-    status, lines, err = run(command, given=[good, line, good])
+    status, lines, err = run_lines(command, given=[good, line, good])
     assert (status, len(lines)) == (2, 1)
     assert err.startswith(f"librmq {command}: line 2: ")
 
 
-def test_an_explanation_is_for_people(run: Run) -> None:
-    status, lines, err = run("filter", "--explain", given=[{"expr": "a > 5 AND b = 'x'", "props": {"a": "\x1b7"}}])
+def test_an_explanation_is_for_people(run_lines: Run) -> None:
+    status, lines, err = run_lines(
+        "filter", "--explain", given=[{"expr": "a > 5 AND b = 'x'", "props": {"a": "\x1b7"}}]
+    )
     assert (status, err) == (0, "")
     assert "match" in lines[0]
     assert not any("\x1b" in line for line in lines)
-    status, lines, err = run("filter", "--explain", given=[{"expr": "a >", "props": {}}])
+    status, lines, err = run_lines("filter", "--explain", given=[{"expr": "a >", "props": {}}])
     assert (status, lines) == (2, [])
     assert err.startswith("librmq filter: line 1: ")
     assert err.splitlines()[-1].strip() == "^"
