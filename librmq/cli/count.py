@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
-from librmq.cli.selection import Selection, select
+from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topics import kind_of_topic
 from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
@@ -57,7 +57,7 @@ def _named(by: str, group: Group) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- one by one
 
 
-def _messages(store: MessageStore, selection: Selection, everything: bool) -> Iterator[StoredMessage]:
+def _messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
     named = selection.topic is not None
     for message in selection.messages(store):
         if has_queue_entry(message.sys_flag) and (everything or named or kind_of_topic(message.topic) == "user"):
@@ -88,11 +88,11 @@ def _groups(message: StoredMessage, by: str) -> list[Group]:
 # ---------------------------------------------------------------------------------------------------- by columns
 
 
-def _is_for_columns(selection: Selection) -> bool:
+def _is_for_columns(selection: MessageQuery) -> bool:
     return not selection.is_by_index and selection.grep is None and selection.offsets is None
 
 
-def _by_columns(store: MessageStore, selection: Selection, by: str, everything: bool) -> Counts | None:
+def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everything: bool) -> Counts | None:
     """Return the counts from columns of the store, a block at a time; None without the extra ``arrow``."""
     try:
         import pyarrow as pa

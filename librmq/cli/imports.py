@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.cli.input import parse_object, settle_config
 from librmq.cli.output import Output
-from librmq.cli.progress import Progress
+from librmq.cli.progress import ProgressBar
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
@@ -141,7 +141,7 @@ class _Rows:
         except OSError as error:
             raise InputError(f"{self._path}: {error.strerror}") from None
         total = 0 if self._path == "-" else os.fstat(raw.fileno()).st_size
-        bar = self._opened.enter_context(Progress("import", total))
+        bar = self._opened.enter_context(ProgressBar("import", total))
 
         def lines() -> Iterator[bytes]:
             done = 0
@@ -166,7 +166,7 @@ class _Rows:
             raise MissingExtraError("reading Parquet", "arrow") from None
         try:
             dataset = ds.dataset(self._path, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
-            bar = self._opened.enter_context(Progress("import", dataset.count_rows(), "messages"))
+            bar = self._opened.enter_context(ProgressBar("import", dataset.count_rows(), "messages"))
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self._path}: {error}") from None
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, Self, TextIO
 
 from librmq.clock import Clock, SystemClock
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]
 
 _FIRST_S: Final = 1.0
 _EVERY_S: Final = 0.1
@@ -16,7 +16,7 @@ _EVERY_S: Final = 0.1
 Unit = Literal["bytes", "messages"]
 
 
-class Progress:
+class ProgressBar:
     """Progress of a command towards a total; shows nothing in the first second, off a terminal, or without ``rich``.
 
     A command that prints rows while it works passes them as ``rows``: on a terminal they would mix with the bar.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.store.engine.queue_table import QueueName
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["Selection", "check_id", "first_at", "in_queue", "select", "user_queue"]
+__all__ = ["MessageQuery", "check_id", "first_at", "in_queue", "select", "user_queue"]
 
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
@@ -34,7 +34,7 @@ Test = Callable[[StoredMessage], bool]
 
 
 @dataclass(frozen=True)
-class Selection:
+class MessageQuery:
     """What the options of a command line select; None and the widest ranges select all."""
 
     topic: str | None = None
@@ -175,7 +175,7 @@ def user_queue(name: QueueName) -> bool:
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
-def select(arguments: argparse.Namespace) -> Selection:
+def select(arguments: argparse.Namespace) -> MessageQuery:
     """Return what the options of `librmq.cli.commands.options.SELECTION` select.
 
     Raises:
@@ -191,7 +191,7 @@ def select(arguments: argparse.Namespace) -> Selection:
         raise InputError("--offset is a queue offset: name the queue too, by --topic and --queue")
     if arguments.id is not None:
         check_id(arguments.id)
-    return Selection(
+    return MessageQuery(
         topic=arguments.topic,
         queue_id=None if arguments.queue is None else _number("--queue", arguments.queue),
         offsets=None if arguments.offset is None else _offsets(arguments.offset),

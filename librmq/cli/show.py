@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.cli.bodies import shown_row
 from librmq.cli.input import settle_config
 from librmq.cli.output import Output, whole_number
-from librmq.cli.selection import Selection, in_queue, select, user_queue
+from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
@@ -55,7 +55,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _in_log(sequence: MappedFileQueue, selection: Selection) -> Iterator[StoredMessage]:
+def _in_log(sequence: MappedFileQueue, selection: MessageQuery) -> Iterator[StoredMessage]:
     """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
 
     Raises:
@@ -114,7 +114,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _last(store: MessageStore, selection: Selection, count: int, *, everything: bool) -> list[StoredMessage]:
+def _last(store: MessageStore, selection: MessageQuery, count: int, *, everything: bool) -> list[StoredMessage]:
     """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
     if selection.is_by_index:
         return list(selection.messages(store))[-count:]
@@ -144,7 +144,7 @@ def _last(store: MessageStore, selection: Selection, count: int, *, everything: 
 
 
 def _following(
-    store: MessageStore, selection: Selection, begin: int, clock: Clock, *, everything: bool
+    store: MessageStore, selection: MessageQuery, begin: int, clock: Clock, *, everything: bool
 ) -> Iterator[StoredMessage]:
     """Yield the selected messages that are stored from ``begin`` on, for ever."""
     test, never, at = selection.test(), threading.Event(), begin

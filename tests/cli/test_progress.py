@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from librmq.cli.progress import Progress
+from librmq.cli.progress import ProgressBar
 from librmq.clock import ManualClock
 
 
@@ -24,7 +24,7 @@ def drawn(stream: io.StringIO) -> str:
 def test_a_bar_comes_after_a_second_with_rate_and_time_left() -> None:
     pytest.importorskip("rich")
     stream, clock = Terminal(), ManualClock()
-    with Progress("import", 10_000_000, stream=stream, clock=clock) as bar:
+    with ProgressBar("import", 10_000_000, stream=stream, clock=clock) as bar:
         bar.to(1_000_000)
         assert stream.getvalue() == ""
         for done in range(2, 8):
@@ -40,7 +40,7 @@ def test_a_bar_comes_after_a_second_with_rate_and_time_left() -> None:
 def test_messages_are_counted_in_a_bar() -> None:
     pytest.importorskip("rich")
     stream, clock = Terminal(), ManualClock()
-    with Progress("count", 100, "messages", stream=stream, clock=clock) as bar:
+    with ProgressBar("count", 100, "messages", stream=stream, clock=clock) as bar:
         for done in (20, 40, 60):
             clock.advance(seconds=2)
             bar.to(done)
@@ -51,11 +51,11 @@ def test_no_bar_is_drawn_where_it_would_disturb(monkeypatch: pytest.MonkeyPatch)
     clock = ManualClock()
     pipe, terminal = io.StringIO(), Terminal()
     for stream, rows in ((pipe, None), (terminal, Terminal())):
-        with Progress("import", 10, stream=stream, rows=rows, clock=clock) as bar:
+        with ProgressBar("import", 10, stream=stream, rows=rows, clock=clock) as bar:
             clock.advance(seconds=5)
             bar.to(5)
     monkeypatch.setitem(sys.modules, "rich", None)
-    with Progress("import", 10, stream=terminal, clock=clock) as bar:
+    with ProgressBar("import", 10, stream=terminal, clock=clock) as bar:
         clock.advance(seconds=5)
         bar.to(5)
     assert pipe.getvalue() + terminal.getvalue() == ""
