@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.diagnosis.alarms import Alarm as Alarm
+    from librmq.diagnosis.alarms import Watch as Watch
+    from librmq.diagnosis.alarms import watch as watch
     from librmq.diagnosis.backlog import GroupLag as GroupLag
     from librmq.diagnosis.backlog import GroupRate as GroupRate
     from librmq.diagnosis.backlog import Lag as Lag
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from librmq.diagnosis.backlog import TopicLag as TopicLag
     from librmq.diagnosis.backlog import lag as lag
     from librmq.diagnosis.checkup import diagnose as diagnose
+    from librmq.diagnosis.design import TopicVolume as TopicVolume
+    from librmq.diagnosis.design import design_check as design_check
+    from librmq.diagnosis.design import topic_volumes as topic_volumes
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis.view import StoreView as StoreView
 
 _MODULES = {
+    "alarms": ("Alarm", "Watch", "watch"),
+    "design": ("TopicVolume", "design_check", "topic_volumes"),
     "letters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
     "checkup": ("diagnose",),
     "findings": ("Finding", "Thresholds"),

@@ -1,0 +1,216 @@
+"""Alarms: a running broker is diagnosed again and again, and a callback gets what is new and what is over.
+
+The broker knows nothing of it. A round is a turn of user code on the broker's runner, so it holds up no delivery.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
+
+from librmq.broker import Broker
+from librmq.config import to_seconds
+from librmq.diagnosis.backlog import Lag, lag
+from librmq.diagnosis.checkup import diagnose
+from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.errors import ConfigError
+from librmq.message.message import StoredMessage
+from librmq.message.topics import RETRY_PREFIX
+from librmq.runtime.runner import Step, Work
+
+__all__ = ["Alarm", "Watch", "watch"]
+
+_GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}
+"""Findings whose number matters: each time that it grows is an alarm of its own."""
+
+_log = logging.getLogger("librmq.diagnosis")
+
+
+class Alarm(NamedTuple):
+    """What a watch tells."""
+
+    at_ms: int
+    state: Literal["raised", "cleared"]
+    finding: Finding
+
+
+class Watch:
+    """A watch over a broker, which ends with `stop` or with the broker. Thread-safe.
+
+    Also a context manager that stops it.
+    """
+
+    def __init__(self, broker: Broker, callback: Callable[[Alarm], object], limits: Thresholds, every_ms: int) -> None:
+        self._broker = broker
+        self._callback = callback
+        self._limits = limits
+        self._every_ms = every_ms
+        self._raised: dict[tuple[str, str], Finding] = {}
+        self._lag: Lag | None = None
+        self._moved_ms: dict[tuple[str, str], int] = {}  # when a group last consumed something of a topic
+        self._clients: dict[str, set[str]] = {}
+        self._retries: dict[str, int] = {}  # by topic: where the next round begins
+        self.dead = False
+        """Whether it was stopped; its turns no longer run."""
+        self._step = Step(f"watch over {broker.name}", self._begin, self)
+        runner = broker.runner
+        with runner.lock:
+            runner.wake(self._step, runner.now_ms() + every_ms)
+
+    def stop(self) -> None:
+        """End the watch; a round that runs ends by itself."""
+        self.dead = True
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _begin(self, now_ms: int) -> int | None:
+        if not self._broker.dead:
+            self._broker.runner.submit(Work(self._step.label, self._round, self._ended, self))
+        return None  # `_ended` wakes it again
+
+    def _ended(self, result: object, error: Exception | None) -> None:
+        if error is not None and not self._broker.dead:
+            _log.error("%s: a round failed, the next one follows: %s", self._step.label, error, exc_info=error)
+        runner = self._broker.runner
+        runner.wake(self._step, runner.now_ms() + self._every_ms)
+
+    def _round(self) -> None:
+        """Diagnose, compare with the last round, and call back."""
+        if self._broker.dead:
+            return
+        now_ms = self._broker.runner.now_ms()
+        with StoreView.of(self._broker) as view:
+            found = lag(view)
+            findings = [
+                *diagnose(view, self._limits),
+                *self._stopped(view, found, now_ms),
+                *self._gone_instances(view),
+                *self._many_retries(view),
+            ]
+            self._lag = found
+        by_name = {(one.kind, _subject(one)): one for one in worst_first(findings)[::-1]}
+        before, self._raised = self._raised, by_name
+        for name, finding in before.items():
+            if name not in by_name:
+                self._tell(Alarm(now_ms, "cleared", finding))
+        for name, finding in by_name.items():
+            if _is_news(before.get(name), finding):
+                self._tell(Alarm(now_ms, "raised", finding))
+
+    def _tell(self, alarm: Alarm) -> None:
+        try:
+            self._callback(alarm)
+        except Exception:
+            _log.exception("%s: the callback failed on %s", self._step.label, alarm.finding.kind)
+
+    def _stopped(self, view: StoreView, found: Lag, now_ms: int) -> list[Finding]:
+        """Return the groups that run, have messages to consume, and consume none."""
+        findings = []
+        rates = {} if self._lag is None else {(one.group, one.topic): one for one in found.rates_since(self._lag)}
+        for one in found.by_topic():
+            name = one.group, one.topic
+            rate = rates.get(name)
+            if rate is None or not one.lag or rate.consumed_per_s or name not in self._moved_ms:
+                self._moved_ms[name] = now_ms
+            stands_s = (now_ms - self._moved_ms[name]) / 1000
+            if stands_s <= self._limits.stuck_s or (is_own_group(one.group) and not self._limits.own):
+                continue
+            if self._broker.connections(one.group) is not None:
+                findings.append(
+                    Finding(
+                        "progress-stopped", "error", f"group {one.group}, topic {one.topic}",
+                        f"{one.lag:,} messages wait, and the group has consumed none for {stands_s:,.0f} s.",
+                        {"lag": one.lag, "stands_s": stands_s},
+                        "Look at held_progress: which message holds the queue, and where its listener stands.",
+                    )
+                )  # fmt: skip
+        return findings
+
+    def _gone_instances(self, view: StoreView) -> list[Finding]:
+        """Return the instances of running groups that were there in the last round and are not now."""
+        now: dict[str, set[str]] = {}
+        for client in self._broker.clients():
+            for group in client.consumer_groups:
+                now.setdefault(group, set()).add(client.client_id)
+        before, self._clients = self._clients, now
+        return [
+            Finding(
+                "instance-gone", "info", f"group {group}",
+                f"{', '.join(sorted(gone))} left; {len(now.get(group, ()))} instances are there.",
+                {"client_ids": sorted(gone), "instances": len(now.get(group, ()))},
+                "Nothing, if it was stopped on purpose; its queues go to the others.",
+            )
+            for group, clients in before.items()
+            if (gone := clients - now.get(group, set()))
+        ]  # fmt: skip
+
+    def _many_retries(self, view: StoreView) -> list[Finding]:
+        """Return the groups that failed often on messages that came back since the last round."""
+        findings = []
+        for topic in view.topics:
+            if not topic.startswith(RETRY_PREFIX):
+                continue
+            end = view.ranges[topic, 0].max_offset if (topic, 0) in view.ranges else 0
+            begin = self._retries.get(topic, end)
+            self._retries[topic] = end
+            often = [one for one in view.store.messages(topic, 0, begin, end) if _attempts(one) >= self._limits.retries]
+            if often:
+                worst = max(often, key=_attempts)
+                findings.append(
+                    Finding(
+                        "many-retries", "warning", f"group {topic.removeprefix(RETRY_PREFIX)}",
+                        f"{len(often):,} messages came back that failed {self._limits.retries} times or more.",
+                        {"messages": len(often), "most_attempts": _attempts(worst), "message_id": worst.message_id},
+                        "Look at the log of the consumer: the cause stands with each attempt.",
+                    )
+                )  # fmt: skip
+        return findings
+
+
+def _attempts(message: StoredMessage) -> int:
+    return message.reconsume_times
+
+
+def _subject(one: Finding) -> str:
+    cause: Any = one.evidence.get("cause")
+    return one.subject if cause is None else f"{one.subject}: {cause}"
+
+
+def _is_news(before: Finding | None, now: Finding) -> bool:
+    if before is None or before.severity != now.severity:
+        return True
+    number = _GROWING.get(now.kind)
+    return number is not None and now.evidence[number] > before.evidence[number]
+
+
+def watch(
+    broker: Broker,
+    callback: Callable[[Alarm], object],
+    thresholds: Thresholds | None = None,
+    *,
+    every: float = 10.0,
+) -> Watch:
+    """Call ``callback`` with each finding about a running broker that is new or worse, and when it is over.
+
+    Beside what `diagnose` finds, a watch sees what happens between two rounds: progress that stopped
+    (``progress-stopped``), instances that left (``instance-gone``), and retries (``many-retries``).
+
+    Args:
+        broker: The running broker; the watch ends with it.
+        callback: Gets an `Alarm`, in a thread of the broker's runner. What it raises is logged.
+        thresholds: From where on something is a finding.
+        every: Seconds between two rounds.
+
+    Raises:
+        ConfigError: ``every`` is no duration above 0.
+    """
+    seconds = to_seconds("every", every)
+    if seconds <= 0:
+        raise ConfigError(f"every: expected seconds above 0, found {every!r}")
+    return Watch(broker, callback, thresholds or Thresholds(), max(1, round(1000 * seconds)))

@@ -1,0 +1,159 @@
+"""Check of a store's design: what its topics, keys and groups will make hard later.
+
+Queue entries tell sizes exactly. Kinds and keys are read from the newest messages of each topic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from librmq.consumequeue import HOLE_SIZE
+from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
+from librmq.errors import CorruptionError
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.record import FIXED_SIZE
+
+__all__ = ["TopicVolume", "design_check", "topic_volumes"]
+
+_FAR_APART = 100
+"""From this ratio on, one topic of a group makes the other wait."""
+
+
+class TopicVolume(NamedTuple):
+    """How much a topic holds."""
+
+    topic: str
+    queues: int
+    messages: int
+    bytes: int
+    """Of whole records."""
+    largest: int
+    """Bytes of the largest record."""
+
+
+def topic_volumes(source: Source) -> list[TopicVolume]:
+    """Return how much each topic of producers holds, the largest first.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    with viewed(source) as view:
+        found = [_volume(view, topic) for topic in view.topics if is_user_topic(topic)]
+        return sorted(found, key=lambda one: (-one.bytes, one.topic))
+
+
+def _volume(view: StoreView, topic: str) -> TopicVolume:
+    messages = size = largest = 0
+    for queue_id in view.topics[topic]:
+        for _, block in view.store.queues[topic, queue_id].blocks():
+            sizes = block["size"][block["size"] != HOLE_SIZE].astype(np.int64)
+            messages += len(sizes)
+            size += int(sizes.sum())
+            largest = max(largest, int(sizes.max(initial=0)))
+    return TopicVolume(topic, view.queue_count(topic), messages, size, largest)
+
+
+def design_check(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
+    """Return what in the design of topics, keys and groups deserves a look, worst first.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        thresholds: From where on something is a finding. Of each topic the newest ``sampled`` messages are read.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        CorruptionError: a file is damaged.
+    """
+    limits = thresholds or Thresholds()
+    with viewed(source) as view:
+        volumes = {one.topic: one for one in topic_volumes(view)}
+        findings: list[Finding] = []
+        for one in volumes.values():
+            findings += _of_volume(one, limits)
+            findings += _of_messages(one, list(_newest(view, one, limits.sampled)), limits)
+        findings += _of_groups(view, volumes)
+        return worst_first(findings)
+
+
+def _newest(view: StoreView, one: TopicVolume, most: int) -> Iterator[StoredMessage]:
+    ids = view.topics[one.topic]
+    each = max(1, most // len(ids))
+    for queue_id in ids:
+        state = view.ranges[one.topic, queue_id]
+        with suppress(CorruptionError):
+            yield from view.store.messages(one.topic, queue_id, max(state.min_offset, state.max_offset - each))
+
+
+def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
+    if one.queues < limits.few_queues and one.messages > limits.busy_messages:
+        yield Finding(
+            "few-queues", "warning", f"topic {one.topic}",
+            f"{one.messages:,} messages share {one.queues} queue, so one consumer of a group works.",
+            {"queues": one.queues, "messages": one.messages},
+            "Add queues, unless all messages must stay in one order; what is stored does not move.",
+        )  # fmt: skip
+    if one.largest > limits.large_body + FIXED_SIZE:
+        yield Finding(
+            "large-bodies", "warning", f"topic {one.topic}",
+            f"The largest record has {one.largest:,} bytes; bodies over {limits.large_body:,} bytes slow every reader.",
+            {"largest": one.largest, "limit": limits.large_body},
+            "Send a reference to a body that is stored elsewhere: see docs/largebody.md.",
+        )  # fmt: skip
+
+
+def _kind(message: StoredMessage) -> str:
+    properties = message.properties
+    if message.sys_flag & record.TRANSACTION_MASK or properties.get(record.PROPERTY_TRANSACTION_PREPARED) == "true":
+        return "transactional"
+    if record.PROPERTY_REAL_TOPIC in properties:
+        return "delayed"
+    return "plain"
+
+
+def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
+    kinds = Counter(map(_kind, messages))
+    if len(kinds) > 1:
+        yield Finding(
+            "mixed-kinds", "warning", f"topic {one.topic}",
+            f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}.",
+            {"kinds": dict(kinds), "looked_at": len(messages)},
+            "Give each kind a topic of its own: RocketMQ 5 refuses mixtures, and their rates differ.",
+        )  # fmt: skip
+    keys: Counter[str] = Counter(key for message in messages for key in set(message.keys))
+    if keys and len(messages) >= limits.busy_messages:
+        key, count = keys.most_common(1)[0]
+        if count > limits.key_share * len(messages):
+            yield Finding(
+                "skewed-key", "warning", f"topic {one.topic}",
+                f"{count / len(messages):.0%} of the messages looked at have the key {key}.",
+                {"key": key, "messages": count, "looked_at": len(messages)},
+                "Where keys choose the queue, that queue bounds the topic: divide the key, or give it a topic.",
+            )  # fmt: skip
+
+
+def _of_groups(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Finding]:
+    topics: dict[str, list[str]] = {}
+    for group, topic in sorted(view.progress):
+        if not is_own_group(group) and is_user_topic(topic):
+            topics.setdefault(group, []).append(topic)
+    for group, its in topics.items():
+        if len(its) < 2:
+            continue
+        counts = {topic: volumes[topic].messages if topic in volumes else 0 for topic in its}
+        most, least = max(counts.values()), min(counts.values())
+        is_far = most >= _FAR_APART * max(least, 1)
+        yield Finding(
+            "group-over-topics", "warning" if is_far else "info", f"group {group}",
+            f"The group consumes {len(its)} topics"
+            + (", of which one is so much larger that the others wait behind it." if is_far else "."),
+            {"messages_by_topic": counts},
+            "Use one group for each topic: instances that differ lose messages, and a slow topic delays the others.",
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The design check: each planted flaw is found, and a sound design has none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from librmq.diagnosis import Thresholds, design_check, topic_volumes
+from librmq.testing import Kit
+
+LIMITS = Thresholds(busy_messages=50, large_body=1000)
+
+
+def kinds(rmq: Kit) -> list[str]:
+    return [one.kind for one in design_check(rmq.broker, LIMITS)]
+
+
+@pytest.fixture
+def sound(rmq: Kit) -> Kit:
+    rmq.broker.create_topic("T", 4)
+    for number in range(80):
+        rmq.producer().send("T", b"x" * random.Random(number).randrange(900), keys=f"k{number}")
+    rmq.broker.set_group("G")
+    rmq.broker.reset_group("G", "T", "end")
+    return rmq
+
+
+def test_a_sound_design_has_no_findings(sound: Kit) -> None:
+    assert kinds(sound) == []
+
+
+def test_volumes_count_what_is_stored(sound: Kit) -> None:
+    (volume,) = topic_volumes(sound.broker)
+    records = [message.size for message in sound.broker.messages("T")]
+    assert volume == ("T", 4, 80, sum(records), max(records))
+
+
+def test_few_queues_for_many_messages(sound: Kit) -> None:
+    sound.broker.create_topic("Narrow", 1)
+    for _ in range(60):
+        sound.producer().send("Narrow", b"x")
+    assert kinds(sound) == ["few-queues"]
+
+
+def test_large_bodies(sound: Kit) -> None:
+    sound.producer().send("T", random.Random(1).randbytes(1500))
+    assert kinds(sound) == ["large-bodies"]
+
+
+def test_mixed_kinds(sound: Kit) -> None:
+    sound.producer().send("T", b"x", delay=1)
+    sound.advance(seconds=3)
+    assert kinds(sound) == ["mixed-kinds"]
+
+
+def test_a_key_that_skews(sound: Kit) -> None:
+    for _ in range(40):
+        sound.producer().send("T", b"x", keys="hot")
+    (found,) = design_check(sound.broker, LIMITS)
+    assert (found.kind, found.evidence["key"]) == ("skewed-key", "hot")
+
+
+def test_a_group_over_topics_of_unlike_size(sound: Kit) -> None:
+    sound.broker.create_topic("Other", 2)
+    sound.producer().send("Other", b"x")
+    sound.broker.reset_group("G", "Other", "begin")
+    (found,) = design_check(sound.broker, LIMITS)
+    assert (found.kind, found.severity) == ("group-over-topics", "info")
+    for _ in range(40):
+        sound.producer().send("T", b"x")
+    (found,) = design_check(sound.broker, LIMITS)
+    assert found.severity == "warning"
