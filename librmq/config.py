@@ -139,6 +139,11 @@ class Config:
         return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
 
+def wrong_kind(name: str, value: object, expected: str) -> TypeError:
+    """Return the error of an argument that is no value of the expected kind."""
+    return TypeError(f"{name}: expected {expected}, found {value!r:.80}")
+
+
 def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
     """Refuse the value of an optional keyword that is not of its class; ``example`` is an expression that makes one.
 
@@ -147,14 +152,14 @@ def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
     """
     if value is not None and not isinstance(value, kind):
         such_as = f" such as {example}" if example else ""
-        raise TypeError(f"{name}: expected a {kind.__name__}{such_as}, found {value!r:.80}")
+        raise wrong_kind(name, value, f"a {kind.__name__}{such_as}")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the name that was probably meant, or all known names, as the end of an error."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
+    by_lower = {one.lower(): one for one in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(by_lower.values()) or 'none'}"
 
 
 @lru_cache(maxsize=64)

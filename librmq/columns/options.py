@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, Final, Literal
 from librmq.errors import ConfigError
 from librmq.message.topics import is_system_topic
 
-__all__ = ["Mode", "OffsetBounds", "Predicate", "ReadOptions", "View", "Wanted", "check_filters", "suggest"]
+__all__ = ["Mode", "OffsetBounds", "Predicate", "ReadOptions", "View", "Wanted", "check_filters"]
 
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
@@ -21,13 +20,6 @@ OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]
 EARLIEST: Final = -2
 LATEST: Final = -1
 LARGEST_OFFSET: Final = (1 << 63) - 1
-
-
-def suggest(name: str, known: Any) -> str:
-    """Return a hint: the known name most similar to ``name``, or all known names."""
-    lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
-    return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
 
 
 def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> str | None:

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, ReadOptions, Wanted, suggest
+from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, ReadOptions, Wanted
 from librmq.columns.parts import DataLossError, Part, Slice
-from librmq.config import ENTRY_SIZE, StoreConfig
+from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage

@@ -15,12 +15,12 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters, suggest
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters
 from librmq.columns.planner import plan
 from librmq.columns.processes import read_in_processes
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
-from librmq.config import to_timestamp_ms
+from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 

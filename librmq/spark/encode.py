@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.arrays import Ints
 from librmq.columns.decode import HEADER
-from librmq.columns.options import suggest
+from librmq.config import suggest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.hashing import (
     LONGEST_FIXED_KEY,

@@ -20,8 +20,8 @@ from librmq.columns.options import (
     View,
     Wanted,
     check_filters,
-    suggest,
 )
+from librmq.config import suggest
 from librmq.errors import ConfigError
 
 __all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "WriteOptions", "parse_read_options"]

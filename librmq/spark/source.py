@@ -220,8 +220,8 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a schema of Spark's as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
-    from librmq.columns.options import suggest
     from librmq.columns.read import TYPES, columns_of
+    from librmq.config import suggest
 
     known = columns_of(options.view)
     for field in schema.fields:

@@ -32,6 +32,7 @@ from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.clean_shutdown import write_closed_state
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.recovery.plan import RecoveryMode
+from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.unread import Readers
 
@@ -217,6 +218,28 @@ class StoreHandle:
                 if commit.failure is not None:  # meanwhile
                     appender.accepts = False
 
+    def check_room(self) -> None:
+        """Refuse a send while unread messages take all the room; see `MessageStore.check_room`."""
+        error = self.retention.full_error()
+        if error is not None:
+            raise error
+        if self.retention.is_held and self.retention.is_full():
+            self.housekeeping.expire_soon()
+            self.thread.wake()
+
+    def verify(self) -> Verdict:
+        """Look at all of the store, changing nothing; producers wait."""
+        appender = self.appender
+        appender.lock.check_reentry()
+        with appender.lock.mutex:
+            lock_holder = appender.lock
+            if self.closed is not None:
+                raise self.unusable()
+            appender.catch_up()
+            verdict = verify_parts(self.path, self.config, self.files)
+            del lock_holder  # which `check_reentry` looks at
+        return verdict
+
     def recover(self) -> list[Damage]:
         """Open the parts again and make them agree with the whole log; see `MessageStore.recover`."""
         appender = self.appender
@@ -224,7 +247,8 @@ class StoreHandle:
         self.thread.stop()
         with appender.lock.flushing, appender.lock.mutex:
             lock_holder = appender.lock
-            self.check_writable()
+            if self.closed is not None or self.read_only:
+                raise self.unusable()
             with critical:
                 appender.catch_up()
                 self.closed, appender.accepts = "could not be recovered", False  # unless it is

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig, to_seconds, to_timestamp_ms
+from librmq.config import StoreConfig, check_kind, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
+from librmq.errors import ConfigError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
@@ -26,12 +27,12 @@ from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.engine.prepared import AgainFields, AppendFields, AppendResult, BatchFields, CopyTarget, Prepared
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
-from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
+from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue, wrong_argument
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.handle import StoreHandle
-from librmq.store.recovery.verify import Verdict, verify_parts
+from librmq.store.recovery.verify import Verdict
 from librmq.store.upkeep.snapshot import Snapshot, snapshot
 from librmq.store.upkeep.unread import Readers
 from librmq.store.upkeep.unused_topics import clean_unused_topics
@@ -100,10 +101,18 @@ class MessageStore:
             CorruptionError: Names, lengths or damage that no crash explains. Where sound records follow a damage, they
                 are cut (and kept, see `librmq.store.recovery.salvage`) only if ``thorough``.
         """
-        if config is not None and not isinstance(config, StoreConfig):
-            raise TypeError(
-                f"config: expected a StoreConfig, found {config!r:.80}: write StoreConfig(…) or leave it out"
-            )
+        if not isinstance(path, str | os.PathLike):
+            raise wrong_kind("path", path, "the folder of a store")
+        if not os.fspath(path):
+            raise ConfigError(f"path: expected the folder of a store, found {path!r}")
+        check_kind("config", config, StoreConfig, "StoreConfig()")
+        for name, value, needed, example in (
+            ("files", files, "flush_folder", "MemoryFiles()"),
+            ("clock", clock, "now_ms", "ManualClock()"),
+            ("filters", filters, "bitmap", "Registrations()"),
+        ):
+            if value is not None and not hasattr(value, needed):
+                raise wrong_kind(name, value, f"one such as {example}")
         seconds = to_seconds("wait", wait)
         store = object.__new__(cls)
         store.path = os.fspath(path)
@@ -251,7 +260,11 @@ class MessageStore:
 
     def wait_for(self, result: AppendResult) -> None:
         """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
-        self._handle.durability.commit.reach(result.physical_offset + result.size)
+        try:
+            end = result.physical_offset + result.size
+        except AttributeError:
+            raise wrong_kind("result", result, "the result of an Acknowledgement") from None
+        self._handle.durability.commit.reach(end)
 
     def is_writing(self) -> bool:
         """Return whether a call appends at this moment; a deletion by retention does not count."""
@@ -286,7 +299,10 @@ class MessageStore:
             return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
         self._appender.write_entries_that_fit()
         queue = handle.queues.find((topic, queue_id))
-        return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer)
+        try:
+            return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer)
+        except (AttributeError, TypeError) as error:
+            raise wrong_argument(queue_offset, max_messages, matching) or error from None
 
     def matching(
         self,
@@ -359,7 +375,7 @@ class MessageStore:
         """
         self._handle.check_open()
         if not isinstance(physical_offset, int):
-            raise TypeError(f"physical_offset: expected a whole number, found {physical_offset!r:.80}")
+            raise wrong_kind("physical_offset", physical_offset, "a whole number")
         message = self.log.message(physical_offset)
         return self.log.message(physical_offset) if message is None and self.refresh() else message
 
@@ -476,14 +492,7 @@ class MessageStore:
         Raises:
             StoreFullError: which group holds back what, and what to do.
         """
-        handle = self._handle
-        retention = handle.retention
-        error = retention.full_error()
-        if error is not None:
-            raise error
-        if retention.is_held and retention.is_full():
-            handle.housekeeping.expire_soon()
-            handle.thread.wake()
+        self._handle.check_room()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete the queues whose topic is none of ``topics`` and whose messages retention has deleted.
@@ -522,15 +531,7 @@ class MessageStore:
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
-        appender = self._appender
-        appender.lock.check_reentry()
-        with appender.lock.mutex:
-            lock_holder = appender.lock
-            self._handle.check_open()
-            appender.catch_up()
-            verdict = verify_parts(self.path, self.config, self.files)
-            del lock_holder  # which `check_reentry` looks at
-        return verdict
+        return self._handle.verify()
 
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and release the lock. A second call does nothing.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.options import Mode, suggest
+from librmq.columns.options import Mode
+from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC

@@ -16,7 +16,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
@@ -127,8 +127,11 @@ class Appender:
         wait: bool = True,
     ) -> AppendResult:
         """See `MessageStore.append`."""
-        topic, body = message.topic, message.body
-        if message._delays is not None:
+        try:
+            topic, body, delays = message.topic, message.body, message._delays
+        except AttributeError:
+            raise wrong_kind("message", message, "a Message") from None
+        if delays is not None:
             raise MessageIllegalError("delay, deliver_at: a broker resolves them; a store takes a delay_level")
         properties: Mapping[str, str] = message.properties
         waits_ms: int | None = None
@@ -240,7 +243,10 @@ class Appender:
         prepared_transaction_offset: int = 0,
     ) -> AppendResult:
         """See `MessageStore.append_again`."""
-        data = record.raw
+        try:
+            data = record.raw
+        except AttributeError:
+            raise wrong_kind("record", record, "a StoredMessage") from None
         begin, end, _, _, _, _ = record.frame
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
@@ -281,7 +287,10 @@ class Appender:
         wait: bool = True,
     ) -> list[AppendResult]:
         """See `MessageStore.append_batch`."""
-        check_batch(messages)
+        try:
+            check_batch(messages)
+        except (AttributeError, TypeError):
+            raise wrong_kind("messages", messages, "a list of Message") from None
         if sys_flag & _TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
         stored_at = self._host if store_host is None else record_format.encode_host(store_host)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.clock import Clock
+from librmq.config import wrong_kind
 from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
@@ -103,6 +104,8 @@ def message_filter(
     if sum(one is not None for one in (tags, sql, registration, predicate)) > 1:
         raise ConfigError("matching: expected one of tags, sql, registration, predicate")
     if tags is not None:
+        if not isinstance(tags, str):
+            raise wrong_kind("tags", tags, "text such as 'a || b'")
         return ByTags(TagFilter(tags))
     if predicate is not None:
         if not isinstance(predicate, WatchedPredicate):
@@ -114,7 +117,10 @@ def message_filter(
         return BySql(sql if isinstance(sql, SqlFilter) else SqlFilter(sql))
     if registration is None:
         return None
-    topic, group = registration
+    try:
+        topic, group = registration
+    except (TypeError, ValueError):
+        raise wrong_kind("registration", registration, "(topic, group)") from None
     found = None if filters is None else filters.get(topic, group)
     if found is None:
         raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")

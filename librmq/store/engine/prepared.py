@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict
 
+from librmq.config import wrong_kind
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE
@@ -132,7 +133,10 @@ class AgainFields(TypedDict, total=False):
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
     """Prepare the message of a record for the queue of ``lane``; see `MessageStore.prepare_again`."""
     _, _, raw, unique_key, keys, tags = target
-    data = record.raw
+    try:
+        data = record.raw
+    except AttributeError:
+        raise wrong_kind("record", record, "a StoredMessage") from None
     begin, end, _, _, _, _ = record.frame
     body = data[begin:end]
     raw_size = len(raw)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import Final
 
+from librmq.config import wrong_kind
 from librmq.errors import CorruptionError
 from librmq.message import record
 from librmq.message.message import StoredMessage
@@ -22,6 +23,9 @@ def find_by_key(
     parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
 ) -> list[StoredMessage]:
     """Find messages by key; see `MessageStore.find_by_key`."""
+    for name, value in (("topic", topic), ("key", key)):
+        if not isinstance(value, str):
+            raise wrong_kind(name, value, "text")
     found = []
     last = -1
     if exact and begin_ms == 0:

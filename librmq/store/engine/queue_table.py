@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
+from librmq.config import wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 
@@ -58,8 +59,17 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         return self._open.setdefault(name, queue)
 
     def find(self, name: QueueName) -> ConsumeQueue | None:
-        """Return the queue, or None; faster than `get`."""
-        return self._open.get(name) or (self[name] if name in self._known else None)
+        """Return the queue, or None; faster than `get`.
+
+        Raises:
+            TypeError: No queue can have this name.
+        """
+        queue = self._open.get(name)
+        if queue is None:
+            if name in self._known:
+                return self[name]
+            _check(name)
+        return queue
 
     def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
         self._open[name] = queue
@@ -92,3 +102,11 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             for name, queue in self._open.items()
         }
         return {**{name: state for name, state in self._known.items() if state is not None}, **opened}
+
+
+def _check(name: QueueName) -> None:
+    topic, queue_id = name
+    if not isinstance(topic, str):
+        raise wrong_kind("topic", topic, "text")
+    if not hasattr(queue_id, "__index__"):
+        raise wrong_kind("queue_id", queue_id, "a whole number")

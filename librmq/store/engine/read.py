@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.message.message import StoredMessage
@@ -128,6 +128,16 @@ def read_queue(
     result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
     _read_matching(log, queue, entries, max_messages, matching, transfer, result)
     return result
+
+
+def wrong_argument(queue_offset: object, max_messages: object, matching: object) -> TypeError | None:
+    """Return the error that names the first of these that is of a wrong kind, None if none is."""
+    for name, value in (("queue_offset", queue_offset), ("max_messages", max_messages)):
+        if not hasattr(value, "__index__"):
+            return wrong_kind(name, value, "a whole number")
+    if matching is not None and not hasattr(matching, "match_entries"):
+        return wrong_kind("matching", matching, "a filter, as matching() returns it")
+    return None
 
 
 def _read_all(
