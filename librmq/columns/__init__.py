@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.columns.options import Wanted as Wanted
     from librmq.columns.parts import DataLossError as DataLossError
     from librmq.columns.parts import Part as Part
+    from librmq.columns.parts import ReadingProcessError as ReadingProcessError
     from librmq.columns.planner import plan as plan
     from librmq.columns.read import CORRUPT as CORRUPT
     from librmq.columns.read import TYPES as TYPES
@@ -28,7 +29,7 @@ _MODULES = {
     "arrow_dataset": ("StoreDataset", "dataset"),
     "exports": ("Exported", "export"),
     "options": ("ReadOptions", "Wanted"),
-    "parts": ("DataLossError", "Part"),
+    "parts": ("DataLossError", "Part", "ReadingProcessError"),
     "planner": ("plan",),
     "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
     "record_batches": ("ReaderKeywords", "reader", "scan"),

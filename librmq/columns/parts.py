@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from librmq.errors import StoreError
 from librmq.files.damage import Damage
 
-__all__ = ["DataLossError", "Part", "Slice"]
+__all__ = ["DataLossError", "Part", "ReadingProcessError", "Slice"]
 
 
 class DataLossError(StoreError):
     """Wanted messages are gone; with ``failOnDataLoss`` false the rest is read."""
+
+
+class ReadingProcessError(StoreError):
+    """A process that read a part of a store ended before its work did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,9 @@
-"""A read by several processes: each decodes some parts, and the parent yields their batches in order.
+"""A read by several processes, of which the caller's is one; batches come in the order of the parts.
 
-::
-
-    parent ── stdin ──> child      a pickle: options, schema, parts; then the pipe stays open while the parent lives
-           <── stdout ──           frames: kind 1, length 8, bytes; a batch, the end of a part, or an error
-
-Children are separate programs, not forks, so the parent can have threads and needs no ``__main__`` guard. A child ends
-when its stdin closes, also if the parent was killed. Child ``n`` modulo their number reads part ``n``. A thread for
-each child reads ahead, at most `_AHEAD_BYTES`.
+Children are programs of their own, not forks, so the caller may have threads and needs no ``__main__`` guard. Parts are
+given out one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has. While
+it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so no process waits for the slowest. A child
+takes as long to start as this process to read `_PARTS_TO_START` parts, so its first part lies behind them.
 """
 
 from __future__ import annotations
@@ -15,208 +11,307 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
-import struct
 import subprocess
 import sys
-import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Final
 
 import pyarrow as pa
 
+from librmq.columns.child import COMMAND
 from librmq.columns.options import ReadOptions
-from librmq.columns.parts import Part
+from librmq.columns.parts import Part, ReadingProcessError
 from librmq.columns.read import Reading
+from librmq.columns.transfer import (
+    END,
+    ERROR,
+    FRAME,
+    LENGTH,
+    READY,
+    SHARED,
+    ReadRequest,
+    Slots,
+    pickled,
+    pipe_size,
+    unpickled,
+)
 from librmq.errors import ConfigError, StoreError
 
-__all__ = ["read_in_processes"]
+__all__ = ["SharedReader"]
 
-_FRAME: Final = struct.Struct(">cQ")
-_LENGTH: Final = struct.Struct(">Q")
-_BATCH: Final = b"b"
-_END: Final = b"p"
-_ERROR: Final = b"e"
+_PARTS_AHEAD: Final = 2
+_PARTS_TO_START: Final = 6
 _AHEAD_BYTES: Final = 32 << 20
-_PIPE_BYTES: Final = 1 << 20
-_F_SETPIPE_SZ: Final = 1031  # Linux
-_CHILD: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.processes import serve; serve()"
 
 
-class ReadingProcessError(StoreError):
-    """A process that reads parts of a store ended before its work did."""
+class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
+    """The rows of parts in order, read by ``count`` processes, of which this is one.
 
-
-def read_in_processes(
-    options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int
-) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of ``parts`` in order, read by ``count`` processes.
-
-    Raises:
-        ReadingProcessError: A process was killed.
+    `close` ends the others at once; so does the end of the rows, and dropping the reader. Reading raises
+    `ReadingProcessError` if one of them is killed, and `StoreError` after `close`.
     """
-    if not sys.executable:
-        raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
-    children: list[_Child] = []
-    try:
-        for number in range(min(count, len(parts))):
-            children.append(_Child(options, schema, parts[number::count]))
-        for number in range(len(parts)):
-            yield from children[number % len(children)].part()
-    finally:
-        for child in children:
+
+    def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
+        reading = _Reading(options, schema, parts, count)
+        weakref.finalize(self, reading.close)
+        self._source = _Source(reading, schema)
+        super().__init__(self._source)
+
+    def close(self) -> None:
+        """End the processes that read; no more rows can be read."""
+        self._source.close()
+
+
+class _Source:
+    """The read as a stream of Arrow's IPC format: a file to pyarrow, which takes its buffers without a copy."""
+
+    def __init__(self, reading: _Reading, schema: pa.Schema) -> None:
+        self._reading = reading
+        self._messages = reading.messages()
+        self._message: pa.Buffer = schema.serialize()
+        self._at = 0
+        self.closed = False
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int) -> pa.Buffer:
+        if self.closed:
+            raise StoreError("this read is closed")
+        if self._at >= self._message.size:
+            self._message, self._at = next(self._messages, pa.py_buffer(b"")), 0
+        found = self._message.slice(self._at, min(size, self._message.size - self._at))
+        self._at += size
+        return found
+
+    read_buffer = read
+
+    def close(self) -> None:
+        self.closed = True
+        self._message = pa.py_buffer(b"")
+        self._reading.close()
+
+
+class _OwnPart:
+    """A part that this process reads ahead: what it has read of it, and the rest."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self.read: deque[pa.Buffer | Exception] = deque()
+        self.is_whole = False
+
+    def more(self) -> int:
+        """Read one more batch, and return its bytes; an error is kept for its turn."""
+        try:
+            batch = next(self._batches, None)
+        except Exception as error:
+            self.read.append(error)
+            self.is_whole = True
+            return 0
+        if batch is None:
+            self.is_whole = True
+            return 0
+        message = batch.serialize()
+        self.read.append(message)
+        return int(message.size)
+
+
+class _Reading:
+    """Who reads which part."""
+
+    def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
+        if not sys.executable:
+            raise ConfigError(
+                "processes: this Python does not know its program (sys.executable); read with processes=1"
+            )
+        self._parts = parts
+        self._left = deque(range(len(parts)))
+        """The parts that no process has."""
+        self._own = Reading(options, schema)
+        self._own_parts: dict[int, _OwnPart] = {}
+        self._ahead = 0
+        self._reader_of: dict[int, _Child] = {}
+        self._children: list[_Child] = []
+        try:
+            children = min(count, len(parts)) - 1
+            first = min(_PARTS_TO_START, len(parts) - children)
+            for number in range(first, first + children):
+                self._children.append(_Child(options, schema))
+                self._give(number, self._children[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    def messages(self) -> Iterator[pa.Buffer]:
+        """Yield all batches in order, as messages of Arrow's IPC format."""
+        try:
+            for number in range(len(self._parts)):
+                child = self._reader_of.pop(number, None)
+                yield from self._own_messages(number) if child is None else self._messages_of(child)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the children."""
+        for child in self._children:
             child.close()
+
+    def _give(self, number: int, child: _Child) -> None:
+        self._left.remove(number)
+        self._reader_of[number] = child
+        child.give(number, self._parts[number])
+
+    def _give_out(self) -> None:
+        """Give the children that have started their next parts."""
+        for child in self._children:
+            child.listen()
+            while child.is_ready and child.parts < _PARTS_AHEAD:
+                number = next((number for number in self._left if number > child.last), None)
+                if number is None:
+                    break
+                self._give(number, child)
+
+    def _own_messages(self, number: int) -> Iterator[pa.Buffer]:
+        part = self._own_parts.pop(number, None) or self._begin(self._left.popleft())
+        while True:
+            while part.read:
+                found = part.read.popleft()
+                if isinstance(found, Exception):
+                    raise found
+                self._ahead -= found.size
+                yield found
+                self._give_out()
+            if part.is_whole:
+                return
+            self._ahead += part.more()
+
+    def _messages_of(self, child: _Child) -> Iterator[pa.Buffer]:
+        while True:
+            while not child.listen() and self._read_ahead():
+                self._give_out()
+            kind, found = child.frame()
+            if kind == END:
+                return
+            yield found
+            self._give_out()
+
+    def _begin(self, number: int) -> _OwnPart:
+        return _OwnPart(self._own.read(self._parts[number]))
+
+    def _read_ahead(self) -> bool:
+        """Read a batch of a later part here; return False if there is none, or no room."""
+        if self._ahead >= _AHEAD_BYTES:
+            return False
+        last = max(self._own_parts, default=-1)
+        if last < 0 or self._own_parts[last].is_whole:
+            if not self._left:
+                return False
+            last = self._left.popleft()
+            self._own_parts[last] = self._begin(last)
+        self._ahead += self._own_parts[last].more()
+        return True
 
 
 class _Child:
-    """A process that reads parts, and the thread that receives its batches."""
+    """A process that reads parts, seen by the one that wants their batches."""
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part]) -> None:
-        self._schema = schema
-        self._program = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CHILD.format(path=sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+        self.is_ready = False
+        self.parts = 0
+        """How many parts it has that did not end."""
+        self.last = -1
+        """The last part that it was given: its batches come in this order."""
+        self._frames: deque[tuple[bytes, Any]] = deque()
+        self._is_closed = False
+        self._slots = Slots.create()
+        inherited = () if self._slots is None else self._slots.descriptors
+        try:
+            self._program = subprocess.Popen(
+                [sys.executable, "-P", "-c", COMMAND.format(path=sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=inherited,
+            )
+        finally:
+            if self._slots is not None:
+                self._slots.close_inherited()
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         self._stdin: IO[bytes] = self._program.stdin
         self._stdout: IO[bytes] = self._program.stdout
-        self._changed = threading.Condition()
-        self._frames: deque[tuple[bytes, bytearray]] = deque()
-        self._ahead = 0
-        self._is_closed = False
-        payload = pickle.dumps((os.getpid(), options, schema, list(parts)))
-        self._thread = threading.Thread(target=self._run, args=(payload,), name="librmq columns", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # for example, no thread can be started
-            with self._program:
-                self._program.kill()
-            raise
+        pipe_size(self._stdin)
+        pipe_size(self._stdout)
+        self._send(ReadRequest(os.getpid(), options, schema, inherited or None))
 
-    def part(self) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of the next part."""
-        while True:
-            with self._changed:
-                while not self._frames:
-                    self._changed.wait()
-                kind, data = self._frames.popleft()
-                self._ahead -= len(data)
-                self._changed.notify_all()
-            if kind == _END:
-                return
-            if kind == _ERROR:
-                raise _error_of(data)
-            yield pa.ipc.read_record_batch(pa.py_buffer(data), self._schema)
+    def give(self, number: int, part: Part) -> None:
+        """Let it read a part, which lies behind those that it has."""
+        self.last = number
+        self.parts += 1
+        self._send(part)
+
+    def _send(self, what: object) -> None:
+        data = pickle.dumps(what)
+        view = memoryview(LENGTH.pack(len(data)) + data)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its frames tell
+            while view.nbytes:
+                view = view[self._stdin.write(view) :]
+
+    def listen(self) -> bool:
+        """Take what it has said so far; return whether there is a batch, or an end, to take."""
+        while not self._frames and self._says():
+            self._take_frame()
+        return bool(self._frames)
+
+    def frame(self) -> tuple[bytes, Any]:
+        """Wait for the next batch, or for the end of its part; raise the error that ended the process."""
+        while not self._frames:
+            self._take_frame()
+        kind, data = self._frames.popleft()
+        if kind == ERROR:
+            raise unpickled(data)
+        self.parts -= kind == END
+        return kind, self._slots.buffer(data) if kind == SHARED and self._slots is not None else pa.py_buffer(data)
+
+    def _says(self) -> bool:
+        """Return whether a frame can be taken without waiting; where that is unknown, False."""
+        if os.name != "posix":
+            return not self.is_ready
+        import select
+
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _take_frame(self) -> None:
+        head = self._read(FRAME.size)
+        kind, size = FRAME.unpack(head) if len(head) == FRAME.size else (ERROR, -1)
+        data = self._read(size) if size > 0 else bytearray()
+        if size > len(data) or size < 0:
+            if self._is_closed:
+                raise StoreError("this read is closed")
+            status = self._program.wait()
+            gone = ReadingProcessError(f"a process that read the store ended with status {status}")
+            kind, data = ERROR, bytearray(pickled(gone))
+        if kind == READY:
+            self.is_ready = True
+        else:
+            self._frames.append((kind, data))
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view, at = memoryview(data), 0
+        while at < size and (count := self._stdout.readinto(view[at:])):  # type: ignore[attr-defined]
+            at += count
+        del view
+        return data[:at] if at < size else data
 
     def close(self) -> None:
         """End the process."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
         self._program.kill()
         self._program.wait()
-        self._thread.join()
         for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):  # of unwritten data
-                pipe.close()
-
-    def _run(self, payload: bytes) -> None:
-        """Send the work, then receive frames until the process ends."""
-        try:
-            _widen(self._stdout)
-            self._stdin.write(_LENGTH.pack(len(payload)) + payload)
-            self._stdin.flush()
-            while head := self._stdout.read(_FRAME.size):
-                kind, size = _FRAME.unpack(head)
-                data = bytearray(size)
-                if self._stdout.readinto(data) != size:  # type: ignore[attr-defined]
-                    break
-                if not self._put(kind, data):
-                    return
-        except OSError:  # the child ended early or was closed
-            pass
-        except Exception as error:  # for example MemoryError; the reader must not wait forever
-            self._put(_ERROR, bytearray(_pickled(error)))
-            return
-        status = self._program.wait()
-        self._put(_ERROR, bytearray(_pickled(ReadingProcessError(f"a reading process ended with status {status}"))))
-
-    def _put(self, kind: bytes, data: bytearray) -> bool:
-        """Pass on a frame when there is room; return False if the reader has closed."""
-        with self._changed:
-            while self._frames and self._ahead + len(data) > _AHEAD_BYTES and not self._is_closed:
-                self._changed.wait()
-            self._frames.append((kind, data))
-            self._ahead += len(data)
-            self._changed.notify_all()
-            return not self._is_closed
-
-
-def _widen(pipe: IO[bytes]) -> None:
-    if sys.platform == "linux":
-        import fcntl
-
-        with contextlib.suppress(OSError):  # larger than the system allows
-            fcntl.fcntl(pipe.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
-
-
-def _error_of(data: bytes | bytearray) -> BaseException:
-    """Return the error that `_pickled` encoded, without its constructor, which may need other arguments."""
-    kind, arguments, fields = pickle.loads(data)
-    error: BaseException = kind.__new__(kind, *arguments)
-    error.__dict__.update(fields)
-    return error
-
-
-# ------------------------------------------------------------------------------------------------------- in a child
-
-
-def serve() -> None:
-    """Read the parts that the parent sends, and write their batches to stdout. This is the main program of a child."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # prints must not mix with the frames
-    source = sys.stdin.buffer
-    (size,) = _LENGTH.unpack(source.read(_LENGTH.size))
-    parent, options, schema, parts = pickle.loads(source.read(size))
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    try:
-        reading = Reading(options, schema)
-        for part in parts:
-            for batch in reading.read(part):
-                _send(out, _BATCH, batch.serialize())
-            _send(out, _END, b"")
-    except BrokenPipeError:  # the parent closed the read or ended
-        os._exit(0)
-    except Exception as error:
-        _send(out, _ERROR, _pickled(error))
-
-
-def _send(out: Any, kind: bytes, data: Any) -> None:
-    view = memoryview(data)
-    out.write(_FRAME.pack(kind, view.nbytes))
-    while view.nbytes:
-        view = view[out.write(view) :]
-
-
-def _pickled(error: Exception) -> bytes:
-    """Return an error as bytes, or its text if it can't be pickled."""
-    try:
-        return pickle.dumps((type(error), error.args, error.__dict__))
-    except Exception:
-        return pickle.dumps((StoreError, (f"{type(error).__name__}: {error}",), {}))
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when the parent closes the pipe, or has ended while a fork of it still holds the pipe."""
-    if os.name == "posix":
-        import select
-
-        while not select.select([0], [], [], 1.0)[0] and os.getppid() == parent:
-            pass
-    else:
-        os.read(0, 1)
-    os._exit(0)
+            pipe.close()

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters
 from librmq.columns.planner import plan
-from librmq.columns.processes import read_in_processes
+from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
 from librmq.config import suggest, to_timestamp_ms
@@ -28,7 +28,7 @@ __all__ = ["ReaderKeywords", "Stores", "batches_of", "reader", "scan", "selectio
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """The folder of a store, or several."""
-_SHARED_PART_BYTES: Final = 8 << 20
+_SHARED_PART_BYTES: Final = 16 << 20
 """Bytes of the log in a part when several processes read: small enough to decode ahead."""
 _MOST_PROCESSES: Final = 256
 
@@ -140,7 +140,7 @@ def batches_of(
         shared = replace(options, min_partitions=processes)
         parts = plan(shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
     if processes > 1 and parts:
-        return pa.RecordBatchReader.from_batches(schema, read_in_processes(options, schema, parts, processes))
+        return SharedReader(options, schema, parts, processes)
 
     def batches() -> Iterator[pa.RecordBatch]:
         reading = Reading(options, schema, files)

@@ -184,7 +184,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert numbers(tmp_path / "lake") == list(range(60))
     assert main(["export", str(store), "-o", str(tmp_path / "x"), "--columns", "nothing"]) == 2
     assert "no column 'nothing'" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), "-o", str(tmp_path / "y")]) == 2
+    assert main(["export", str(tmp_path / "lake"), "-o", str(tmp_path / "y")]) == 2
 
 
 @pytest.mark.parametrize("flush", [False, True])

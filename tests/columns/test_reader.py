@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ import pytest
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns.options import View
-from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
+from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -30,7 +31,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns import DataLossError, dataset, reader
+from librmq.columns import DataLossError, ReadingProcessError, dataset, reader
 
 START_MS = 1_700_000_000_000
 COUNT = 400
@@ -263,12 +264,15 @@ def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> Non
     assert (done.stdout.split(), done.stderr) == ([str(len(USER)), "False"], "")
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
 def children_of(process: int) -> list[int]:
     found = Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(one) for one in found.split()]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@linux
 @pytest.mark.platform
 def test_children_die_with_a_parent_that_is_killed(path: Path) -> None:
     code = (
@@ -291,15 +295,68 @@ def test_children_die_with_a_parent_that_is_killed(path: Path) -> None:
         os.close(wait)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@linux
 @pytest.mark.platform
-def test_closing_ends_the_children(path: Path) -> None:
+def test_closing_ends_the_children_at_once(path: Path) -> None:
+    """Though the reader and a batch of it are still held, and as the end of a block."""
+    before = children_of(os.getpid())
+    batches = reader(path, processes=3)
+    kept = next(batches)
+    assert len(children_of(os.getpid())) == len(before) + 2
+    batches.close()
+    assert children_of(os.getpid()) == before
+    with pytest.raises(StoreError, match="closed"):
+        next(batches)
+    with reader(path, processes=2) as again:
+        assert next(again).slice(0, 1).equals(kept.slice(0, 1))
+    assert children_of(os.getpid()) == before
+
+
+@linux
+@pytest.mark.platform
+def test_no_read_leaves_anything_behind(path: Path, tmp_path: Path) -> None:
+    """Read to its end, dropped half-way, never begun, refused, failed: no process and no open file stays."""
+
+    def held() -> tuple[list[int], int]:
+        gc.collect()
+        return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
+
+    shutil.copytree(path, tmp_path / "damaged")
+    for file in (tmp_path / "damaged" / "commitlog").iterdir():
+        raw = bytearray(file.read_bytes())
+        raw[95] ^= 0xFF
+        file.write_bytes(raw)
+    reader(path, processes=2).read_all()
+    before = held()
+    for _ in range(3):
+        reader(path, processes=2).read_all()
+        next(reader(path, processes=3))
+        reader(path, processes=2)
+        with pytest.raises(CorruptionError):
+            reader(tmp_path / "damaged", processes=3).read_all()
+    assert held() == before
+
+
+@linux
+@pytest.mark.platform
+def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
     before = children_of(os.getpid())
     batches = reader(path, processes=2)
-    next(batches)
-    batches.close()
-    del batches
+    (child,) = set(children_of(os.getpid())) - set(before)
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(ReadingProcessError, match="ended with status -9"):
+        batches.read_all()
     assert children_of(os.getpid()) == before
+
+
+def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
+    """More of them than a child can share at a time, and larger ones than it can share at all."""
+    with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:
+        for number in range(130):
+            store.append(Message("T", bytes([number]) * 900_000))
+    one = list(reader(tmp_path / "s"))
+    kept = [batch for _ in range(2) for batch in reader(tmp_path / "s", processes=2)]
+    assert pa.Table.from_batches(kept).equals(pa.Table.from_batches(one * 2))
 
 
 # --------------------------------------------------------------------------------------------------------- the room

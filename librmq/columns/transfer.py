@@ -1,0 +1,192 @@
+"""How a process that reads parts of a store hands its batches to the process that asked for them.
+
+::
+
+    parent ── stdin ──> child      length 8, bytes: pickles: a `ReadRequest`, then each part that the child is to read
+           <── stdout ──           frames: kind 1, length 8, bytes
+           ── free ──>             the number of each slot that may be written again, 1 byte
+
+    shared memory                  `SLOTS` slots of `SLOT_BYTES`, each for one batch as a message of Arrow's IPC format
+
+A batch that fits into a slot crosses without a copy by the parent. Others, and all where the system lacks
+``memfd_create``, go through the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import struct
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from librmq.columns.options import ReadOptions
+from librmq.errors import StoreError
+
+__all__ = [
+    "BATCH",
+    "END",
+    "ERROR",
+    "FRAME",
+    "LENGTH",
+    "READY",
+    "SHARED",
+    "ReadRequest",
+    "SlotWriter",
+    "Slots",
+    "pickled",
+    "pipe_size",
+    "unpickled",
+]
+
+FRAME: Final = struct.Struct(">cQ")
+LENGTH: Final = struct.Struct(">Q")
+READY: Final = b"r"
+"""The child has started, and takes parts."""
+SHARED: Final = b"s"
+"""A batch in a slot: its number, where it begins there, its length."""
+BATCH: Final = b"b"
+"""A batch."""
+END: Final = b"p"
+"""A part has no more batches."""
+ERROR: Final = b"e"
+"""An error, after which the child ends."""
+
+SLOTS: Final = 6
+SLOT_BYTES: Final = 16 << 20
+_PLACE: Final = struct.Struct(">BQQ")
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a child has to know before its first part."""
+
+    parent: int
+    options: ReadOptions
+    schema: pa.Schema
+    slots: tuple[int, int] | None
+    """Descriptors of the shared memory and of the pipe for free slots."""
+
+
+class Slots:
+    """The shared memory, seen by the parent."""
+
+    def __init__(self, memory: int) -> None:
+        try:
+            os.ftruncate(memory, SLOTS * SLOT_BYTES)
+            self._map = mmap.mmap(memory, SLOTS * SLOT_BYTES)
+            reading, writing = os.pipe()
+        except BaseException:
+            os.close(memory)
+            raise
+        self._descriptors = [memory, reading]
+        self._free = _FreeSlots(writing)
+
+    @classmethod
+    def create(cls) -> Slots | None:
+        """Return shared memory; None where the system has none of this kind."""
+        if not hasattr(os, "memfd_create"):
+            return None
+        try:
+            return cls(os.memfd_create("librmq-columns", os.MFD_CLOEXEC))
+        except OSError:
+            return None
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What the child inherits."""
+        return self._descriptors[0], self._descriptors[1]
+
+    def close_inherited(self) -> None:
+        """Close what the child has by now; the mapping stays."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def buffer(self, place: bytes | bytearray) -> pa.Buffer:
+        """Return the message of a `SHARED` frame; its slot is free when the last array on it is gone.
+
+        A caller that keeps batches would use up the slots, so then it gets copies.
+        """
+        slot, begin, size = _PLACE.unpack(place)
+        found = np.frombuffer(self._map, np.uint8, size, slot * SLOT_BYTES + begin)
+        self._free.held += 1
+        if self._free.held > SLOTS // 2:
+            found = found.copy()
+            self._free.release(slot)
+        else:
+            weakref.finalize(found, self._free.release, slot).atexit = False
+        return pa.py_buffer(found)
+
+
+class _FreeSlots:
+    """The pipe for free slots. Batches that outlive the read hold it too, so no other file gets its number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.held = 0
+        """How many slots hold a batch that the caller has."""
+
+    def release(self, slot: int) -> None:
+        self.held -= 1
+        with contextlib.suppress(OSError):  # the child has ended
+            os.write(self._descriptor, bytes([slot]))
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+class SlotWriter:
+    """The shared memory, seen by a child."""
+
+    def __init__(self, schema: pa.Schema, descriptors: tuple[int, int]) -> None:
+        memory, self._freed = descriptors
+        self._map = memoryview(mmap.mmap(memory, SLOTS * SLOT_BYTES))
+        self._schema = schema
+        self._schema_bytes = schema.serialize().size
+        self._free = list(range(SLOTS))
+
+    def write(self, batch: pa.RecordBatch) -> bytes | None:
+        """Write a batch into the next free slot, and return its place; None if the batch is too large.
+
+        Waits until the parent needs one of the slots no longer.
+        """
+        if self._schema_bytes + pa.ipc.get_record_batch_size(batch) > SLOT_BYTES:
+            return None
+        if not self._free:
+            self._free += os.read(self._freed, SLOTS)
+            if not self._free:
+                raise BrokenPipeError("the parent is gone")
+        slot = self._free.pop()
+        sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._map[slot * SLOT_BYTES :][:SLOT_BYTES]))
+        pa.ipc.new_stream(sink, self._schema).write_batch(batch)
+        return _PLACE.pack(slot, self._schema_bytes, sink.tell() - self._schema_bytes)
+
+
+def pickled(error: Exception) -> bytes:
+    """Return an error as bytes; one that cannot be pickled goes as its text."""
+    try:
+        return pickle.dumps((type(error), error.args, error.__dict__))
+    except Exception:
+        return pickle.dumps((StoreError, (f"{type(error).__name__}: {error}",), {}))
+
+
+def unpickled(data: bytes | bytearray) -> BaseException:
+    """Return an error from what `pickled` made of it; its class may want other arguments than its text."""
+    kind, arguments, fields = pickle.loads(data)
+    error: BaseException = kind.__new__(kind, *arguments)
+    error.__dict__.update(fields)
+    return error
+
+
+def pipe_size(descriptor: Any) -> None:
+    """Widen a pipe where the system allows it."""
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, 1 << 20)
