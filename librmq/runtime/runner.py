@@ -22,11 +22,13 @@ from typing import Any, Final, Protocol, TypeVar
 
 from librmq.clock import Clock, moves_by_itself
 
-__all__ = ["NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
+__all__ = ["AT_ONCE", "NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
 """A time that never comes, in milliseconds."""
+AT_ONCE: Final = -NEVER
+"""A time that has always come, also with a clock that stands before 1970."""
 
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
 """``aside(wait, done)`` runs ``wait()``, which waits for a disk, without blocking other turns. Then it runs
@@ -124,8 +126,8 @@ class Runner:
 
     # ---- the six names
 
-    def wake(self, step: Step, at: int = 0) -> None:
-        """Make ``step`` due at ``at`` (ms since 1970; 0 means at once), unless it is due earlier. Under the lock."""
+    def wake(self, step: Step, at: int = AT_ONCE) -> None:
+        """Make ``step`` due at ``at`` (ms since 1970), unless it is due earlier. Under the lock."""
         if step.at is None or at < step.at:
             try:
                 heapq.heappush(self._heap, (at, next(self._count), step))
@@ -139,9 +141,9 @@ class Runner:
         """Run ``work`` as soon as a thread is free. Under the lock."""
         try:
             self.ready.append(work)
-            self._signal(0)
+            self._signal(AT_ONCE)
         except BaseException:
-            self._signal(0)
+            self._signal(AT_ONCE)
             raise
 
     def point(self, label: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, cast
 from librmq.clock import Clock, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
-from librmq.runtime.runner import NEVER, Runner, Step, Work
+from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
 
 __all__ = ["ThreadRunner"]
 
@@ -90,7 +90,7 @@ class ThreadRunner(Runner):
     def _signal(self, at: int) -> None:
         if self._holder_looks or self._stopping:
             return
-        if at > 0 and at > self.now_ms():
+        if at != AT_ONCE and at > self.now_ms():
             self._signal_clock(at)
         elif not self._looking and not self._is_roused:
             self._rouse()
@@ -121,7 +121,7 @@ class ThreadRunner(Runner):
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
-            self._tell_clock(0)  # every worker is in user code, so the clock thread runs steps
+            self._tell_clock(AT_ONCE)  # every worker is in user code, so the clock thread runs steps
 
     def _start_worker(self) -> None:
         try:
@@ -220,7 +220,7 @@ class ThreadRunner(Runner):
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
                 _release_turn(self._clock_turn)
-            elif not self._tell_clock(0):
+            elif not self._tell_clock(AT_ONCE):
                 self._is_watched = self._is_swift = False
                 self._rouse()
 

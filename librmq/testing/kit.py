@@ -14,6 +14,7 @@ from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
+from librmq.errors import RmqError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
@@ -376,7 +377,10 @@ class Kit:
     def before_send(self, process: Process, topic: str) -> None:
         """Record a message before it is stored; refuse it if a fault says so."""
         if current_work() is None:
-            self._start()
+            try:
+                self._start()
+            except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
+                raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process is self._test:
             self._evidence.note_sent(topic)
         self.faults.before_send(process, topic)

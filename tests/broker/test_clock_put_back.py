@@ -1,4 +1,4 @@
-"""A clock that is put back by an hour: what waits comes now, not when the clock has caught up."""
+"""A clock that is put back by an hour, or stands before 1970: what waits comes at its time all the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
-from librmq.clock import SystemClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.delay import DelayConfig
@@ -17,6 +17,7 @@ from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues
+from librmq.runtime.manual import ManualRunner
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000
@@ -40,6 +41,25 @@ def broker(clock: Adjusted) -> Iterator[Broker]:
     store = StoreConfig.tiny(message_delay_level="1s 1s 1s 1s")
     with Broker.open("/b", settings, files=MemoryFiles(), clock=clock, store_config=store) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("start_ms", [-10 * 365 * 24 * HOUR_MS, -5_000])
+def test_before_1970_messages_are_consumed(start_ms: int) -> None:
+    """No step of the broker or of a consumer ran before 1970 (issue 14, 2.5)."""
+    files = MemoryFiles()
+    seen: list[bytes] = []
+    for clock in (ManualClock(start_ms), ManualClock(start_ms + HOUR_MS)):
+        seen.clear()
+        runner = ManualRunner(clock)
+        with Broker.open("/b", files=files, runner=runner) as broker, PushConsumer(broker, "g") as consumer:
+            consumer.subscribe("T", lambda message: seen.append(message.body))
+            producer = Producer(broker, "p")
+            producer.send("T", b"now")
+            producer.send("T", b"later", delay=10)
+            runner.advance(9_000)
+            assert seen == [b"now"]
+            runner.advance(2_000)
+            assert seen == [b"now", b"later"]
 
 
 def test_a_delayed_message_and_a_retry_come_now(broker: Broker, clock: Adjusted) -> None:

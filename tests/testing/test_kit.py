@@ -15,6 +15,7 @@ import pytest
 from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
+from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.dedup import DedupListener
 from librmq.errors import (
@@ -535,6 +536,14 @@ def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
     rmq.advance(seconds=10)
     assert sorted(one.process for one in rmq.delivered("cache")) == ["cache", "cache-2"]
     assert isinstance(rmq.files, MemoryFiles)
+
+
+@pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
+def test_a_consumer_that_cannot_start_fails_the_test(rmq: Kit) -> None:
+    """The producer took the refusal for an answer to its send and tried again, so that it was lost (issue 14, 2.1)."""
+    rmq.consumer("billing").subscribe("orders", lambda message: None, sql="amount > 3")
+    with pytest.raises(ProcessStateError, match="can't start: topic 'orders': filters of type SQL92 are switched off"):
+        rmq.producer().send("orders", b"x")
 
 
 @pytest.mark.parametrize("again", [Kit.restart, Kit.crash])
