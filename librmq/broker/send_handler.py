@@ -140,7 +140,7 @@ class SendHandler:
             queue_id = _choose(topic, queue_id)
         if any(map(_is_timed, request.messages)):
             raise MessageIllegalError(f"topic {first.topic!r}: a message of a batch can't name a time: send it alone")
-        if self._store.is_writing():
+        if self._store.appender.lock.is_writing():
             self._check_busy(first.topic)
         results = self._store.append_batch(
             request.messages,
@@ -227,7 +227,7 @@ class SendHandler:
         Returns when it is in the page cache, whatever the store's durability.
         """
         store = self._store
-        if store.is_writing():
+        if store.appender.lock.is_writing():
             self._check_busy(message.topic)
         else:
             self._stuck_at = -1
@@ -252,7 +252,7 @@ class SendHandler:
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
         took_ms = now - self._stuck_since
-        if took_ms <= self._busy_after_ms and self._store.is_free_within(self._longest_wait_s):
+        if took_ms <= self._busy_after_ms and self._store.appender.lock.is_free_within(self._longest_wait_s):
             return
         if self._metrics is not None:
             self._metrics.count("busy", topic=topic)

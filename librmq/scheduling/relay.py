@@ -238,11 +238,11 @@ class HopProxy:
                 following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
                 validate_topic(topic)
                 self._make_topic(topic, queue_id)
-                result = self._store.append_again(message, topic, queue_id, following)
+                result = self._store.appender.append_again(message, topic, queue_id, following)
             else:
                 level = self._choose(target_ms - now_ms, self._store.levels)
                 following = {**properties, record.PROPERTY_DELAY: str(level)}
-                result = self._store.append_again(message, HOP_TOPIC, _QUEUE, following)
+                result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, following)
         except MessageIllegalError as error:
             _log.error(
                 "the message at queue offset %d, physical offset %d is dropped: %s",

@@ -328,7 +328,7 @@ class Timers:
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
-            result = self._store.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
+            result = self._store.appender.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return

@@ -234,7 +234,9 @@ class CheckPass:
     def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
         """Append a copy of a half with these properties; None if the half had to be given up."""
         try:
-            result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
+            result = self._store.appender.append_again(
+                half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0
+            )
         except MessageIllegalError as error:  # the copy has no room for its properties
             _log.error("the half message at queue offset %d can't be copied: %s", half.queue_offset, error)
             self._discard(half, half.properties)
@@ -253,7 +255,7 @@ class CheckPass:
         )  # fmt: skip
         self._make_topic(CHECK_MAX_TIME_TOPIC)
         try:
-            self._store.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
+            self._store.appender.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
         except MessageIllegalError as error:  # the half itself stays in the log
             _log.error("the half message at physical offset %d can't be discarded: %s", half.physical_offset, error)
         self._discarded(half, check_times)

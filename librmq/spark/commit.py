@@ -158,7 +158,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
     """Write the records, show them, then derive queues and index; meanwhile the staged files are flushed away."""
     log, now_ms = store.log, store.clock.now_ms()
     old_end = log.end
-    lanes = [store._appender.lane(*lane) for lane in records.lanes]
+    lanes = [store.appender.lane(*lane) for lane in records.lanes]
     begin, last, end = _extent(records, old_end, log.file_size)
     try:
         shown = _write(store, job, records, lanes, (begin, end), now_ms)
@@ -181,7 +181,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
             store.abandon()
             MessageStore.open(store.path, background=False).close()
         else:
-            store._appender.dispatcher.dispatched_timestamp_ms = now_ms
+            store.appender.dispatcher.dispatched_timestamp_ms = now_ms
     except BaseException:
         store.abandon()  # the records are there: the next open makes what follows from them
         raise
@@ -246,7 +246,7 @@ def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) 
     entries["physical_offset"], entries["size"], entries["tags_code"] = placed.places, block.sizes, block.codes
     order = np.argsort(block.lane, kind="stable")
     numbers, firsts = np.unique(block.lane[order], return_index=True)
-    dispatcher = store._appender.dispatcher
+    dispatcher = store.appender.dispatcher
     for number, first, upto in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
         lane, chosen = lanes[number], order[first:upto]
         lane.queue.append_many(lane.next_queue_offset, entries[chosen].tobytes())

@@ -8,7 +8,7 @@ derived from the log and can always be rebuilt.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -24,7 +24,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import Acknowledgement
-from librmq.store.engine.prepared import AgainFields, AppendFields, AppendResult, BatchFields, CopyTarget, Prepared
+from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue, wrong_argument
@@ -55,8 +55,9 @@ class MessageStore:
     clock: Clock
     filters: Registrations | None
     """The consumer groups' filters; where the store has extension files, each message gets a bitmap of them."""
+    appender: Appender
+    """The writer itself, for copies of records that the store has and for parts of a broker."""
     _handle: StoreHandle
-    _appender: Appender
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a store is opened: MessageStore.open(path)")
@@ -128,7 +129,7 @@ class MessageStore:
             read_only=read_only,
             in_background=not read_only and (clock is None if background is None else background),
         )
-        store._appender = handle.appender
+        store.appender = handle.appender
         store.append = handle.appender.append  # type: ignore[method-assign]  # without a call more for each message
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store
@@ -202,38 +203,7 @@ class MessageStore:
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
         """
-        return self._appender.append(message, queue_id, wait=wait, **fields)
-
-    def append_again(
-        self,
-        record: StoredMessage,
-        topic: str,
-        queue_id: int,
-        properties: Mapping[str, str],
-        **fields: Unpack[AgainFields],
-    ) -> AppendResult:
-        """Append the message of a record once more, with these properties, to this queue of this topic.
-
-        Body, born time and hosts are the record's, flags and counts too unless given. ``raw`` are the properties as
-        they are to be stored, whatever they say of a delay; None encodes them as `append` does. Returns at once,
-        whatever the durability. Raises what `append` does, and `RecordError` for a record that is none.
-        """
-        return self._appender.append_again(record, topic, queue_id, properties, **fields)
-
-    def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
-        """Return the message of a record as `append_copies` takes it, for another queue and with other properties.
-
-        `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
-        """
-        return self._appender.prepare_again(record, target)
-
-    def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
-        """Append what `prepare_again` made, side by side. Returns at once, whatever the durability.
-
-        The results are fewer than the copies where the disk got full on the way: those of the first, which were
-        written. Raises what `append` does, where none was.
-        """
-        return self._appender.append_copies(copies)
+        return self.appender.append(message, queue_id, wait=wait, **fields)
 
     def append_batch(
         self, messages: Sequence[Message], queue_id: int = 0, *, wait: bool = True, **fields: Unpack[BatchFields]
@@ -245,7 +215,7 @@ class MessageStore:
         transaction flag, or more than ``max_message_size`` bytes as a client encodes it;
         `librmq.message.batch.split_batch` cuts what is larger.
         """
-        return self._appender.append_batch(messages, queue_id, wait=wait, **fields)
+        return self.appender.append_batch(messages, queue_id, wait=wait, **fields)
 
     def submit(
         self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]
@@ -265,14 +235,6 @@ class MessageStore:
         except AttributeError:
             raise wrong_kind("result", result, "the result of an Acknowledgement") from None
         self._handle.durability.commit.reach(end)
-
-    def is_writing(self) -> bool:
-        """Return whether a call appends at this moment; a deletion by retention does not count."""
-        return self._appender.lock.is_writing()
-
-    def is_free_within(self, seconds: float) -> bool:
-        """Wait until no call appends, or for ``seconds``; return whether none did."""
-        return self._appender.lock.is_free_within(seconds)
 
     # ---------------------------------------------------------------------------------------------------------- read
 
@@ -297,7 +259,7 @@ class MessageStore:
             handle.check_open()
         if handle.view is not None:
             return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
-        self._appender.write_entries_that_fit()
+        self.appender.write_entries_that_fit()
         queue = handle.queues.find((topic, queue_id))
         try:
             return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer)
@@ -344,7 +306,7 @@ class MessageStore:
         All that was acknowledged before the call is among them.
         """
         self._handle.check_open()
-        self._appender.write_entries()
+        self.appender.write_entries()
         return self._handle.queues.find((topic, queue_id))
 
     @property
@@ -361,7 +323,7 @@ class MessageStore:
         queue = self._handle.queues.find((topic, queue_id))
         if queue is None:
             return 0, 0
-        lane = self._appender.lanes.get((topic, queue_id))
+        lane = self.appender.lanes.get((topic, queue_id))
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
@@ -502,7 +464,7 @@ class MessageStore:
         store makes them again.
         """
         self._handle.check_writable()
-        return clean_unused_topics(self.path, self.files, self._appender, topics)
+        return clean_unused_topics(self.path, self.files, self.appender, topics)
 
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
@@ -526,7 +488,7 @@ class MessageStore:
             copy=copy,
             files=self.files,
             clock=self.clock,
-            end=None if self.read_only else self._appender.end_between_appends,
+            end=None if self.read_only else self.appender.end_between_appends,
         )
 
     def verify(self) -> Verdict:

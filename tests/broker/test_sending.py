@@ -280,14 +280,14 @@ def test_a_consumer_that_sends_to_its_retry_topic_itself(rmq: Kit, broker: Broke
 def test_a_store_that_is_stuck_is_busy(rmq: Kit, broker: Broker) -> None:
     clock = rmq.clock
     send(broker, "T")
-    with broker.store._appender.lock.mutex:  # as a write has it that does not end
+    with broker.store.appender.lock.mutex:  # as a write has it that does not end
         with pytest.raises(BrokerBusyError, match="taken 0 ms"):
             send(broker, "T")
         clock.advance(ms=1_001)
         with pytest.raises(BrokerBusyError, match="taken 1001 ms"):
             send(broker, "T")
     send(broker, "T")
-    with broker.store._appender.lock.mutex, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # another write
+    with broker.store.appender.lock.mutex, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # another write
         send(broker, "T")
 
 

@@ -252,7 +252,7 @@ def test_a_transaction_wants_a_message(broker: Broker) -> None:
     wrong: Any = "T"
     with (
         TransactionProducer(broker, "g", check=commit) as producer,
-        pytest.raises(MessageIllegalError, match="expected a Message"),
+        pytest.raises(MessageIllegalError, match="expected Message"),
     ):
         producer.send_in_transaction(wrong, "x", execute=commit)
 

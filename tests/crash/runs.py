@@ -215,7 +215,7 @@ class Run:
         self.submit()
 
         def meanwhile() -> None:
-            if not self.store._appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer flushes
+            if not self.store.appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
                 if self.rng.random() < 0.5:
                     self.store.find_by_key("TopicA", "key1")  # what was submitted goes to queues and index
@@ -240,7 +240,7 @@ class Run:
             self.recorded.config,
             self.files,
             ROOT,
-            lock=store._appender.lock,
+            lock=store.appender.lock,
         )
         retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
 

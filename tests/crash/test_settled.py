@@ -34,7 +34,7 @@ def expire(store: MessageStore) -> list[str]:
     """Let all go that may, as retention does between two flushes."""
     store.flush()
     retention = Retention(
-        store.log, store.queues.values, store.index, store.config, store.files, ROOT, lock=store._appender.lock
+        store.log, store.queues.values, store.index, store.config, store.files, ROOT, lock=store.appender.lock
     )
     return retention.delete_before(store.log.end)
 

@@ -294,7 +294,7 @@ def nobody_misses_the_lock(seeds: range) -> bool:
     """Whether the stress passes without the lock under which producers write."""
 
     def without(store: MessageStore) -> None:
-        store._appender.lock.mutex = NoLock()  # type: ignore[assignment]
+        store.appender.lock.mutex = NoLock()  # type: ignore[assignment]
 
     return not any(stress(MemoryFiles(), ROOT, seed, without).failures for seed in seeds)
 

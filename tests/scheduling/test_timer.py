@@ -466,7 +466,7 @@ def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
     wheel.put(b"before", TIMER_DELAY_SEC=20)
     wheel.pass_to(10_000)
     wheel.clock = wheel.store.clock = ManualClock(START_MS - 60_000)
-    wheel.store._appender.now_ms = wheel.clock.now_ms
+    wheel.store.appender.now_ms = wheel.clock.now_ms
     wheel.put(b"after", TIMER_DELAY_SEC=5)
     wheel.pass_to(-55_001)
     assert wheel.delivered() == []
@@ -481,7 +481,7 @@ def test_a_clock_that_is_put_back_while_a_slot_is_emptied() -> None:
     wheel.clock.advance(ms=5_000)
     assert wheel.timers.run_due(wheel.clock.now_ms()) == START_MS + 5_000
     wheel.clock = wheel.store.clock = ManualClock(START_MS)
-    wheel.store._appender.now_ms = wheel.clock.now_ms
+    wheel.store.appender.now_ms = wheel.clock.now_ms
     wheel.put(b"late", TIMER_DELAY_SEC=5)
     wheel.pass_to(60_000)
     assert sorted(body for body, _ in wheel.delivered()) == [b"0", b"1", b"2", b"3", b"4", b"late"]

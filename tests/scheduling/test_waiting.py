@@ -122,8 +122,8 @@ def test_a_full_disk_is_tried_again_later(
 ) -> None:
     waiting = part()
     waiting.put_soon()
-    refuses = failing_once(DiskFullError("full"), getattr(waiting.store, part.appends))
-    monkeypatch.setattr(waiting.store, part.appends, refuses)
+    refuses = failing_once(DiskFullError("full"), getattr(waiting.store.appender, part.appends))
+    monkeypatch.setattr(waiting.store.appender, part.appends, refuses)
     waiting.pass_to(60_000)
     assert waiting.delivered() == [(b"b", 11_000)]
     assert caplog.text.count("next try in 10000 ms: full") == 1

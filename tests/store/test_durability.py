@@ -664,7 +664,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         held = threading.Event()
 
         def hold():
-            with store._appender.lock.mutex, store._appender.lock.flushing, store._handle.durability.commit._guard:
+            with store.appender.lock.mutex, store.appender.lock.flushing, store._handle.durability.commit._guard:
                 held.set()
                 released.wait()
 

@@ -38,9 +38,11 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append behind a full batch": lambda store: store.append(message()),
     "append a delayed message": lambda store: store.append(delayed()),
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
-    "append_copies": lambda store: store.append_copies(
+    "append_copies": lambda store: store.appender.append_copies(
         [
-            store.prepare_again(one, CopyTarget("copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a"))
+            store.appender.prepare_again(
+                one, CopyTarget("copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a")
+            )
             for one in taken(store)
         ]
     ),

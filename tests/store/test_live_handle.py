@@ -102,7 +102,7 @@ def test_a_deletion_by_retention_is_no_write() -> None:
     class Watched(MemoryFiles):
         def delete(self, path: str) -> None:
             if "commitlog" in path:
-                seen.append(store.is_writing())
+                seen.append(store.appender.lock.is_writing())
             super().delete(path)
 
     clock = ManualClock()
@@ -115,7 +115,7 @@ def test_a_deletion_by_retention_is_no_write() -> None:
         store.run_due(clock.now_ms())
         assert seen
         assert not any(seen)
-        assert not store.is_writing()
+        assert not store.appender.lock.is_writing()
 
 
 class MeanwhileFiles(MemoryFiles):

@@ -392,7 +392,7 @@ def test_rubbish_behind_the_end_is_no_damage(pair: Pair) -> None:
 
 def lanes_only(pair: Pair) -> None:
     """Let one queue have its entries, and the other and the index not yet."""
-    lane = pair.writer._appender.lanes["TopicA", 0]
+    lane = pair.writer.appender.lanes["TopicA", 0]
     lane.queue.append_many(lane.next_queue_offset - len(lane.pending), b"".join(lane.pending))
 
 
@@ -480,7 +480,7 @@ def test_what_is_held_in_memory_is_bounded(config: StoreConfig) -> None:
 
 def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
     pair = Pair(config=StoreConfig.tiny())
-    dispatcher = pair.writer._appender.dispatcher
+    dispatcher = pair.writer.appender.dispatcher
     drain, dispatcher.drain = dispatcher.drain, lambda: None  # type: ignore[method-assign]
     for number in range(9000):
         pair.writer.append(Message("TopicA", b"%d" % number), number % 2)
@@ -530,7 +530,7 @@ def test_a_topic_that_is_made_anew(pair: Pair) -> None:
     broker = pair.open_writer()
     queue = broker.queues["TopicA", 0]
     queue.clear()
-    broker._appender.lanes.clear()
+    broker.appender.lanes.clear()
     for number in range(3):
         done = broker.append(Message("TopicA", b"new %d" % number))
         pair.reader.refresh()

@@ -666,7 +666,7 @@ def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for e
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
     retention = Retention(store.log, lambda: list(store._handle.queues.values()), store.index, config, files, ROOT,
-                          lock=store._appender.lock, settled=store.flush)  # fmt: skip
+                          lock=store.appender.lock, settled=store.flush)  # fmt: skip
     errors: list[BaseException] = []
     producing = threading.Event()
 

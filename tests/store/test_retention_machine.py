@@ -54,7 +54,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.store = MessageStore.open(ROOT, self.config, files=self.files, clock=self.clock)
         self.retention = Retention(
             self.store.log, self.store.queues.values, self.store.index, self.config, self.files, ROOT,
-            timezone=self.zone, lock=self.store._appender.lock, settled=self.store.flush,
+            timezone=self.zone, lock=self.store.appender.lock, settled=self.store.flush,
         )  # fmt: skip
         self.round: tuple[int, int] | None = None  # when it began, files deleted
 

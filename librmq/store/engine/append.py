@@ -242,7 +242,16 @@ class Appender:
         reconsume_times: int | None = None,
         prepared_transaction_offset: int = 0,
     ) -> AppendResult:
-        """See `MessageStore.append_again`."""
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's; flags and counts are too unless given. ``raw`` has the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `append` does. The call returns at
+        once, whatever the durability.
+
+        Raises:
+            MessageIllegalError: The message can't be appended.
+            RecordError: The bytes are no record.
+        """
         try:
             data = record.raw
         except AttributeError:
@@ -269,7 +278,12 @@ class Appender:
         record: StoredMessage,
         target: CopyTarget,
     ) -> Prepared:
-        """See `MessageStore.prepare_again`."""
+        """Return the message of a record as `append_copies` takes it, for another queue and with other properties.
+
+        Raises:
+            MessageIllegalError: The message can't be appended.
+            RecordError: The bytes are no record.
+        """
         lane = self.lanes.get(target[:2]) or self.lane(*target[:2])
         return prepare_again(record, target, lane, self.log.file_size - record_format.BLANK_SIZE)
 
@@ -340,7 +354,11 @@ class Appender:
         return list(map(_new_result, repeat(AppendResult), results))
 
     def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
-        """See `MessageStore.append_copies`."""
+        """Append what `prepare_again` made, side by side; return at once, whatever the durability.
+
+        If the disk gets full, the results are those of the first copies, which are written. If none is, the error is
+        that of `append`.
+        """
         results: list[AppendResult] = []
         self.lock.check_reentry()
         with self.lock.mutex:

@@ -131,7 +131,7 @@ class AgainFields(TypedDict, total=False):
 
 
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
-    """Prepare the message of a record for the queue of ``lane``; see `MessageStore.prepare_again`."""
+    """Prepare the message of a record for the queue of ``lane``; see `Appender.prepare_again`."""
     _, _, raw, unique_key, keys, tags = target
     try:
         data = record.raw
