@@ -21,13 +21,13 @@ _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
 
 def topic(arguments: argparse.Namespace, output: Output) -> int:
-    """Make a topic, give it more queues, or delete it."""
+    """Make a topic, give it more queues, change who may read and write it, or delete it."""
     name = arguments.topic
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own")
     with opened_to_change(arguments) as (store, tables):
         old = tables.topics.rows.get(name)
-        change = {"create": _create, "grow": _grow, "delete": _delete}[arguments.action]
+        change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
         row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
         output.row({**row, "dry_run": arguments.dry_run})
     return 0
@@ -64,6 +64,18 @@ def _grow(
         "note": "stored messages stay in their queues; a key that selects its queue by hash can go to another one now, "
         "so its messages are in order only from here on",
     }
+
+
+def _permit(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise InputError(f"topic {name!r} does not exist: `topic create` makes it")
+    if arguments.permission is None:
+        raise InputError("--permission is missing: rw, r or w")
+    tables.topics.set(name, {**old, "perm": _PERMISSIONS[arguments.permission]})
+    names = {value: text for text, value in _PERMISSIONS.items()}
+    return {"permission": arguments.permission, "before": names.get(old.get("perm", 0), str(old.get("perm")))}
 
 
 def _delete(

@@ -16,6 +16,7 @@ ORDERS = ("--group", "CG_order", "--topic", "OrderTopic")
 CHANGES = [
     ("topic", "create", "store", "orders", "--queues", "3"),
     ("topic", "grow", "store", "OrderTopic", "--queues", "9"),
+    ("topic", "permit", "store", "OrderTopic", "--permission", "r"),
     ("topic", "delete", "store", "OrderTopic"),
     ("group", "create", "store", "billing", "--retries", "5"),
     ("group", "copy", "store", "CG_order", "--to", "billing"),
@@ -70,6 +71,8 @@ def test_a_topic_is_made_grown_and_deleted(shell: Shell) -> None:
     assert (answer.rows[0]["before"], answer.rows[0]["read_queues"]) == (3, 5)
     with Broker.open("store", runner=ManualRunner()) as broker:
         assert broker.topics()["orders"].read_queues == 5
+    assert shell("topic", "permit", "store", "orders", "--permission", "rw").rows[0]["before"] == "r"
+    assert tables(shell).topics.rows["orders"]["perm"] == 6
     assert shell("topic", "delete", "store", "orders").status == 0
     assert "orders" not in tables(shell).topics.rows
 

@@ -24,10 +24,10 @@ COMMANDS: Final = (
             option("topic", metavar="TOPIC"),
             option("--queues", metavar="N", help="how many queues (create: 8)"),
             option("--write-queues", metavar="N", help="how many of them take messages (all)"),
-            option("--permission", choices=("rw", "r", "w"), help="create: whether it is read and written (rw)"),
+            option("--permission", choices=("rw", "r", "w"), help="create, permit: read, written or both (rw)"),
             *CHANGES,
         ),
-        actions=("create", "grow", "delete"),
+        actions=("create", "grow", "permit", "delete"),
         output=OUTPUT,
     ),
     Command(

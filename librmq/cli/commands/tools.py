@@ -97,4 +97,12 @@ COMMANDS: Final = (
         store=False,
         output=OUTPUT,
     ),
+    Command(
+        "completion",
+        "completion",
+        "print a script that completes commands in a shell",
+        "bash",
+        (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
+        store=False,
+    ),
 )
