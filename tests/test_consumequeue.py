@@ -144,16 +144,6 @@ def test_a_new_queue_leaves_no_trace_until_its_first_append() -> None:
     assert not files.is_folder("/q")
 
 
-@pytest.mark.parametrize("count", range(17))
-def test_reopening_finds_begin_and_end(count: int) -> None:
-    files = MemoryFiles()
-    queue = filled(files, 0, count)
-    again = opened(files, writable=False)
-    assert (again.min_offset, again.max_offset) == (0, count)
-    assert again.max_physic_offset == queue.max_physic_offset == (10 * count if count else -1)
-    assert again.entries().tobytes() == packed(numbered(0, count))
-
-
 @pytest.mark.parametrize("begin", [1, 4, 5, 7, 10, 123456789012])
 def test_what_precedes_the_first_entry_is_filled(begin: int) -> None:
     files = MemoryFiles()
@@ -167,16 +157,6 @@ def test_what_precedes_the_first_entry_is_filled(begin: int) -> None:
         assert (one.min_offset, one.max_offset, one.stored_begin) == (begin, begin + 1, start)
         assert one.entry(begin - 1) is None
         assert one.entries(0).tolist() == expected
-
-
-def test_filler_alone_is_no_message() -> None:
-    files = MemoryFiles()
-    filled(files, 3, 4).truncate_to(3)
-    queue = opened(files)
-    assert (queue.min_offset, queue.max_offset, queue.max_physic_offset) == (3, 3, -1)
-    assert queue.truncate_after(0) == 0
-    queue.append(3, 30, 10, 3)
-    assert queue.entry(3) == (30, 10, 3)
 
 
 def test_a_file_made_ahead_is_used() -> None:
@@ -364,47 +344,6 @@ def test_a_queue_for_reading_is_not_written() -> None:
 # ------------------------------------------------------------------------------------------------- truncating
 
 
-@pytest.mark.parametrize("keep", range(13))
-@pytest.mark.parametrize("reach", [0, 9])
-def test_entries_ahead_of_the_log_are_cut(keep: int, reach: int) -> None:
-    files = MemoryFiles()
-    queue = filled(files, 0, 12)
-    assert queue.truncate_after(10 * keep + reach) == 12 - min(keep, 12)
-    left = filled(MemoryFiles(), 0, min(keep, 12))
-    assert queue.entries().tobytes() == left.entries().tobytes()
-    assert queue.max_physic_offset == left.max_physic_offset
-    expected = MemoryFiles()
-    filled(expected, 0, min(keep, 12))
-    assert contents(files) == contents(expected)
-
-
-def test_truncation_to_an_offset_clears_and_deletes() -> None:
-    files = MemoryFiles()
-    queue = filled(files, 0, 12)
-    queue.truncate_to(20)
-    assert queue.max_offset == 12
-    queue.truncate_to(7)
-    expected = MemoryFiles()
-    filled(expected, 0, 7)
-    assert contents(files) == contents(expected)
-    queue.append_many(7, packed(numbered(7, 12)))
-    assert queue.entries().tobytes() == packed(numbered(0, 12))
-    queue.truncate_to(0)
-    assert contents(files) == {}
-    queue.append(40, 400, 10, 40)
-    assert (queue.min_offset, queue.max_offset) == (40, 41)
-
-
-def test_a_trimmed_queue_keeps_its_offsets_when_all_is_cut() -> None:
-    files = MemoryFiles()
-    queue = filled(files, 0, 12)
-    queue.trim(70)
-    assert queue.truncate_after(0) == 7
-    for one in (queue, opened(files)):
-        assert (one.min_offset, one.max_offset, one.max_physic_offset) == (5, 5, -1)
-    assert contents(files) == {f"{SMALL:020d}": bytes(SMALL)}
-
-
 def test_truncation_stops_at_what_is_no_entry() -> None:
     files = MemoryFiles()
     filled(files, 0, 9)
@@ -448,31 +387,7 @@ def test_what_is_behind_the_end_is_counted(at: int | None, found: int) -> None:
     assert queue.data_behind_end() == found
 
 
-def test_recovery_changes_nothing_in_a_sound_queue() -> None:
-    files = MemoryFiles()
-    queue = filled(files, 3, 14)
-    before = contents(files)
-    assert opened(files).recover() == 0
-    assert contents(files) == before
-    assert queue.max_offset == opened(files).max_offset == 14
-
-
 # -------------------------------------------------------------------------------------------------- retention
-
-
-@pytest.mark.parametrize("gone", range(14))
-def test_trim_moves_the_minimum_and_deletes_files(gone: int) -> None:
-    files = MemoryFiles()
-    queue = filled(files, 0, 12)
-    deleted = queue.trim(10 * gone)
-    minimum = gone if gone < 12 else 10  # all gone: the last file stays
-    assert queue.min_offset == minimum
-    assert deleted == [f"/q/{n * SMALL:020d}" for n in range(minimum // 5)]
-    assert queue.max_offset == opened(files).max_offset == 12
-    assert queue.entries().tobytes() == packed(numbered(minimum, 12))
-    assert queue.entry(minimum - 1) is None
-    queue.append(12, 120, 10, 12)
-    assert queue.max_offset == 13
 
 
 def test_the_minimum_skips_filler_and_never_goes_back() -> None:
@@ -493,33 +408,6 @@ def by_time(queue: ConsumeQueue, times: list[int | None], timestamp_ms: int) -> 
     return queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset // 10])
 
 
-@pytest.mark.parametrize(
-    ("timestamp_ms", "queue_offset"),
-    [
-        (0, 0),
-        (99, 0),
-        (100, 0),
-        (105, 0),
-        (106, 1),
-        (110, 1),
-        (145, 4),
-        (146, 5),
-        (150, 5),
-        (195, 9),
-        (239, 13),
-    ],
-)
-def test_the_nearest_in_time(timestamp_ms: int, queue_offset: int) -> None:
-    queue = filled(MemoryFiles(), 0, 14, size=20 * ENTRY_SIZE)
-    assert by_time(queue, [100 + 10 * n for n in range(14)], timestamp_ms) == queue_offset
-
-
-def test_the_search_does_not_leave_its_file() -> None:
-    queue = filled(MemoryFiles(), 0, 10)
-    times: list[int | None] = [100, 110, 120, 130, 140, 250, 260, 270, 280, 290]
-    assert by_time(queue, times, 141) == 5  # nearer to entry 4, but the second file is searched
-
-
 def test_a_file_that_ends_at_the_time_is_the_one() -> None:
     queue = filled(MemoryFiles(), 0, 10)
     times: list[int | None] = [100, 110, 120, 130, 140, 140, 140, 140, 140, 150]
@@ -533,12 +421,6 @@ def test_messages_that_are_gone_count_as_earlier() -> None:
     assert by_time(queue, times, 111) == 8
     assert by_time(queue, [None] * 12, 111) == 10
     assert by_time(opened(MemoryFiles()), [], 5) == 0
-
-
-def test_the_minimum_bounds_the_search() -> None:
-    queue = filled(MemoryFiles(), 0, 12)
-    queue.trim(70)
-    assert by_time(queue, [100 + n for n in range(12)], 0) == 7
 
 
 # ----------------------------------------------------------------------------------------------------- damage

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 
-import pytest
-
 from librmq.consumer import ProcessQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.record import Record, encode_record
@@ -19,18 +17,6 @@ def _messages(first: int, count: int, body: bytes = b"x", **more: str) -> list[S
         StoredMessage(encode_record(Record(topic="orders", queue_offset=at, body=body, properties_raw=raw)))
         for at in range(first, first + count)
     ]
-
-
-@pytest.mark.parametrize(("left", "progress"), [([], 1011), ([1009, 1010], 1009), ([1001], 1001)])
-def test_progress(left: list[int], progress: int) -> None:
-    queue = ProcessQueue(QUEUE)
-    queue.put(_messages(1001, 10), 0, 1011)
-    taken = queue.take(10)
-    assert queue.remove([message for message in taken if message.queue_offset not in left]) == progress
-    assert queue.progress == progress
-    if left:
-        assert queue.remove([message for message in taken if message.queue_offset in left]) == 1011
-    assert queue.remove(taken) is None
 
 
 def test_a_thousand_take_at_most_half_more_than_their_records() -> None:

@@ -65,43 +65,6 @@ SHAPES = [
 ]
 
 
-def test_the_header_is_drawn_right() -> None:
-    raw = encode_record(record())
-    assert record_format.header_struct().size == record_format.BODY_AT
-    assert record_format.header_struct().unpack_from(raw) == (
-        len(raw),
-        record_format.MESSAGE_MAGIC,
-        zlib.crc32(b"hello") & 0x7FFFFFFF,
-        3,
-        -7,
-        2**40 + 1,
-        2**41 + 2,
-        0,
-        1_700_000_000_001,
-        bytes((192, 168, 1, 10)) + struct.pack(">i", 54321),
-        1_700_000_000_002,
-        bytes((127, 0, 0, 1)) + struct.pack(">i", 10911),
-        4,
-        2**42 + 3,
-        5,
-    )
-    for at, form, value in [
-        (record_format.MAGIC_AT, ">I", record_format.MESSAGE_MAGIC),
-        (record_format.BODY_CRC_AT, ">i", record_format.body_checksum(b"hello")),
-        (record_format.QUEUE_ID_AT, ">i", 3),
-        (record_format.FLAG_AT, ">i", -7),
-        (record_format.QUEUE_OFFSET_AT, ">q", 2**40 + 1),
-        (record_format.PHYSICAL_OFFSET_AT, ">q", 2**41 + 2),
-        (record_format.SYS_FLAG_AT, ">i", 0),
-        (record_format.BORN_TIMESTAMP_AT, ">q", 1_700_000_000_001),
-        (record_format.STORE_TIMESTAMP_AT, ">q", 1_700_000_000_002),
-    ]:
-        assert struct.unpack_from(form, raw, at) == (value,)
-    assert raw[record_format.BORN_HOST_AT :].startswith(bytes((192, 168, 1, 10)))
-    assert raw[record_format.STORE_HOST_AT :].startswith(bytes((127, 0, 0, 1)))
-    assert raw[record_format.BODY_AT :] == b"hello\x09TopicTest\x00\x14TAGS\x01TagA\x02KEYS\x01k1 k2"
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_there_and_back(shape: dict[str, object]) -> None:
     there = record(**shape)

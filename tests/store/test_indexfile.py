@@ -61,49 +61,12 @@ def found(file: IndexFile, key_hash: int, begin: int = 0, end: int = 2**63 - 1, 
 # ----------------------------------------------------------------------------------------------------- a file
 
 
-def test_bytes_of_a_file() -> None:
-    files = memory()
-    file = one_file(files, slots=2, entries=4)
-    assert file.put(5, 100, BEGIN)
-    assert file.put(7, 100, BEGIN)
-    assert file.put(4, 300, BEGIN + 2_999)
-    assert not file.put(4, 400, BEGIN)
-    assert files.read("/store/one") == b"".join(
-        (
-            struct.pack(">qqqqii", BEGIN, BEGIN + 2_999, 100, 300, 2, 4),
-            struct.pack(">ii", 3, 2),
-            bytes(20),
-            struct.pack(">iqii", 5, 100, 0, 0),
-            struct.pack(">iqii", 7, 100, 0, 1),
-            struct.pack(">iqii", 4, 300, 2, 0),
-        )
-    )
-    assert file.header == IndexHeader(BEGIN, BEGIN + 2_999, 100, 300, 2, 4)
-    assert file.full
-    assert file.entries().tolist() == [(5, 100, 0, 0), (7, 100, 0, 1), (4, 300, 2, 0)]
-    assert file.entries(2, 3).tolist() == [(7, 100, 0, 1)]
-    assert file.entries(9).tolist() == file.entries(3, 1).tolist() == []
-    assert file.slots().tolist() == [(0, 3), (1, 2)]
-
-
 def test_a_fresh_file_is_all_zeros_and_counts_from_one() -> None:
     files = memory()
     file = one_file(files)
     assert not any(files.read("/store/one"))
     assert file.header == IndexHeader(0, 0, 0, 0, 0, 1)
     assert found(file, 0) == []
-
-
-def test_a_file_begins_where_the_one_before_it_ends() -> None:
-    files = memory()
-    before = IndexHeader(BEGIN, BEGIN + 5_000, 10, 20, 1, 8)
-    file = IndexFile.create("/store/one", 4, 8, files, after=before)
-    assert files.read("/store/one")[:40] == struct.pack(">qqqqii", BEGIN + 5_000, BEGIN + 5_000, 20, 20, 0, 0)
-    file.put(1, 30, BEGIN + 8_000)
-    file.put(1, 40, BEGIN + 9_000)
-    # The time of the first entry is counted from the carried begin, which it then replaces.
-    assert file.entries()["time_diff"].tolist() == [3, 1]
-    assert file.header[:4] == (BEGIN + 8_000, BEGIN + 9_000, 30, 40)
 
 
 @pytest.mark.parametrize(
@@ -227,34 +190,6 @@ def test_reading_handles_and_closed_ones_refuse() -> None:
 # ------------------------------------------------------------------------------------------------ its queries
 
 
-def test_queries_of_a_file() -> None:
-    file = one_file(slots=1)
-    for n, (key_hash, second) in enumerate([(1, 0), (2, 1), (1, 2), (1, 2), (2, 5), (1, 7)]):
-        file.put(key_hash, n, BEGIN + 1000 * second)
-    assert found(file, 1) == [5, 3, 2, 0]
-    assert found(file, 1, most=2) == [5, 3]
-    assert found(file, 1, most=0) == []
-    assert found(file, 1, BEGIN + 2_000, BEGIN + 6_999) == [3, 2]
-    assert found(file, 1, BEGIN + 2_001) == [5]
-    assert found(file, 3) == []
-
-
-def test_a_file_is_searched_only_if_its_header_says_so() -> None:
-    index = open_index(memory(), slots=1000, entries=16)  # the header ends at the last, not the latest
-    for n, (key, second) in enumerate(((1, 0), (1, 5), (2, 1))):
-        index.append(n, BEGIN + 1000 * second, [HASHES[key]])
-    assert index.query(TOPIC, KEYS[1], BEGIN + 3_000, BEGIN + 6_000) == []
-    assert index.query(TOPIC, KEYS[1], BEGIN + 1_000, BEGIN + 6_000) == [1]
-
-
-def test_a_chain_ends_behind_its_first_entry_before_the_begin() -> None:
-    file = one_file(slots=1)
-    file.put(1, 1, BEGIN)
-    for n, second in enumerate((9, 3, 9)):
-        file.put(1, n + 2, BEGIN + 1000 * second)
-    assert found(file, 1, BEGIN + 5_000) == [4]
-
-
 def entry(file: IndexFile, number: int, **changes: int) -> None:
     """Change an entry of a file in place."""
     at = 40 + 4 * file.max_slots + 20 * number
@@ -343,22 +278,6 @@ def test_there_is_a_last_name() -> None:
         index.append(1, BEGIN, [1])
 
 
-def test_records_without_keys_make_files() -> None:
-    index = open_index(memory())
-    index.append(0, BEGIN, [])
-    assert [file.header.index_count for file in index.files] == [1]
-    index.append(0, BEGIN, [1] * 7)
-    assert len(index.files) == 1
-    index.append_many([(10, BEGIN + 1, ())])
-    assert [file.header.index_count for file in index.files] == [8, 1]
-    index.append_many([])
-    # The new file has begun at the end of the other; nothing was counted on disk.
-    assert index.files[1].file.buffer[:40] == struct.pack(">qqqqii", BEGIN, BEGIN, 0, 0, 0, 0)
-    # Only the first key of its first record is timed from there.
-    index.append_many([(20, BEGIN + 2_000, [1, 2, 3]), (30, BEGIN + 3_000, [4])])
-    assert index.files[1].entries()["time_diff"].tolist() == [2, 0, 0, 1]
-
-
 def test_a_record_that_fills_a_file_makes_none() -> None:
     index = open_index(memory())
     index.append_many([(5, BEGIN, ()), (7, BEGIN + 1, [1] * 7)])
@@ -368,17 +287,6 @@ def test_a_record_that_fills_a_file_makes_none() -> None:
     assert index.full_timestamp_ms == BEGIN + 2
     assert (index.end_physical_offset, index.end_timestamp_ms) == (9, BEGIN + 2)
     assert index.last_record() == (9, 9)
-
-
-def test_records_before_the_last_are_passed_over() -> None:
-    index = open_index(memory(), entries=64)
-    index.append_many([(10, BEGIN, [1]), (5, BEGIN, [2]), (10, BEGIN, [3])])
-    assert index.files[0].entries()["hash"].tolist() == [1, 3]
-    index.append_block(
-        np.array([9, 12, 11, 12]), np.full(4, BEGIN), np.array([0, 1, 1, 2, 3]), np.array([4, 5, 6, 7, 8])
-    )
-    assert index.files[0].entries()["hash"].tolist() == [1, 3, 5, 6, 8]
-    assert index.last_record() == (12, 3)
 
 
 def test_an_empty_folder() -> None:
@@ -405,14 +313,6 @@ def three_files() -> KeyIndex:
     index = open_index(memory())
     index.append_many([(10 * n, BEGIN + 1000 * n, (HASHES[0],)) for n in range(16)])
     return index
-
-
-def test_queries_over_files(three_files: KeyIndex) -> None:
-    assert three_files.query(TOPIC, KEYS[0]) == [10 * n for n in range(15, -1, -1)]
-    assert three_files.query(TOPIC, KEYS[0], max_results=9) == [10 * n for n in range(15, 6, -1)]
-    assert three_files.query(TOPIC, KEYS[0], BEGIN + 3_000, BEGIN + 8_000) == [80, 70, 60, 50, 40, 30]
-    assert three_files.query(TOPIC, KEYS[0], BEGIN + 20_000) == []
-    assert three_files.query("U", KEYS[0]) == []
 
 
 def test_a_search_ends_at_a_file_that_begins_before(three_files: KeyIndex) -> None:
@@ -472,15 +372,6 @@ def test_lengths_in_the_folder(tmp_path: Path, length: int) -> None:
     with pytest.raises(CorruptionError) as caught:
         open_index(DiskFiles(), str(tmp_path))
     assert (caught.value.file, caught.value.kind) == (str(path), "size")
-
-
-def test_opening_for_writing_changes_nothing(tmp_path: Path) -> None:
-    files = DiskFiles()
-    with open_index(files, str(tmp_path)) as index:
-        index.append_many([(n, BEGIN, HASHES) for n in range(4)])
-    before = contents(files, str(tmp_path))
-    open_index(files, str(tmp_path)).close()
-    assert contents(files, str(tmp_path)) == before
 
 
 def test_the_default_file_is_sparse(tmp_path: Path) -> None:
