@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldPulls
-from librmq.broker.persistence import Saving, Writing
+from librmq.broker.persistence import Persistence, TableWriter
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
 from librmq.metrics import Metrics
@@ -65,12 +65,12 @@ class BrokerContext:
         self.tables = tables
         self.registrations = registrations
         aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
-        self.writing = Writing(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
+        self.writing = TableWriter(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
         writing = steps.step("writes its tables", self.writing.run_due)
         save = self.writing.save
         self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
-        self.saving = Saving(
+        self.saving = Persistence(
             tables,
             self.writing,
             registrations,

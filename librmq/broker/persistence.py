@@ -1,8 +1,8 @@
 """Persistence of the broker's tables: topics and groups at once, consumers' progress and filters after a delay.
 
 Mirrors the schedule of ``BrokerController``, but runs only when something has changed. With a threaded runner, no
-thread waits for the disk under the runner's lock: `Writing` copies a table under the lock and writes the copy without
-it.
+thread waits for the disk under the runner's lock: `TableWriter` copies a table under the lock and writes the copy
+without it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["DelayProgress", "Saving", "Writing"]
+__all__ = ["DelayProgress", "Persistence", "TableWriter"]
 
 _FILTERS_S: Final = 10
 
 
-class Writing:
+class TableWriter:
     """The files of one broker's tables; for each file only the latest pending write counts."""
 
     def __init__(
@@ -122,13 +122,13 @@ class Writing:
             raise StoreClosedError(self._why_over)
 
 
-class Saving:
+class Persistence:
     """Saving of one broker's tables. Called under the runner's lock."""
 
     def __init__(
         self,
         tables: BrokerTables,
-        writing: Writing,
+        writing: TableWriter,
         registrations: Registrations,
         save_offsets_every_s: float,
         flush: Callable[[], object],
@@ -145,7 +145,7 @@ class Saving:
         self._are_filters_other = False  # than those that were saved last
         self._offsets_saver = FlushAside(
             "the progress of consumers",
-            flush=_rests_on_nothing,  # by itself: `Writing` flushes the store before this table
+            flush=_rests_on_nothing,  # by itself: `TableWriter` flushes the store before this table
             reached=lambda: self.offsets.has_changed or None,
             note=lambda reached: self.offsets.save(now_ms()),
             now_ms=now_ms,
@@ -200,7 +200,7 @@ def _rests_on_nothing(reached: bool) -> None:
 class DelayProgress:
     """Store of the delay schedule's progress."""
 
-    def __init__(self, tables: BrokerTables, writing: Writing) -> None:
+    def __init__(self, tables: BrokerTables, writing: TableWriter) -> None:
         self._tables = tables
         self._writing = writing
 

@@ -45,7 +45,7 @@ class SavedFlights:
         self._has_changed = False
         self._saver = FlushAside(
             "what is in flight",
-            flush=lambda reached: None,  # `Writing` flushes the store before this table
+            flush=lambda reached: None,  # `TableWriter` flushes the store before this table
             reached=lambda: self._has_changed or None,
             note=lambda reached: self._save(),
             now_ms=context.runner.now_ms,

@@ -199,11 +199,6 @@ class BodyAssembler:
         self._done: OrderedDict[_Claim, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def held_size(self) -> int:
-        """The size of the waiting parts in bytes, including an overhead for each."""
-        return self._held_size
-
     def add(self, message: DeliveredBody) -> bytes | None:
         """Return the whole body if ``message`` has or completes it; None if parts are missing or the body is done.
 

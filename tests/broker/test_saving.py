@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from librmq.broker import Broker
-from librmq.broker.persistence import Writing
+from librmq.broker.persistence import TableWriter
 from librmq.client.producer import Producer
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
@@ -222,7 +222,7 @@ class Turns:
         self.now = 0
         self.woken = 0
         self.waiting: list[tuple[Callable[[], object], Callable[[Exception | None], int | None]]] = []
-        self.writing = Writing(lambda: None, lambda: self.now, self.wake, lambda *turn: self.waiting.append(turn))
+        self.writing = TableWriter(lambda: None, lambda: self.now, self.wake, lambda *turn: self.waiting.append(turn))
 
     def wake(self) -> None:
         self.woken += 1
@@ -268,7 +268,7 @@ def test_what_a_disk_refuses_is_tried_again_and_told_once(caplog: pytest.LogCapt
     assert [turns.write_aside(at) for at in (0, 10_000, 20_000)] == [10_000, 20_000, 30_000]
     assert turns.write_aside(30_000) is not None
     assert b'"T"' in turns.files.read("/config/topics.json")
-    assert [line.message.partition(": ")[2].partition(",")[0] for line in caplog.records] == [
+    assert [line.message.partition(": ")[2].partition(";")[0] for line in caplog.records] == [
         "saving fails",
         "saving works again",
     ]
