@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -478,10 +478,8 @@ def contents(store: Path) -> dict[str, str]:
 
 @stores
 @pytest.mark.parametrize("pairs_of", [recorded, without_what_comes_later])
-def test_two_runs_are_identical_in_every_file(
-    folder: Path, pairs_of: Callable[[Path], list[tuple[Row, Row]]], tmp_path: Path
-) -> None:
-    operations = [operation for operation, _ in pairs_of(folder)]
+def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> None:
+    operations = [operation for operation, _ in recorded(folder)]
     one, other = (load(tmp_path / name, config_of(folder), operations) for name in ("one", "other"))
     assert one.answers == other.answers
     assert contents(one.path) == contents(other.path)

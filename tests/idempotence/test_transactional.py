@@ -102,41 +102,6 @@ def test_a_failure_undoes_both(
     assert database(base).effects(name) == 1
 
 
-@everywhere
-def test_a_process_that_dies_before_its_commit_has_done_nothing(
-    opener: Callable[[str, str], Any], database: Callable[[str], Database], base: str, kind: str, name: str
-) -> None:
-    session = opener(base, kind)
-    assert transactional(session, message_of(name), group="billing").__enter__()
-    insert(session, name)
-    session.close()  # as the server sees a process end
-    with transactional(again := opener(base, kind), message_of(name), group="billing") as first:
-        assert first
-        insert(again, name)
-    assert database(base).effects(name) == 1
-
-
-@everywhere
-def test_a_commit_whose_answer_was_lost_is_found(
-    opener: Callable[[str, str], Any], database: Callable[[str], Database], base: str, kind: str, name: str
-) -> None:
-    session = opener(base, kind)
-
-    def deliver(lose: bool) -> bool:
-        with transactional(session, message_of(name), group="billing") as first:
-            if first:
-                insert(session, name)
-            if lose:
-                session.commit()
-                raise ConnectionResetError
-        return first
-
-    with pytest.raises(ConnectionResetError):
-        deliver(lose=True)
-    assert not deliver(lose=False)
-    assert database(base).effects(name) == 1
-
-
 @pytest.mark.parametrize("ends_well", [True, False])
 @everywhere
 def test_a_second_delivery_waits_for_the_first(

@@ -73,22 +73,6 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 
 
 @configs
-@pytest.mark.parametrize("count", [0, 1, 3, 30, 300])
-def test_what_was_acknowledged_survives_a_kill(config: StoreConfig, count: int) -> None:
-    files = MemoryFiles()
-    clock = ManualClock(START_MS)
-    store = MessageStore.open(ROOT, config, files=files, clock=clock)
-    results = fill(store, clock, random.Random(count), count)
-    killed = died(files)
-    assert "abort" in contents(killed)
-    with opened(killed, config) as again:
-        assert sorted(served(again)) == [result.physical_offset for result in results]
-        assert "abort" in contents(killed)
-    assert "abort" not in contents(killed)
-    assert verify(ROOT, config, killed).sound
-
-
-@configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     """Killed between any two writes, a store recovers every record that was whole, and goes on."""
     files = RecordingFiles()

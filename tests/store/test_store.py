@@ -46,8 +46,6 @@ from tests.stores import (
     SMALL,
     SMALL_EXT,
     START_MS,
-    V4,
-    V6,
     contents,
     derived,
     died,
@@ -200,35 +198,6 @@ def test_a_large_batch_just_fits(files: MemoryFiles) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- records and queues
-
-
-@pytest.mark.parametrize("born_host", [V4, V6])
-@pytest.mark.parametrize("store_host", [V4, V6])
-def test_the_bits_for_hosts_are_those_of_the_hosts(
-    files: MemoryFiles, born_host: record.Host, store_host: record.Host
-) -> None:
-    with opened(files) as store:
-        store.append(Message("T", b"x"), born_host=born_host, store_host=store_host)
-        store.append_batch([Message("T", b"y")], born_host=born_host, store_host=store_host)
-        for message in store:
-            assert message.sys_flag == record.host_flags(born_host, store_host)
-            assert message.body in (b"x", b"y")
-            assert (message.born_host[1], message.store_host[1]) == (born_host[1], store_host[1])
-            assert store.find_by_id(message.offset_id) == [message]
-    assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize("sys_flag", [record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK])
-def test_prepared_and_rollback_records_have_no_entry(files: MemoryFiles, sys_flag: int) -> None:
-    with opened(files) as store:
-        store.append(Message("T", b"1"))
-        store.append(Message("T", b"2", keys="k", delay_level=3), sys_flag=sys_flag)
-        store.append(Message("T", b"3"))
-        assert [message.body for message in store.read("T", 0, 0).messages] == [b"1", b"3"]
-        assert [(message.topic, message.queue_offset) for message in store] == [("T", 0), ("T", 0), ("T", 1)]
-        found = store.find_by_key("T", "k")
-        assert len(found) == (sys_flag == record.TRANSACTION_PREPARED)
-        assert (SCHEDULE_TOPIC, 2) not in store.queues
 
 
 def test_a_delayed_message_waits_in_the_queue_of_its_level(files: MemoryFiles) -> None:
