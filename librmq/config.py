@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from librmq.errors import ConfigError
 
@@ -271,8 +271,40 @@ def parse_hours(text: str) -> frozenset[int]:
     return frozenset(map(int, hours))
 
 
+class NamedConfig(Config):
+    """Settings that know which of them their maker named, so that others can come from elsewhere."""
+
+    __slots__ = ("named",)
+
+    named: frozenset[str]
+
+    def __new__(cls, **settings: Any) -> Self:  # noqa: ANN401 checked by the class
+        """Note the names; ``dataclasses.replace`` names all."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "named", frozenset(settings))
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_names, (type(self), {name: getattr(self, name) for name in self.names()}, self.named)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        return _name(super().with_settings(settings), self.named | settings.keys())
+
+
+_N = TypeVar("_N", bound=NamedConfig)
+
+
+def _name(config: _N, named: Iterable[str]) -> _N:
+    object.__setattr__(config, "named", frozenset(named))
+    return config
+
+
+def _with_names(kind: type[_N], settings: Mapping[str, Any], named: Iterable[str]) -> _N:
+    return _name(kind(**settings), named)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig(Config):
+class StoreConfig(NamedConfig):
     """Shape of a store's files and what the store accepts.
 
     The defaults suit an application that embeds a store: small files that grow in number, bounded by their total size.
@@ -280,6 +312,9 @@ class StoreConfig(Config):
 
     The names of the fields that shape files are those of the ``config`` row of the command line contract, so that a
     JSON file with such a row is a configuration.
+
+    ``named`` has the names of the settings that the caller gave. An existing store keeps its own sizes, delay levels
+    and retention in place of others. Of a preset, its sizes count as given, and its retention does not.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range; the message names the setting.
@@ -348,18 +383,15 @@ class StoreConfig(Config):
     @classmethod
     def broker(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
         """Return the default sizes and retention of a RocketMQ 4.9 broker."""
-        return cls(
-            **{
-                "commitlog_file_size": GIB,
-                "consumequeue_file_size": 300_000 * ENTRY_SIZE,
-                "consumequeue_ext_file_size": 48 * MIB,
-                "max_hash_slot_num": 5_000_000,
-                "max_index_num": 20_000_000,
-                "max_total_size": None,
-                "file_reserved_hours": 72,
-                **changes,
-            }
-        )
+        sizes = {
+            "commitlog_file_size": GIB,
+            "consumequeue_file_size": 300_000 * ENTRY_SIZE,
+            "consumequeue_ext_file_size": 48 * MIB,
+            "max_hash_slot_num": 5_000_000,
+            "max_index_num": 20_000_000,
+            **changes,
+        }
+        return _with_names(cls, {"max_total_size": None, "file_reserved_hours": 72, **sizes}, sizes)
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class

@@ -92,7 +92,7 @@ class StoreHandle:
                 self._file_lock = lock_store(self, path, files, wait_s)
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
             if config is not None:
-                directory.check_config(path, config, files)
+                config = directory.complete_config(path, config, files)
             if self.read_only:
                 self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
             else:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +108,82 @@ def test_a_total_size_below_one_file_is_passed_over() -> None:
     files.write("/store/commitlog/00000000000000000000", bytes(2 << 20))
     found = infer_config("/store", files)
     assert (found.commitlog_file_size, found.max_total_size) == (2 << 20, None)
+
+
+SIZES: dict[str, Any] = {
+    "commitlog_file_size": 65_536,
+    "consumequeue_file_size": 4000,
+    "max_hash_slot_num": 64,
+    "max_index_num": 256,
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        StoreConfig(durability="sync"),
+        StoreConfig.broker(durability="sync", **SIZES),
+        StoreConfig().with_settings({"durability": "sync"}),
+        pickle.loads(pickle.dumps(StoreConfig(durability="sync"))),
+    ],
+    ids=["defaults", "broker", "with settings", "pickled"],
+)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_store_keeps_its_own_where_nothing_is_named(given: StoreConfig, kept: bool) -> None:
+    """Sizes, delay levels and retention: 72 hours or 4 GiB would delete what the store kept before."""
+    files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
+    config = StoreConfig(**SIZES, max_total_size=None, keep_unconsumed=True, message_delay_level=LEVELS)
+    with MessageStore.open("/store", config, files=files, clock=clock) as store:
+        for _ in range(100):
+            store.append(Message("T", bytes(4000), keys="k"))
+    if not kept:
+        files.delete("/store/librmq/config.json")
+    clock.advance(days=30)
+    with MessageStore.open("/store", given, files=files, clock=clock) as store:
+        found = store.config
+        assert {name: getattr(found, name) for name in SIZES} == SIZES
+        assert (found.durability, found.max_total_size, found.file_reserved_hours) == ("sync", None, None)
+        assert (found.keep_unconsumed, found.message_delay_level == LEVELS) == (kept, kept)
+        clock.advance(days=1)
+        store.run_due(clock.now_ms())
+        assert store.log.begin == 0
+    with MessageStore.open("/store", files=files, clock=clock) as store:
+        assert store.config.max_total_size is None
+
+
+def test_named_settings_replace_the_kept_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """A stricter retention is told once; what the files tell can't be replaced."""
+    files = MemoryFiles()
+    given = StoreConfig(**SIZES, max_total_size=1 << 20, keep_unconsumed=True)
+    with MessageStore.open("/store", given, files=files) as store:
+        store.append(Message("T", b"x"))
+    with caplog.at_level(logging.WARNING, "librmq"):
+        for config in (
+            StoreConfig(max_total_size=None),
+            StoreConfig(file_reserved_hours=5, message_delay_level=LEVELS),
+        ):
+            with MessageStore.open("/store", config, files=files) as store:
+                assert (store.config.max_total_size, store.config.commitlog_file_size) == (None, 65_536)
+        assert (store.config.file_reserved_hours, store.config.message_delay_level) == (5, LEVELS)
+        assert "file_reserved_hours is 5 and was None" in caplog.text
+        caplog.clear()
+        for _ in range(2):
+            with MessageStore.open("/store", StoreConfig(max_total_size=1 << 30, keep_unconsumed=False), files=files):
+                pass
+        assert "max_total_size is 1073741824 and was None, keep_unconsumed is False and was True" in caplog.text
+        assert len(caplog.records) == 1
+    with pytest.raises(ConfigError, match="commitlog_file_size"):
+        MessageStore.open("/store", StoreConfig(commitlog_file_size=1 << 20), files=files)
+    with pytest.raises(ConfigError, match="max_total_size"):
+        MessageStore.open("/store", StoreConfig(max_total_size=1 << 10), files=files)
+
+
+def test_a_configuration_knows_what_was_named() -> None:
+    assert StoreConfig(durability="sync").named == {"durability"}
+    assert "max_total_size" not in StoreConfig.broker().named
+    assert "max_total_size" in StoreConfig.broker(max_total_size=None).named
+    config = StoreConfig(durability="sync").with_settings({"compress_from": 1})
+    assert config.named == {"durability", "compress_from"}
+    again = pickle.loads(pickle.dumps(config))
+    assert (again, again.named, hash(again)) == (config, config.named, hash(config))
+    assert StoreConfig() == StoreConfig(durability="async")

@@ -53,6 +53,7 @@ __all__ = [
     "broker_conf",
     "check_config",
     "check_kind",
+    "complete_config",
     "infer_config",
     "is_4_with_timers",
     "known_topics",
@@ -290,6 +291,27 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
     if total is not None and total < file_size:
         del told["max_total_size"]  # it was kept beside files of another size
     return dataclasses.replace(base, **told)
+
+
+def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
+    """Return ``config`` with the store's own sizes, delay levels and retention where its maker named no others.
+
+    An existing store that keeps no retention has none by age or size, unless the maker named one.
+
+    Raises:
+        ConfigError: a named setting contradicts a file, or they contradict each other.
+    """
+    own: dict[str, Any] = {}
+    if files.is_folder(os.path.join(path, COMMITLOG)):
+        own = {"max_total_size": None, "file_reserved_hours": None}
+    own |= {**read_kept_config(path, files), **_told_by_files(path, files)}
+    own = {name: value for name, value in own.items() if name not in config.named}
+    total, file_size = own.get("max_total_size"), own.get("commitlog_file_size", config.commitlog_file_size)
+    if total is not None and total < file_size:
+        own["max_total_size"] = None  # it was kept beside files of another size
+    config = config.with_settings(own)
+    check_config(path, config, files)
+    return config
 
 
 def check_config(path: str, config: StoreConfig, files: Files) -> None:

@@ -53,11 +53,17 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
 def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
     """Keep the settings of the store in ``path`` if they have changed; durable when it returns.
 
-    A full disk does not prevent opening the store; the next opening tries again.
+    A full disk does not prevent opening the store; the next opening tries again. If retention deletes more than before,
+    a warning says so once.
     """
     found = {name: getattr(config, name) for name in _KEPT}
-    if found == read_kept_config(path, files):
+    before = read_kept_config(path, files)
+    if found == before:
         return
+    stricter = [name for name in before if _is_stricter(name, found[name], before[name])]
+    if stricter:
+        changes = ", ".join(f"{name} is {found[name]} and was {before[name]}" for name in stricter)
+        _log.warning("%s: retention deletes more from now on: %s", path, changes)
     try:
         files.make_folder(os.path.join(path, os.path.dirname(FILE)))
         files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **found}, indent=1).encode())
@@ -65,3 +71,12 @@ def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
         if error.errno != errno.ENOSPC:
             raise
         _log.warning("sizes, delay levels and retention are not kept: %s", error)
+
+
+def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (settings have different types)
+    """Return whether a setting of retention lets go of messages that it kept before."""
+    if name == "keep_unconsumed":
+        return bool(before and not now)
+    if name not in ("max_total_size", "file_reserved_hours") or now is None:
+        return False
+    return bool(before is None or now < before)
