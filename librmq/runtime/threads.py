@@ -60,8 +60,8 @@ class ThreadRunner(Runner):
         self._is_roused = False  # a woken worker is about to look
         self._workers = 0
         self._holder_looks = False  # one of these threads holds the lock, and looks again before it waits
-        self._sleeps_until = 0  # 0 while the clock thread is awake
-        self._seen_ms = 0  # time of the clock thread's last look
+        self._sleeps_until = AT_ONCE  # while the clock thread is awake
+        self._seen_ms = self.now_ms()  # time of the clock thread's last look
         self._begun = 0  # number of times that a worker began user code
         self._is_swift = False
         self._is_watched = False  # by the clock thread
@@ -192,7 +192,7 @@ class ThreadRunner(Runner):
                     was_told = turn.acquire(timeout=self._sleep_s())
                 lock.acquire()
                 turn.acquire(blocking=False)  # from a caller that came too late to wake it
-                self._sleeps_until = 0
+                self._sleeps_until = AT_ONCE
                 if not goes_on:
                     self._is_watched = False
                     self._is_swift &= not self.ready
@@ -201,7 +201,10 @@ class ThreadRunner(Runner):
         """Return how long the clock thread can sleep, -1 without limit."""
         seconds = -1.0
         if self._sleeps_until < NEVER:
-            seconds = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
+            now = self.now_ms()
+            if now < self._seen_ms - _SLEWED_MS:  # set back since the steps were taken: look again at once
+                now = self._sleeps_until
+            seconds = min(max(_YIELD_S, (self._sleeps_until - now) / 1000), threading.TIMEOUT_MAX)
         if self._is_watched:
             seconds = _WATCH_S if seconds < 0 else min(seconds, _WATCH_S)
         return seconds

@@ -51,8 +51,10 @@ def test_before_1970_messages_are_consumed(start_ms: int) -> None:
     for clock in (ManualClock(start_ms), ManualClock(start_ms + HOUR_MS)):
         seen.clear()
         runner = ManualRunner(clock)
-        with Broker.open("/b", files=files, runner=runner) as broker, PushConsumer(broker, "g") as consumer:
+        with Broker.open("/b", files=files, runner=runner) as broker:
+            consumer = PushConsumer(broker, "g")
             consumer.subscribe("T", lambda message: seen.append(message.body))
+            consumer.start()
             producer = Producer(broker, "p")
             producer.send("T", b"now")
             producer.send("T", b"later", delay=10)
@@ -60,6 +62,7 @@ def test_before_1970_messages_are_consumed(start_ms: int) -> None:
             assert seen == [b"now"]
             runner.advance(2_000)
             assert seen == [b"now", b"later"]
+            consumer.shutdown()
 
 
 def test_a_delayed_message_and_a_retry_come_now(broker: Broker, clock: Adjusted) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RunnerError
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Work
@@ -263,3 +263,29 @@ def test_runners_show_what_they_are() -> None:
     assert repr(threads) == "<ThreadRunner, open, threads: 0 of 3>"
     threads.shutdown()
     assert "closed" in repr(threads)
+
+
+class PutBack(SystemClock):
+    """Goes back an hour at one of its readings."""
+
+    def __init__(self, reading: int) -> None:
+        self.left = reading
+
+    def now_ms(self) -> int:
+        self.left -= 1
+        return super().now_ms() - (3_600_000 if self.left < 0 else 0)
+
+
+@pytest.mark.parametrize("reading", range(1, 12))
+def test_a_step_runs_whenever_the_clock_is_put_back(reading: int) -> None:
+    """The thread that sleeps until the next step took its time from a clock that was put back just then."""
+    runner, has_run = ThreadRunner(PutBack(reading)), threading.Event()
+
+    def run_due(now_ms: int) -> int | None:
+        has_run.set()
+        return None
+
+    with runner.lock:
+        runner.wake(Step("later", run_due), SystemClock().now_ms() + 40)
+    assert has_run.wait(20)
+    runner.shutdown()
