@@ -6,9 +6,10 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from librmq.cli.input import settle_config
-from librmq.clock import SystemClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
@@ -16,7 +17,28 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import CONFIG, check_kind
 
-__all__ = ["opened_to_change"]
+if TYPE_CHECKING:
+    from librmq.broker import Broker
+
+__all__ = ["opened_broker", "opened_to_change"]
+
+
+@contextmanager
+def opened_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
+    """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
+
+    Raises:
+        StoreLockedError: Another process owns the store; the error says which.
+    """
+    from librmq.broker import Broker
+    from librmq.runtime.manual import ManualRunner
+
+    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
+    check_kind(arguments.store, files)
+    config = None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
+    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still
+    with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
+        yield broker
 
 
 @contextmanager

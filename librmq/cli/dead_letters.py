@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
 from librmq.cli.output import Output
-from librmq.clock import ManualClock, SystemClock
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
-from librmq.files.disk import DiskFiles
-from librmq.files.overlay import OverlayFiles
-from librmq.store.format.directory import check_kind
 
 __all__ = ["dead_letters"]
 
@@ -44,15 +41,9 @@ def _chosen(view: StoreView, arguments: argparse.Namespace) -> list[letters.Give
 
 def _resend(arguments: argparse.Namespace, output: Output) -> int:
     """Resend the chosen dead letters; a dry run does the same in memory."""
-    from librmq.broker import Broker
-    from librmq.runtime.manual import ManualRunner
-
     if arguments.group is None:
         raise InputError("--resend: name the group by --group")
-    files = OverlayFiles() if arguments.dry_run else DiskFiles()
-    check_kind(arguments.store, files)
-    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # so that the broker does nothing else
-    with Broker.open(arguments.store, runner=runner, files=files) as broker:
+    with opened_broker(arguments) as broker:
         chosen = {one.physical_offset: one for one in _chosen(StoreView.of(broker), arguments)}
         chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]
         for letter in chosen_letters:

@@ -1,4 +1,4 @@
-"""``diagnose`` and ``story``: what deserves a look in a store, and what happened to one message."""
+"""``diagnose``, ``check``, ``story``: what deserves a look in a store, and what happened to one message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 
 from librmq.cli.groups import open_view
 from librmq.cli.output import Output, complain
+from librmq.diagnosis.findings import Finding, Thresholds
 
-__all__ = ["diagnose", "story"]
+__all__ = ["check", "diagnose", "story"]
 
 _HAS_ERRORS = 1
 
@@ -17,7 +18,26 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.checkup import diagnose
 
     with open_view(arguments) as view:
-        found = diagnose(view)
+        return _print(diagnose(view, _thresholds(arguments)), output)
+
+
+def check(arguments: argparse.Namespace, output: Output) -> int:
+    """Print what in the design of topics, keys and groups deserves a look; status 1 if there is an error among it."""
+    from librmq.diagnosis.design import design_check, topic_volumes
+
+    with open_view(arguments) as view:
+        if not arguments.volumes:
+            return _print(design_check(view, _thresholds(arguments)), output)
+        for one in topic_volumes(view):
+            output.row(one._asdict())
+    return 0
+
+
+def _thresholds(arguments: argparse.Namespace) -> Thresholds:
+    return Thresholds(topics=frozenset(arguments.important or ()))
+
+
+def _print(found: list[Finding], output: Output) -> int:
     for one in found:
         output.row(
             {

@@ -1,4 +1,4 @@
-"""``pending`` and ``timers``: messages that wait in a store, and the files of its timer."""
+"""``pending``, ``decide``, ``timers``: messages that wait, halves that were given up, and the files of a timer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
+from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
 
-__all__ = ["pending", "timers"]
+__all__ = ["decide", "pending", "timers"]
 
 
 def pending(arguments: argparse.Namespace, output: Output) -> int:
@@ -19,6 +20,23 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments, all_in_memory=True) as store:
         for one in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
             output.row(one._asdict())
+    return 0
+
+
+def decide(arguments: argparse.Namespace, output: Output) -> int:
+    """Commit or roll back a half message that checks have given up."""
+    from librmq.cli.changes import opened_broker
+    from librmq.diagnosis.halves import decide_half, given_up
+
+    text = arguments.physical_offset
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise InputError(f"expected a physical offset that `pending --kind given_up` lists, found {text!r:.80}")
+    if arguments.commit == arguments.rollback:
+        raise InputError("name one of --commit and --rollback")
+    with opened_broker(arguments) as broker:
+        row = next((one._asdict() for one in given_up(broker) if one.physical_offset == int(text)), {})
+        decide_half(broker, int(text), commit=arguments.commit)
+    output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
     return 0
 
 

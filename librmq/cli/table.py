@@ -23,6 +23,11 @@ Column = tuple[str, Callable[[Row], object]]
 _ROWS: Final = 500
 _WIDTH_OF_FILES: Final = 10_000  # nothing is folded
 _LONGEST_CELL: Final = 200
+_GAP: Final = 3
+"""Cells between two columns."""
+_LEAST_BODY: Final = 24
+_NARROW: Final = 135
+_ON_ONE_LINE: Final = frozenset(("body", "stored", "when", "min", "max", "oldest", "due"))
 
 
 def local_time(time_ms: int) -> str | int:
@@ -74,6 +79,13 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")),
         ("body", _of("body")),
     ],
+    "shown, narrow": [
+        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"),
+        ("offset", _of("queue_offset")),
+        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]),
+        ("tags", _property("TAGS")),
+        ("body", _of("body")),
+    ],
     "blank": [("physical offset", _of("phys")), ("size", _of("size")), ("", lambda row: "end of file")],
     "cq": [
         ("queue offset", _of("offset")),
@@ -94,9 +106,31 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("kind", _of("kind")),
         ("what", _of("what")),
     ],
+    "finding": [
+        ("severity", _of("severity")),
+        ("finding", _of("finding")),
+        ("about", _of("subject")),
+        ("what", _of("what")),
+        ("next", _of("next")),
+    ],
+    "event": [
+        ("when", _time("at_ms")),
+        ("event", _of("event")),
+        ("group", _of("group")),
+        *_QUEUE,
+        ("offset", _of("queue_offset")),
+        ("note", _of("note")),
+    ],
     "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
     "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
 }
+_BY_FIELD: Final = {"body": "shown", "max_physic_offset": "queue", "finding": "finding", "event": "event"}
+"""What rows with a field are."""
+_STYLES: Final = {
+    "error": "bold red", "WRONG": "bold red", "dead": "red",
+    "warning": "yellow", "not_passed": "yellow", "info": "cyan",
+}  # fmt: skip
+"""Colours of whole cells; NO_COLOR switches them off."""
 # Rows whose main content is a list: shown as a heading, then the list's rows.
 _LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
 
@@ -112,9 +146,8 @@ class Table:
 
     def row(self, row: Row) -> None:
         """Take a row; a full table is drawn."""
-        kind = (
-            "shown" if "body" in row else str(row.get("type") or ("queue" if "max_physic_offset" in row else "other"))
-        )
+        named = next((kind for field, kind in _BY_FIELD.items() if field in row), "other")
+        kind = named if named == "shown" else str(row.get("type") or named)
         if kind in _LISTS:
             self._take_list(kind, row)
         else:
@@ -143,7 +176,8 @@ class Table:
         rows, self._rows = self._rows, []
         if not rows:
             return
-        columns = _COLUMNS.get(self._kind) or [
+        is_narrow = self._console.width < _NARROW and f"{self._kind}, narrow" in _COLUMNS
+        columns = _COLUMNS.get(f"{self._kind}, narrow" if is_narrow else self._kind) or [
             (title, _time(name))
             if (title := name.removesuffix("_timestamp_ms").removesuffix("_ms")) != name
             else (name, _of(name))
@@ -153,10 +187,26 @@ class Table:
         values = [[show(row) for _, show in columns] for row in rows]
         for place, (title, _) in enumerate(columns):
             numbers = all(isinstance(line[place], int) for line in values)
-            table.add_column(title, justify="right" if numbers else "left", overflow="fold")
-        for line in values:
-            table.add_row(*(rich.text.Text(_cell(value)) for value in line))
+            one_line = title in _ON_ONE_LINE
+            table.add_column(
+                title,
+                justify="right" if numbers else "left",
+                overflow="ellipsis" if one_line else "fold",
+                no_wrap=numbers or one_line,
+            )
+        cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
+        if columns[-1][0] == "body":
+            self._cut_bodies([title for title, _ in columns], cells)
+        for drawn in cells:
+            table.add_row(*drawn)
         self._console.print(table)
+
+    def _cut_bodies(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
+        """Cut the last column to what the others leave of the terminal's width."""
+        others = sum(max(len(title), *(line[at].cell_len for line in cells)) for at, title in enumerate(titles[:-1]))
+        width = self._console.width - others - _GAP * len(titles)
+        for line in cells:
+            line[-1].truncate(max(width, _LEAST_BODY), overflow="ellipsis")
 
 
 def _cell(value: object) -> str:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
 
-from librmq import Broker, DeadLetter, Producer, PushConsumer, diagnosis
+from librmq import (
+    Broker,
+    DeadLetter,
+    Message,
+    Producer,
+    PushConsumer,
+    TransactionProducer,
+    TransactionState,
+    diagnosis,
+)
 from librmq.runtime.manual import ManualRunner
 from tests.cli.stand import Shell, files_of
 
@@ -63,6 +75,62 @@ def test_the_story_of_a_message_is_a_timeline(shell: Shell) -> None:
     assert rows
     assert [list(row)[: len(EVENT)] for row in rows] == [EVENT] * len(rows)
     assert shell("story", "store", "no-such-id", "--fail-empty").status == 3
+
+
+def test_the_design_is_checked(shell: Shell) -> None:
+    answer = shell("check", "store", "--important", "OrderTopic")
+    found = diagnosis.design_check("store", diagnosis.Thresholds(topics=frozenset(["OrderTopic"])))
+    assert [(row["finding"], row["severity"], row["subject"]) for row in answer.rows] == [
+        (one.kind, one.severity, one.subject) for one in found
+    ]
+    volumes = {row["topic"]: row["messages"] for row in shell("check", "store", "--volumes").rows}
+    assert volumes == {row["topic"]: row["messages"] for row in shell("count", "store").rows}
+
+
+def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
+    runner = ManualRunner()
+    with Broker.open("tx", runner=runner) as broker:
+        producer = TransactionProducer(broker, "P", lambda message: TransactionState.UNKNOWN)
+        for number in range(2):
+            producer.send_in_transaction(
+                Message("orders", b"%d" % number), execute=lambda message, argument: TransactionState.UNKNOWN
+            )
+        runner.advance(60_000 * 20)
+    first, second = shell("pending", "tx", "--kind", "given_up").rows
+    before = files_of(shell.folder / "tx")
+    words = ["decide", "tx", first["physical_offset"], "--commit"]
+    assert shell(*words, "--dry-run").rows[0]["decision"] == "commit"
+    assert files_of(shell.folder / "tx") == before
+    assert shell(*words).rows[0]["unique_key"] == first["unique_key"]
+    assert shell("decide", "tx", second["physical_offset"], "--rollback").status == 0
+    assert shell("pending", "tx", "--kind", "given_up").rows == []
+    assert [row["body"] for row in shell("show", "tx", "--topic", "orders").rows] == ["0"]
+    assert "not decided since" in shell(*words).said
+    assert "name one of --commit" in shell("decide", "tx", 1).said
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    pytest.importorskip("rich")
+    from rich.cells import cell_len
+
+    from librmq.cli.table import Table
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    table = Table(stream)
+    for command in (["show", "--topic", "OrderTopic"], ["lag"], ["check"], ["topics"]):
+        for row in shell(command[0], "store", *command[1:]).rows:
+            table.row(row)
+        table.close()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert any("world paid hello" in line for line in lines)
 
 
 # --- dead letters

@@ -71,6 +71,21 @@ COMMANDS: Final = (
         output=OUTPUT,
     ),
     Command(
+        "decide",
+        "pending",
+        "commit or roll back a half that was given up",
+        "store 280252 --rollback",
+        (
+            option(
+                "physical_offset", metavar="OFFSET", help="its physical offset, which `pending --kind given_up` tells"
+            ),
+            option("--commit", action="store_true", help="deliver the message"),
+            option("--rollback", action="store_true", help="drop the message"),
+            *CHANGES,
+        ),
+        output=OUTPUT,
+    ),
+    Command(
         "import",
         "imports",
         "append messages that export wrote",

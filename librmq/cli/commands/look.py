@@ -9,6 +9,9 @@ from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTIO
 __all__ = ["COMMANDS"]
 
 _ALL: Final = option("--all", action="store_true", help="the broker's own topics too")
+_IMPORTANT: Final = option(
+    "--important", metavar="TOPIC", action="append", help="a topic where a warning is an error; may be repeated"
+)
 _BODY: Final = option(
     "--body",
     choices=("text", "json", "hex", "base64", "none"),
@@ -103,7 +106,15 @@ COMMANDS: Final = (
         ),
         output=LISTED,
     ),
-    Command("diagnose", "diagnosis", "print what deserves a look, worst first", "store", output=LISTED),
+    Command("diagnose", "diagnosis", "print what deserves a look, worst first", "store", (_IMPORTANT,), output=LISTED),
+    Command(
+        "check",
+        "diagnosis",
+        "check the design of topics, keys and groups",
+        "store --volumes",
+        (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by their bytes instead")),
+        output=LISTED,
+    ),
     Command("stats", "topics", "print what is in the store, in one row", "store", output=OUTPUT),
     Command("queues", "queues", "list the queues and their offsets", "store", output=LISTED),
     Command(
