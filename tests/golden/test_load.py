@@ -477,7 +477,6 @@ def contents(store: Path) -> dict[str, str]:
 
 
 @stores
-@pytest.mark.parametrize("pairs_of", [recorded, without_what_comes_later])
 def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> None:
     operations = [operation for operation, _ in recorded(folder)]
     one, other = (load(tmp_path / name, config_of(folder), operations) for name in ("one", "other"))
