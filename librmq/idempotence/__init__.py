@@ -1,4 +1,4 @@
-"""Make effects happen once and messages go out: stores of the dedup guard, the inbox and the outbox."""
+"""Effects that happen once and messages that are sent for sure: stores of the dedup guard, the inbox and the outbox."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ _MODULES = {
         "unique_id",
     ),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

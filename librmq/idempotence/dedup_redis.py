@@ -38,7 +38,7 @@ local held = redis.call('GET', KEYS[1])
 local state, expires, owner
 if held then
     state, expires, owner = string.match(held, '^([01]):(%d+):(.+)$')
-    if not state then return redis.error_reply('a value that is no record') end
+    if not state then return redis.error_reply('expected a record, found another value') end
 end
 """
 # ARGV: owner, now, and for the first two: expiry, milliseconds until the server may clear it away
@@ -107,7 +107,7 @@ class RedisDedupStore:
             return None
         found = _RECORD.fullmatch(value.encode() if isinstance(value, str) else value)
         if found is None:
-            raise DedupStoreError(f"{self.prefix}{key}: a value that is no record")
+            raise DedupStoreError(f"{self.prefix}{key}: expected a record, found another value")
         record = DedupRecord(found[1] == b"1", found[3].decode(), int(found[2]))
         return record if record.expires_timestamp_ms > now_ms else None
 

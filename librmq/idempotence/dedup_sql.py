@@ -58,7 +58,7 @@ class SqlDedupStore:
                     engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True
                 )
             except (SQLAlchemyError, ImportError) as error:
-                raise DedupStoreError(f"no engine can be made of that URL: {error}") from error
+                raise DedupStoreError(f"expected a URL of a database that SQLAlchemy supports: {error}") from error
             self._owned: sqlalchemy.Engine | None = engine
         else:
             self._owned = None
@@ -77,7 +77,7 @@ class SqlDedupStore:
             self.say_portably(prefilter)
             return
         if prefilter is not None:
-            raise ConfigError(f"on {engine.dialect.name} a claim is one statement: a prefilter saves nothing")
+            raise ConfigError(f"prefilter: expected None on {engine.dialect.name}, where a claim is one statement")
 
     def say_portably(self, prefilter: SeenKeys | None = None) -> None:
         """Use statements that every database accepts, as for databases that are not named above."""
@@ -161,7 +161,7 @@ class SqlDedupStore:
         if taken.changed:
             return Claim.TAKEN_OVER
         record = self.look(key, now_ms)
-        # None: released or expired since. Another process had it just now, so the message comes again.
+        # None: released or expired since. Another process just had it, so the message is delivered again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
     def _execute(self, statement: str, **parameters: str | int) -> StatementResult:

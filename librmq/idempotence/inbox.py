@@ -40,15 +40,16 @@ def transactional(
     keep: float | timedelta = KEEP_CONSUMED,
     clock: Clock | None = None,
 ) -> Transactional:
-    """Return a transaction, to be entered by ``with``, that says whether ``message`` comes for the first time.
+    """Return a transaction for ``with`` that says whether ``message`` is delivered for the first time.
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
     ``AsyncSession`` or ``AsyncConnection``, without an open transaction. Leaving the block commits; an exception rolls
-    back and goes on. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a key
-    every delivery is a first one. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``. `purge_messages`
+    back and propagates. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a key
+    every delivery counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``.
+    `purge_messages`
     deletes records that are older than ``keep``.
 
-    Errors of the database's driver go through, and the message comes again. As thread-safe as the session.
+    Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session.
 
     Raises:
         ConfigError: The session has an open transaction, or commits each statement.
@@ -65,7 +66,7 @@ def transactional(
 
 
 class Transactional:
-    """One transaction of `transactional`; ``with`` returns True for a message that comes for the first time."""
+    """One transaction of `transactional`; ``with`` returns True at the first delivery of a message."""
 
     def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
         self._session = session
@@ -86,7 +87,7 @@ class Transactional:
 
     async def __aenter__(self) -> bool:
         if not hasattr(self._session, "run_sync"):
-            raise ConfigError(f"{type(self._session).__name__} is entered by `with`, not by `async with`")
+            raise ConfigError(f"{type(self._session).__name__} needs `with`, not `async with`")
         first: bool = await self._session.run_sync(self._begin)
         return first
 
@@ -100,11 +101,11 @@ class Transactional:
 
     def _begin(self, session: Any) -> bool:
         if hasattr(session, "run_sync"):
-            raise ConfigError(f"{type(session).__name__} is entered by `async with`, not by `with`")
+            raise ConfigError(f"{type(session).__name__} needs `async with`, not `with`")
         link = Link(session)
         if link.in_transaction:
             raise ConfigError(
-                "the session has begun something: commit or undo that first, since the record has to come before it"
+                "expected no open transaction: commit or roll back first, because the record must come first"
             )
         link.check_transactions()
         if self._key is None:
@@ -116,7 +117,7 @@ class Transactional:
                 expires_at_ms=self._expires_at_ms,
             )
         except BaseException as error:
-            link.rollback()  # nothing else was done yet
+            link.rollback()  # the record was the first statement
             if is_integrity_error(error):
                 return False
             raise

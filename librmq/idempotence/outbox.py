@@ -128,11 +128,11 @@ class OutboxConfig(Config):
     """Settings of a sender. Durations are seconds, or a `timedelta` as keywords."""
 
     claim_timeout: Annotated[float, Seconds(0.001, LONGEST)] = 60.0
-    """Another sender may send a row that was claimed this long ago; longer than a send takes."""
+    """Time after which another sender can send a claimed row; longer than a send takes."""
     poll_interval: Annotated[float, Seconds(0.001, LONGEST)] = 1.0
-    """Time between two looks for rows."""
+    """Time between two searches for rows."""
     keep_sent: Annotated[float, Seconds(0.001, LONGEST)] = 3600.0
-    """Rows that were sent are kept this long."""
+    """Time for which sent rows are kept."""
 
 
 class OutboxKeywords(TypedDict, total=False):
@@ -174,7 +174,7 @@ class OutboxSender:
             settings: Those of `OutboxConfig`.
 
         Raises:
-            ConfigError: A setting is refused, or an argument is not what it should be.
+            ConfigError: A setting is refused, or an argument has a wrong type.
         """
         given: dict[str, Any] = dict(settings)
         for name, value in given.items():
@@ -206,12 +206,12 @@ class OutboxSender:
         self._is_out_of_reach = False
 
     def run_due(self, now_ms: int) -> int:
-        """Send the rows that are due; return when to look again, in milliseconds since 1970.
+        """Send the rows that are due; return the time of the next search, in milliseconds since 1970.
 
-        A database that cannot be reached is logged once, and asked again at the next look.
+        The failure of a database is logged once, and the next search tries it again.
 
         Raises:
-            ConfigError: The first look found no such table, or what `database` gives is no connection.
+            ConfigError: The first search found no such table, or `database` returned something else than a connection.
         """
         try:
             self._check()
@@ -223,17 +223,17 @@ class OutboxSender:
         except Exception as error:
             level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
             self._is_out_of_reach = True
-            _log.log(level, "%s: the database could not be asked, it is asked again: %s", self.table, error)
+            _log.log(level, "%s: the database failed, and is tried again: %s", self.table, error)
         else:
             if self._is_out_of_reach:
                 self._is_out_of_reach = False
-                _log.warning("%s: the database can be asked again", self.table)
+                _log.warning("%s: the database works again", self.table)
         finally:
             self._let_go()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
     def _check(self) -> None:
-        """Select no row of the table, once, so that lasting errors are found at the start."""
+        """Select no row of the table, once, to find lasting errors at the start."""
         if self._is_checked:
             return
         try:
@@ -244,9 +244,9 @@ class OutboxSender:
         except Exception as error:
             if is_passing_error(error):
                 raise
-            cause = getattr(error, "orig", None) or error  # SQLAlchemy's own text has the statement too
+            cause = getattr(error, "orig", None) or error  # SQLAlchemy's text repeats the statement
             raise ConfigError(
-                f"the outbox's table {self.table} can't be read (upgrade_tables of librmq.sqltables makes it): "
+                f"the outbox's table {self.table} can't be read (librmq.idempotence.upgrade_tables creates it): "
                 f"{type(cause).__name__}: {cause}"
             ) from error
         self._is_checked = True
@@ -254,10 +254,10 @@ class OutboxSender:
     def start(self) -> OutboxSender:
         """Start a thread that sends; `shutdown` ends it.
 
-        A database that cannot be reached now is logged, and asked again.
+        A database that fails now is logged, and tried again.
 
         Raises:
-            ConfigError: There is no such table, or what `database` gives is no connection.
+            ConfigError: There is no such table, or `database` returned something else than a connection.
         """
         if self._background is None:
             try:
@@ -266,18 +266,18 @@ class OutboxSender:
                 raise
             except Exception as error:
                 self._is_out_of_reach = True
-                _log.warning("%s: the database could not be asked, it is asked again: %s", self.table, error)
+                _log.warning("%s: the database failed, and is tried again: %s", self.table, error)
             finally:
                 self._let_go()
-            with critical:  # no `close` could end a thread that is not noted
+            with critical:  # so that `shutdown` always finds the thread
                 self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
 
     def _run_in_thread(self, now_ms: int) -> int | None:
         try:
             return self.run_due(now_ms)
-        except ConfigError as error:  # the database could not be reached at the start
-            _log.error("nothing is sent from the outbox until `wake` is called: %s", error)
+        except ConfigError as error:  # the database failed at the start
+            _log.error("the outbox sends nothing until `wake` is called: %s", error)
             return None
 
     def wake(self) -> None:
@@ -289,7 +289,7 @@ class OutboxSender:
         """End the thread after its current send, and release rows that it claimed and did not send.
 
         Returns:
-            True, as a consumer's shutdown does when all that ran has ended.
+            True, like a consumer's shutdown after all its work has ended.
         """
         with critical:
             background, self._background = self._background, None
@@ -393,10 +393,10 @@ class OutboxSender:
             self.sent += 1
         else:
             self.lost += 1
-            _log.warning("%s: row %d was sent after its claim had expired: it may be sent twice", self.table, row.id)
+            _log.warning("%s: row %d was sent after its claim had expired, so it may be sent twice", self.table, row.id)
 
     def _purge(self) -> None:
-        """Delete rows that were sent long enough ago; once a minute, since it locks rows."""
+        """Delete rows that were sent long enough ago; only once a minute, because it locks rows."""
         if self._clock.now_ms() < self._purge_at_ms:
             return
         self._purge_at_ms = self._next_purge_ms()
@@ -435,7 +435,7 @@ def _check_database(database: Any) -> None:
     """Refuse anything but an engine or a function, before a thread uses it."""
     kind = type(database).__name__
     if hasattr(database, "sync_engine"):
-        raise ConfigError(f"database: a sender waits in its thread: expected a synchronous Engine, found {kind}")
+        raise ConfigError(f"database: expected a synchronous Engine, since a sender waits in its thread, found {kind}")
     if hasattr(database, "dialect") and hasattr(database, "connect"):
         return
     if hasattr(database, "cursor") or hasattr(database, "execute"):
@@ -452,7 +452,7 @@ def _problem(result: Any) -> str | None:
         close = getattr(result, "close", None)
         if callable(close):
             close()
-        return "send gave something to be awaited: a sender needs a producer that waits"
+        return "send returned an awaitable: a sender needs a producer whose send waits"
     status = getattr(result, "send_status", getattr(result, "status", None))
     if status is None or getattr(status, "name", status) in _SENT:
         return None

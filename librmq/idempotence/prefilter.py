@@ -35,7 +35,7 @@ class SeenKeys:
         self._old: Any = self._filter()
 
     def _filter(self) -> Any:  # noqa: ANN401 (the library has no types)
-        # It grows. Each filter has half of the error, since two are asked.
+        # A filter that grows, with half of the error rate, because two are searched.
         return ScalableBloomFilter(min(self._capacity, 1000), self._error_rate / 2)
 
     def __len__(self) -> int:

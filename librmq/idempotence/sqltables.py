@@ -74,7 +74,7 @@ def check_name(name: str) -> str:
         ConfigError: The name would have to be quoted.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"a table is named by letters, digits and underscores, found {name!r:.100}")
+        raise ConfigError(f"table: expected a name of letters, digits and underscores, found {name!r:.100}")
     return name
 
 
@@ -91,7 +91,7 @@ class StatementResult(NamedTuple):
 class Link:
     """A connection of the application: runs statements with ``:names`` in them, and ends transactions.
 
-    As thread-safe as the connection. Errors of its driver go through.
+    As thread-safe as the connection. Errors of its driver propagate.
     """
 
     __slots__ = ("_alchemy", "_style", "connection", "dialect")
@@ -156,7 +156,7 @@ class Link:
             # sqlite3's legacy mode, the only one before 3.12, says it by the isolation level.
             by_itself = driver.isolation_level is None
         if by_itself:
-            raise ConfigError("the connection commits each statement by itself: open it without autocommit")
+            raise ConfigError("expected a connection without autocommit, found one that commits each statement")
 
 
 def is_integrity_error(error: BaseException) -> bool:
@@ -346,7 +346,7 @@ def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, 
             version = int(rows[0][0]) if rows else 0
             if version > len(steps):
                 raise ConfigError(
-                    f"table {name} is of version {version}, this librmq knows {len(steps)}: it was made by a newer one"
+                    f"table {name} is of version {version}, this librmq knows {len(steps)}: a newer librmq made it"
                 )
             for step in steps[version:]:
                 _run_steps(link, step, name)

@@ -116,9 +116,9 @@ class DedupRecord(NamedTuple):
 class DedupStore(Protocol):
     """Keeps records. Each call is atomic and thread-safe, and raises `DedupStoreError` where it fails.
 
-    Keys are those of `dedup_key`. ``owner`` is a token that was never used before; a call that is repeated with the
-    same token, because its answer was lost, returns the same. Times are milliseconds since 1970 by the caller's clock:
-    the clocks of all callers have to agree to well within the time of a claim.
+    Keys are those of `dedup_key`. ``owner`` is a token that was never used before; a call repeated with the same token,
+    because its answer was lost, returns the same. Times are milliseconds since 1970 by the caller's clock: the clocks
+    of all callers must agree to well within the time of a claim.
     """
 
     blocking: bool
@@ -247,9 +247,10 @@ class DedupStatements:
 class SqliteDedupStore:
     """Records in a SQLite file, for the processes of one machine: no server, write-ahead log. Thread-safe.
 
-    With ``durability`` "async" a record survives the process at once, and the machine after SQLite's next checkpoint;
-    with "sync" it survives both, for a flush of the disk a call. Where the file is locked for ``timeout`` seconds, a
-    call raises `DedupStoreError`. After a fork a child has to open another one. A context manager.
+    With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
+    checkpoint; with "sync" it survives both, for one flush of the disk in each call. If the file stays locked for
+    ``timeout`` seconds, a call raises `DedupStoreError`. After a fork a child has to open another one. A context
+    manager.
     """
 
     blocking = True
@@ -263,9 +264,7 @@ class SqliteDedupStore:
         timeout: float = 5.0,
     ) -> None:
         if sqlite3.sqlite_version_info < (3, 35):
-            raise ConfigError(
-                f"SQLite {sqlite3.sqlite_version} is too old: expected 3.35, whose statements return rows"
-            )
+            raise ConfigError(f"SQLite {sqlite3.sqlite_version} : expected at least 3.35, whose statements return rows")
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
         self._statements = DedupStatements(table)
@@ -353,7 +352,8 @@ class SqliteDedupStore:
 def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[int], int]:
     """Return a step ``run_due(now_ms) -> next_due_ms`` that deletes expired records every ``every`` seconds.
 
-    A call deletes at most 1,000 records, so that no other caller waits long. While there are more, it is due at once.
+    A call deletes at most 1,000 records, so that other callers do not wait long. While there are more, it is due
+    immediately.
     """
 
     def run_due(now_ms: int) -> int:

@@ -1,11 +1,11 @@
-"""The commit of a Spark job: its staged records go into a store, all of them or none.
+"""The commit of a Spark job: its staged records are added to a store, all of them or none.
 
-The commit writes everything behind the log's end, except for the first bytes up to the end of their sector. To any
-reader, the log ends where it did. Those bytes are written when the others have reached the device, and all records
-are there at once. A process that dies before that leaves a sector that was never written; recovery cuts it, as it does
+The commit writes everything after the log's end, except the first bytes up to the end of their sector. To readers, the
+log still ends where it did. When the rest has reached the device, the commit writes those first bytes, which makes all
+records visible together. A process that dies before that leaves a sector that was never written; recovery cuts it, as
 after a crash of the broker. A process that dies later leaves records without queue entries and keys, which recovery
-makes. The job's note (`librmq.store.format.job_notes`) tells the two apart: is its first record where it was to be? So
-a commit may be repeated. When retention has deleted that place, only ``done`` in the note counts.
+adds. The job's note (`librmq.store.format.job_notes`) distinguishes the two by the first record: is it at its planned
+place? So a commit can be repeated. When retention has deleted that place, only ``done`` in the note counts.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def commit(
     keep_note: bool,
     wait_seconds: float = 0,
 ) -> int:
-    """Bring the records of ``staged`` into the store in ``path``, and return their number; 0 if the job was done.
+    """Add the records of ``staged`` to the store in ``path``, and return their number; 0 if the job was already done.
 
-    Returns when the records have reached the device. After an error the store is as it was, unless the records could
-    be seen already: then the next open completes queues and index, and the same job, committed again, finds them.
+    Return when the records are on the device. After an error the store is unchanged, unless the records were already
+    visible: then the next open completes queues and index, and a repeated commit of the job finds them.
 
     Raises:
         StoreLockedError: Another process still writes to the store after ``wait_seconds``.
@@ -87,19 +87,19 @@ def wait_until_free(path: str, wait_seconds: float) -> None:
     """Wait until no other process writes to the store in ``path``.
 
     Raises:
-        StoreLockedError: Another process still does after ``wait_seconds``.
+        StoreLockedError: Another process still writes to it after ``wait_seconds``.
     """
 
     def ask() -> None:
         holder = DiskFiles().lock_holder(directory.lock_path(path))
         if holder is not None:
-            raise StoreLockedError(f"{path}: locked by {holder}: one process at a time writes to a store")
+            raise StoreLockedError(f"{path}: locked by {holder}: only one process at a time can write to a store")
 
     _when_free(ask, wait_seconds)
 
 
 def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
-    """Return what ``action`` returns once it raises no `StoreLockedError`, after ``wait_seconds`` at most."""
+    """Return the result of ``action`` once it raises no `StoreLockedError`, within ``wait_seconds``."""
     clock = SystemClock()
     until = clock.monotonic() + wait_seconds
     while True:
@@ -126,7 +126,7 @@ def _mark_done(store: MessageStore, job: str) -> None:
 
 @dataclass(slots=True)
 class _Placed:
-    """A block with the places that its records get."""
+    """A block with the places of its records."""
 
     block: StagedBlock
     places: Ints
@@ -134,7 +134,7 @@ class _Placed:
 
 
 def _placed(records: StagedRecords, lanes: Sequence[Lane], end: int, file_size: int) -> Iterator[_Placed]:
-    """Yield all blocks with the places of their records behind ``end`` and behind the queues' ends."""
+    """Yield all blocks with the places of their records after ``end`` and after the queues' ends."""
     following = np.array([lane.next_queue_offset for lane in lanes], np.int64)
     for block in records.blocks():
         places = _places(block.sizes, end, file_size)
@@ -145,7 +145,7 @@ def _placed(records: StagedRecords, lanes: Sequence[Lane], end: int, file_size: 
 
 
 def _extent(records: StagedRecords, end: int, file_size: int) -> tuple[int, int, int]:
-    """Return where the first record begins, where the last one begins, and where it ends."""
+    """Return the start of the first record, and start and end of the last one."""
     begin = last = -1
     for block in records.blocks():
         places = _places(block.sizes, end, file_size)
@@ -155,7 +155,7 @@ def _extent(records: StagedRecords, end: int, file_size: int) -> tuple[int, int,
 
 
 def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str) -> None:
-    """Write the records, show them, then derive queues and index; meanwhile the staged files are flushed away."""
+    """Write the records, show them, then derive queues and index, and delete the staged files."""
     log, now_ms = store.log, store.clock.now_ms()
     old_end = log.end
     lanes = [store.appender.lane(*lane) for lane in records.lanes]
@@ -163,7 +163,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
     try:
         shown = _write(store, job, records, lanes, (begin, end), now_ms)
         log.flush()
-        log.patch(begin, shown)  # within one sector: there or not
+        log.patch(begin, shown)  # within one sector, so it is atomic
     except BaseException:
         log.truncate(old_end)
         store.files.delete(note_path(store.path, job))
@@ -177,13 +177,13 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
             flushed.result()
         records.close()
         discard(folder)
-        if store.config.enable_consumequeue_ext:  # units with their bitmaps are made by recovery, one by one
+        if store.config.enable_consumequeue_ext:  # recovery makes the units with their bitmaps
             store.abandon()
             MessageStore.open(store.path, background=False).close()
         else:
             store.appender.dispatcher.dispatched_timestamp_ms = now_ms
     except BaseException:
-        store.abandon()  # the records are there: the next open makes what follows from them
+        store.abandon()  # the records are stored: the next open adds entries and keys
         raise
 
 
@@ -195,10 +195,10 @@ def _write(
     extent: tuple[int, int],
     now_ms: int,
 ) -> bytes:
-    """Write the records but for the first bytes, which are returned."""
+    """Write the records except their first bytes, which are returned."""
     log, (begin, end) = store.log, extent
     shown = b""
-    with ThreadPoolExecutor(1) as beside:  # it writes a chunk while the next one is made ready
+    with ThreadPoolExecutor(1) as beside:  # writes a chunk while the next one is prepared
         written: Future[None] | None = None
         for placed in _placed(records, lanes, log.end, log.file_size):
             places = placed.places
@@ -215,7 +215,7 @@ def _write(
                     written.result()
                 if log.claim(len(data)) != int(places[first]):
                     raise CorruptionError(
-                        log.sequence.folder, int(places[first]), "record", "the log is not where it was"
+                        log.sequence.folder, int(places[first]), "record", "expected the log's end here"
                     )
                 written = beside.submit(log.append_block, data)
         assert written is not None
@@ -298,7 +298,7 @@ def _chunks(places: Ints, sizes: Ints, file_size: int) -> Iterator[tuple[int, in
 
 
 def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) -> None:
-    """Put in what was zero: physical offset, queue offset, store time."""
+    """Fill in the fields that were zero: physical offset, queue offset, store time."""
     at = places - places[0]
     raw: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     window = np.ndarray((len(raw) - 7,), ">i8", raw, strides=(1,))

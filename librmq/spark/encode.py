@@ -199,7 +199,7 @@ def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
         if name not in COLUMNS:
             if name == extra:
                 continue
-            raise ConfigError(f"column {name!r} is nothing that is written: {suggest(name, COLUMNS)}")
+            raise ConfigError(f"column {name!r}: expected one that can be written: {suggest(name, COLUMNS)}")
         if kind not in COLUMNS[name]:
             raise ConfigError(f"column {name!r}: expected type {' or '.join(COLUMNS[name])}, found {kind}")
     if "body" not in {name for name, _ in names}:
@@ -274,7 +274,7 @@ def _mask(values: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _bytes_of(values: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of texts, perhaps with some beside them."""
+    """Return the bytes of texts, with possible others around them."""
     data = values.buffers()[2] if len(values) else None
     return np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
 
@@ -317,7 +317,7 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDAr
     for topic in names:
         validate_topic(topic)
         if is_system_topic(topic):
-            raise MessageIllegalError(f"topic {topic!r} belongs to the broker: a job writes to topics of users only")
+            raise MessageIllegalError(f"topic {topic!r} belongs to the broker: write to a user topic")
     for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
         validate_queue("t", queue_id)
         if queue_id >= 1 << 31:

@@ -1,9 +1,8 @@
-"""The broker's own decisions as Spark columns: filters, tags, shares of queues, bloom positions.
+"""The broker's own decisions as Spark columns: filters, tags, allocation of queues, bloom positions.
 
-The same code as the broker's: a filter is a native Catalyst expression where that can say it exactly (`to_column`),
-else it runs over Arrow in Python workers. Nothing here needs a store: any DataFrame with a map of strings will do.
-`register_functions` makes all of them known to SQL text, where they run over Arrow, since an expression of SQL may
-differ from row to row.
+They use the broker's code: a filter is a native Catalyst expression if that can express it exactly (`to_column`), else
+it runs over Arrow in Python workers. No store is needed, only a DataFrame with a map of strings. `register_functions`
+registers all of them for SQL text, where they run over Arrow, because an expression in SQL can differ from row to row.
 
 ::
 
@@ -62,9 +61,12 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
     """Return whether the broker would deliver a message with these properties to a subscriber to ``expression``.
 
     ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
-    True for TRUE; false for FALSE, UNKNOWN and where the evaluation raises; never null. `FilterSyntaxError` at once
-    for what does not compile, with a caret; ``dialect`` "5.3" adds CONTAINS and the like. Native where Catalyst can
-    say it exactly and the expression is not too large for it, else over Arrow.
+    True for TRUE; false for FALSE, UNKNOWN and errors of the evaluation; never null. ``dialect`` "5.3" adds CONTAINS
+    and others. The column is native if Catalyst can express it exactly and it is not too large, else it runs over
+    Arrow.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile; raised here, not when the column is used.
     """
     column = F.col(properties) if isinstance(properties, str) else properties
     filter_ = SqlFilter(expression, dialect=dialect)
@@ -81,14 +83,15 @@ def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Ar
 
 
 def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:
-    """Match filters that may differ from row to row."""
+    """Match filters that can differ from row to row."""
     return _by_value(expressions, "expression", lambda text, rows: _match_one(text, dialect, properties.take(rows)))
 
 
 def match_tags(tags: Column | str, expression: str) -> Column:
-    """Return whether a consumer of ``a || b`` takes a message with these tags (null for none); never null.
+    """Return whether a consumer of ``a || b`` selects a message with these tags (null for none); never null.
 
-    `FilterSyntaxError` for ``||`` alone.
+    Raises:
+        FilterSyntaxError: The expression is a lone ``||``.
     """
     column = F.col(tags) if isinstance(tags, str) else tags
     filter_ = TagFilter(expression)
@@ -106,7 +109,7 @@ def _match_tags(tags: pa.Array, expressions: pa.Array) -> pa.Array:
 
 
 def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.Array]) -> pa.Array:
-    """Return ``answer(value, rows)`` for each different value, brought back to the order of the rows."""
+    """Return ``answer(value, rows)`` for each distinct value, in the order of the rows."""
     encoded = values.dictionary_encode()
     if encoded.null_count:
         raise ConfigError(f"{what}: expected a text, found null")
@@ -140,7 +143,8 @@ def _tags_code(tags: pa.Array) -> pa.Array:
 def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
     """Return the bits that a text (``group#topic``) sets in a broker's bitmaps, as array<int>; null for null.
 
-    `ConfigError` for an error rate or a number out of range.
+    Raises:
+        ConfigError: The error rate or the number of texts is out of range.
     """
     return _arrow(partial(_positions, BloomFilter(error_percent, expected)), "array<int>")(text)
 
@@ -162,9 +166,9 @@ _bloom = lru_cache(maxsize=64)(BloomFilter)
 
 
 def dedup_key(application: str, group: str, topic: Column | str, tags: Column | str, key: Column | str) -> Column:
-    """Return the key under which `librmq.dedup` keeps a message's record; null where ``key`` is null or empty.
+    """Return the key of a message's record in `librmq.dedup`; null if ``key`` is null or empty.
 
-    With it a table of the lake is held against a guard's own store: what has been consumed, and what has not.
+    Use it to compare a lake table with a guard's store: which messages were consumed, and which were not.
     """
     return _arrow(partial(_dedup_key, application, group), "string")(topic, tags, key)
 
@@ -186,7 +190,7 @@ def _dedup_key_in_sql(
 
 
 def strategy_of(text: str) -> allocation.AllocationStrategy:
-    """Return a strategy by name, perhaps with its setting behind a colon; `ConfigError` names the known ones.
+    """Return a strategy by its name and, after a colon, its setting; `ConfigError` lists the known names.
 
     ``AVG``, ``AVG_BY_CIRCLE``, ``CONSISTENT_HASH`` (``:virtual nodes``), ``MACHINE_ROOM:room,room``,
     ``MACHINE_ROOM_NEARBY`` (``:inner strategy``; the room is the text before the first ``-``).
@@ -219,11 +223,11 @@ def allocate(
     clients: Column | str,
     client: Column | str | None = None,
 ) -> Column:
-    """Return a map from each client to its queues, or with ``client`` the queues of that client.
+    """Return a map from each client to its queues, or the queues of ``client``.
 
-    ``strategy`` is a name that `strategy_of` takes, or a function of `librmq.client.allocation`; ``queues`` is an array
-    of struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order in which the strategy is to
-    see them. Null where the strategy can't tell (no queues, no clients, a room that is missing).
+    ``strategy`` is a name for `strategy_of`, or a function of `librmq.client.allocation`; ``queues`` is an array of
+    struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order for the strategy. The result is
+    null if the strategy can't allocate (no queues, no clients, a missing room).
     """
     if isinstance(strategy, str):
         strategy_of(strategy)
@@ -289,8 +293,8 @@ def register_functions(spark: SparkSession) -> None:
     They are ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions``, ``dedup_key`` and
     ``allocate``.
 
-    In SQL ``dedup_key`` takes application, topic, group, tags and key, and ``bloom_positions`` the error rate in
-    percent and the number of texts too (a broker's are 20 and 32).
+    In SQL ``dedup_key`` has the arguments application, topic, group, tags and key; ``bloom_positions`` also needs the
+    error rate in percent and the number of texts (a broker's are 20 and 32).
     """
     for name, function, result in (
         ("match_sql", partial(_match_sql, "4.9"), "boolean"),
@@ -305,7 +309,7 @@ def register_functions(spark: SparkSession) -> None:
 
 
 def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
-    """Return a function of Arrow arrays as Spark's."""
+    """Return a function of Arrow arrays as one of Spark."""
     from pyspark.sql.pandas.functions import arrow_udf
 
     def called(*arrays: Any) -> Any:
@@ -313,7 +317,7 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
             warnings.simplefilter("ignore", FilterWarning)
             return function(*(_whole(array) for array in arrays))
 
-    # Spark recognises the kind of a function by its number of arguments and by its types, which a partial hides.
+    # Spark recognises the kind of a function by the number and types of its arguments, which a partial hides.
     names = ("a", "b", "c", "d", "e")
     count = _arguments(function)
     of_count: list[Callable[..., Any]] = [

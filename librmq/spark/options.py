@@ -36,7 +36,7 @@ _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
 def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
-    """Raise `ConfigError` for an option that is none of ``known``; names are taken in any case."""
+    """Raise `ConfigError` for an option outside of ``known``; names are case-insensitive."""
     lower = {name.lower() for name in known}
     for name in options:
         if name.lower() not in lower:
@@ -44,20 +44,20 @@ def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
 
 
 def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
-    """Check options, named in any case; `ConfigError`, `FilterSyntaxError`."""
+    """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
     given = {name: options[key] for name in READ_OPTIONS for key in options if key.lower() == name.lower()}
     view = _choice(given, "view", ("messages", "queues", "log"), "messages")
     mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
     topics = _list(given.get("topic"))
     if topics is not None and "topicPattern" in given:
-        raise ConfigError("options topic and topicPattern: only one of them may be given")
+        raise ConfigError("options topic and topicPattern: expected only one of them, found both")
     pattern = given.get("topicPattern")
     if pattern is not None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"option topicPattern: {pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
     ids = _list(given.get("queueId"))
     selector = given.get("selector")
     tags = check_filters(view, given.get("tags"), selector, "option selector")
@@ -93,23 +93,23 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """The options of a write, checked."""
+    """The checked options of a write."""
 
     path: str
     topic: str | None = None
-    """For rows without a column of that name."""
+    """Values for rows without a column of that name."""
     queue_id: int | None = None
     queues: int = 4
-    """Number of queues over which rows without a queue are spread."""
+    """Number of queues for rows without a queue."""
     order_by: str | None = None
     job_id: str | None = None
     staging: str | None = None
     wait_seconds: float = 60
-    """How long to wait for another writer to release the store: before the job's work, and again at its commit."""
+    """Seconds to wait for another writer to release the store: before the job's work, and again at its commit."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> WriteOptions:
-        """Check options, named in any case; `ConfigError`."""
+        """Check options, whose names are case-insensitive; `ConfigError`."""
         refuse_unknown(options, WRITE_OPTIONS, "writing")
         given = {name: options[key] for name in WRITE_OPTIONS for key in options if key.lower() == name.lower()}
         if "path" not in given:
@@ -251,7 +251,7 @@ def _local(text: str) -> str:
         text = unquote(parts.path)
     elif len(parts.scheme) > 1 and ("://" in text or not os.path.lexists(text)):  # one letter is a drive
         raise ConfigError(
-            f"option path: {text!r}: a store lies in a mounted file system, which {parts.scheme}: does not name; "
+            f"option path: {text!r}: expected a path in a mounted file system, found the scheme {parts.scheme}: "
             "write the path of the mount, such as /dbfs/…, or ./ before a relative path"
         )
     return os.path.abspath(os.path.expanduser(text))

@@ -75,7 +75,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
         "spark.python.unix.domain.socket.enabled": "true",
     }
     if master.startswith("local"):
-        # A host name that does not resolve, as on many laptops, must not keep Spark from talking to itself.
+        # A host name that does not resolve, as on many laptops, must not separate Spark's processes.
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     builder = SparkSession.builder.appName(app_name).master(master)
     for name, value in (settings | (config or {})).items():
@@ -84,10 +84,10 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
 
 
 def register(spark: SparkSession) -> None:
-    """Make the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` known to ``spark``.
+    """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` in ``spark``.
 
-    A session finds the data source by itself where the wheel is installed beside PySpark; this also serves where
-    it is not. The functions are registered for the session only.
+    A session finds the data source by itself if the wheel is installed beside PySpark; this call also serves without
+    the wheel. The functions are registered for the session only.
     """
     from librmq.spark.functions import register_functions
     from librmq.spark.source import RocketMQDataSource
@@ -97,7 +97,7 @@ def register(spark: SparkSession) -> None:
 
 
 def require() -> None:
-    """Raise `MissingExtraError` if a package is missing that Spark needs; it names the package."""
+    """Raise `MissingExtraError`, which names the package, if Spark lacks one."""
     for package in ("pyspark", "pyarrow", "pandas"):
         if find_spec(package) is None:
             raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")

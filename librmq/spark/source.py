@@ -1,9 +1,9 @@
-"""The data source ``rocketmq``: what Spark calls, made of `plan` (on the driver) and `read` (in workers).
+"""The data source ``rocketmq``: Spark's reader, over the planner (on the driver) and `Reading` (in workers).
 
 ::
 
-    DataSource.schema, reader      on the driver, in a Python process of Spark's planning: options and schema checked
-    Reader.partitions              there too: stores looked at, parts cut
+    DataSource.schema, reader      on the driver, in a Python process of Spark's planning: check options and schema
+    Reader.partitions              in the same process: examine the stores, cut the read into parts
     Reader.read                    in a worker: a part as Arrow batches
 """
 
@@ -46,7 +46,7 @@ __all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 _OPTION: Final = "option."
 _OPTIONS_OF_TABLE: Final = "rocketmq"
-"""The metadata of a table's first column that keeps the table's options, as JSON."""
+"""Metadata key of a table's first column, with the table's options as JSON."""
 
 
 class RocketMQDataSource(DataSource):
@@ -57,7 +57,7 @@ class RocketMQDataSource(DataSource):
 
         self._creates_table = options.get("provider", "").lower() == "rocketmq"
         if self._creates_table:
-            # CREATE TABLE passes the properties of the table as well; options come a second time with a prefix.
+            # CREATE TABLE passes the properties of the table as well; options occur again with a prefix.
             own = {name.removeprefix(_OPTION): value for name, value in options.items() if name.startswith(_OPTION)}
             options = own | {name: value for name, value in options.items() if name.lower() == "path"}
         super().__init__(options)
@@ -72,7 +72,7 @@ class RocketMQDataSource(DataSource):
         from librmq.spark.options import parse_read_options
 
         given = dict(self.options)
-        if not given and schema is not None:  # a table of the catalog, which Spark reads without its options
+        if not given and schema is not None:  # Spark reads a table of the catalog without its options
             kept = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
             if not kept:
                 raise ConfigError(
@@ -94,7 +94,7 @@ class RocketMQDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
         options = self._read_options(schema)
-        # A reader that takes filters is refused where the session does not push any.
+        # Spark refuses a reader with filters if the session does not push any.
         kind = PushingReader if _PUSHING in sys.modules else Reader
         return kind(options, arrow_schema(schema, options))
 
@@ -124,14 +124,14 @@ class Reader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
-        """Look at the stores, on the driver, and cut the read into tasks."""
+        """Examine the stores, on the driver, and cut the read into tasks."""
         from librmq.columns.planner import plan
 
         return [PartPartition(part) for part in plan(self._options)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
-        if not isinstance(partition, PartPartition):  # Spark's own, where there is nothing to read
+        if not isinstance(partition, PartPartition):  # Spark's own partition, if there is nothing to read
             return iter(())
         from librmq.columns.read import Reading
 
@@ -139,7 +139,7 @@ class Reader(DataSourceReader):
 
 
 class PushingReader(Reader):
-    """A reader that takes filters from Spark; what it can't do to the last row it leaves to Spark as well."""
+    """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
         for filter_ in filters:
@@ -152,7 +152,7 @@ class PushingReader(Reader):
 
 
 def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
-    """Narrow ``wanted`` by a filter of Spark's; return it, and whether it covers the whole filter."""
+    """Narrow ``wanted`` by a filter of Spark; return it, and whether it covers the whole filter."""
     attribute: tuple[str, ...] = getattr(filter_, "attribute", ())
     if len(attribute) != 1 or view == "log":
         return wanted, False
@@ -165,7 +165,7 @@ def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> t
     elif isinstance(filter_, In):
         values = tuple(filter_.value)
     if name == "topic" and values is not None and all(isinstance(one, str) for one in values):
-        # Topics that the options leave out stay out.
+        # Topics that the options exclude stay excluded.
         return replace(wanted, topics=frozenset(one for one in values if wanted.topic(one)), topic_pattern=None), True
     if name == "queueId" and values is not None and all(type(one) is int for one in values):
         known = wanted.queue_ids
@@ -217,7 +217,7 @@ def schema_of(columns: list[str]) -> StructType:
 
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
-    """Return a schema of Spark's as Arrow's; `ConfigError` for a column or type that can't be read."""
+    """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
     from librmq.columns.read import TYPES, columns_of

@@ -77,11 +77,11 @@ class _Task:
         path = os.path.join(folder, one.name)
         try:
             self.raw: Final = FileIO(f"{path}.log")
-            self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # read, not mapped: pages go at once
+            self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # not mapped, to free pages
         except FileNotFoundError:
             raise ConfigError(
-                f"{path}: the file that a task wrote is missing: driver and workers must share this folder "
-                "(option staging names another)"
+                f"{path}: expected the file that a task wrote: driver and workers must share this folder "
+                "(option staging sets another)"
             ) from None
 
     def __enter__(self) -> _Task:
@@ -241,7 +241,7 @@ def _reader(raw: FileIO, first: int, sizes: Ints) -> Callable[[int, int], bytear
         data = bytearray(int(bounds[end] - bounds[begin]))
         raw.seek(int(bounds[begin]))
         if raw.readinto(data) != len(data):
-            raise CorruptionError(str(raw.name), int(bounds[begin]), "size", "the file was cut since it was written")
+            raise CorruptionError(str(raw.name), int(bounds[begin]), "size", "the file is shorter than a task wrote it")
         return data
 
     return read

@@ -1,7 +1,7 @@
 """Small DataFrames about stores: queues, groups' progress, filters, files of the log.
 
-The driver reads them from the store's own files, without a lock. A cluster's brokers are several paths, and the column
-``store`` of each frame names the folder.
+The driver reads them from the store's own files, without a lock. For a cluster, pass the paths of its brokers; the
+column ``store`` of each frame has the folder.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ DELAY_GROUP: Final = "delay levels"
 
 
 def paths_of(paths: Paths) -> tuple[str, ...]:
-    """Return folders of stores; globs are resolved. `ConfigError` for one that matches nothing."""
+    """Return the folders of stores, with globs resolved; `ConfigError` for a glob that matches nothing."""
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [one for path in each for one in parse_read_options({"path": os.fspath(path)}).paths]
     return tuple(dict.fromkeys(found))
 
 
 def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) -> DataFrame:
-    """Return ``columns`` (a schema) of the stores' messages, of all topics unless ``options`` name some."""
+    """Return ``columns`` (a schema) of the stores' messages of all topics, or as ``options`` of the source say."""
     if options.get("view") != "log" and not {"topic", "topicPattern"} & set(options):
         options["topicPattern"] = "(?s).*"
     return spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths_of(paths)))
@@ -133,9 +133,9 @@ def timer_progress(spark: SparkSession, paths: Paths) -> DataFrame:
 
 
 def timer_units(spark: SparkSession, paths: Paths) -> DataFrame:
-    """Return store, slot (its time in ms), magic, physicalOffset of what waits in slots of the timer's wheel.
+    """Return store, slot (its time in ms), magic, physicalOffset of the messages in slots of the timer's wheel.
 
-    Tasks read it from the timer's log, one a store.
+    Each task reads the timer's log of one store.
     """
     files = DiskFiles()
     stores = [(path, size) for path in paths_of(paths) if (size := timer_log_size(path, files))]

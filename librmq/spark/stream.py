@@ -4,8 +4,8 @@
 
     offset   {store: {topic: {queue id: queue offset of the next message}}}
 
-Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module keeps only the
-stores, open for reading beside their writers. Later queues and topics are read from their beginning.
+Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module only keeps the stores
+open for reading, beside their writers. Queues and topics that appear later are read from their start.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class RefusedStream(DataSourceStreamReader):
         self._error = error
 
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
-        """Return where a new query begins."""
+        """Return the start of a new query."""
         raise self._error
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 (Spark's)
-        """Return the limit that the options set."""
+        """Return the limit in the options."""
         raise self._error
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 (Spark's)
-        """Return where the next batch ends."""
+        """Return the end of the next batch."""
         raise self._error
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
@@ -84,7 +84,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --------------------------------------------------------------------------------------------------- on the driver
 
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
-        """Return where a new query begins."""
+        """Return the start of a new query."""
         options = self._options
         found: dict[Key, int] = {}
         for path, store in self._looked_at().items():
@@ -101,12 +101,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _nested(found)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Return the limit that the options set."""
+        """Return the limit in the options."""
         most = self._options.max_offsets_per_trigger
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Keep the present ends: the query stops there."""
+        """Keep the present ends, where the query stops."""
         self._target = self._ends()
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
@@ -114,7 +114,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _nested(self._ends())
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return where the next batch ends."""
+        """Return the end of the next batch."""
         begins, ends = _flat(start), self._ends()
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
@@ -148,7 +148,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 begin = self._begin(key, begins.get(key))
                 if options.fail_on_data_loss:
                     if queue is None:
-                        raise DataLossError(f"{path}: queue {name[1]} of topic {name[0]!r} is gone (failOnDataLoss)")
+                        raise DataLossError(f"{path}: topic {name[0]!r}, queue {name[1]}: deleted (failOnDataLoss)")
                     store.check_loss(name, begin, upto)
                 if queue is not None:
                     ranges[name] = range(max(begin, queue.begin), min(upto, queue.end))
@@ -170,7 +170,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._stores = {}
 
     def _begin(self, key: Key, known: int | None) -> int:
-        """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was made again."""
+        """Return the next offset in a queue: Spark's, or the begin of a queue that is new or was created again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
         if known is None:
@@ -192,7 +192,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def _looked_at(self) -> Mapping[str, PlannedStore]:
-        """Return the stores as they are now."""
+        """Return the stores in their present state."""
         options = self._options
         for path in options.paths:
             store = self._stores.get(path)
@@ -209,7 +209,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         from librmq.columns.read import Reading
 
         assert isinstance(partition, PartPartition)
-        # The offsets hold the stream's start, so times do not matter any more.
+        # The offsets hold the stream's start, so times no longer matter.
         options = replace(self._options, wanted=replace(self._options.wanted, begin_ms=None))
         return Reading(options, self._schema).read(partition.part)
 

@@ -1,4 +1,4 @@
-"""``df.write.format("rocketmq")``: what Spark calls, made of `encode` (in workers) and `commit` (on the driver)."""
+"""``df.write.format("rocketmq")``: Spark's writer, over `encode` (in workers) and `commit` (on the driver)."""
 
 from __future__ import annotations
 

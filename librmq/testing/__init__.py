@@ -1,4 +1,4 @@
-"""Test stores, and applications that send and consume messages: a kit, an explorer of schedules, file seams.
+"""Tests of stores and of applications that send and consume messages: a kit, an explorer of schedules, file seams.
 
 `Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
 many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are file seams for tests of stores.
@@ -45,5 +45,5 @@ _MODULES = {
     "process_table": ("ProcessStateError",),
     "undelivered": ("UndeliveredWarning",),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

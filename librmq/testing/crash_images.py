@@ -2,16 +2,17 @@
 
 ::
 
-    written and flushed          there
-    written since the last flush each sector (512 bytes) or page (4,096) as it was after any of the writes since then,
-                                 independently of the others; the last write perhaps in part
-    ... when a flush failed      the same, whatever is flushed later: the kernel gives up what it could not write
-    the length of a file         0 until its first flush, or what it was made with
-    names made, deleted, renamed each perhaps, until the folder is flushed; of a folder's own name as well
+    written and flushed          present
+    written since the last flush each sector (512 bytes) or page (4,096) in its state after any of the writes since
+    then,
+                                 independently of the others; the last write can be there in part
+    ... when a flush failed      the same, whatever is flushed later: the kernel drops what it could not write
+    the length of a file         0 until its first flush, or the created length
+    names made, deleted, renamed each possibly, until the folder is flushed; also the folder's own name
     `Files.write`                the old file or the new one until it returns, then the new one
 
-A sector is written as a whole, and of a write that was under way whole words (8 bytes). Nothing here knows of stores:
-the trace of any program that writes through `librmq.files` will do.
+A sector is written as a whole; a running write is there in whole words (8 bytes). This module knows nothing of stores:
+it works for the trace of any program that writes through `librmq.files`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Image:
 
     seed: int | str
     crash_point: int
-    """Number of events that had ended; the next one may have been under way."""
+    """Number of events that had ended; the next one may have been running."""
     contents: Mapping[str, bytes | None]
     """Bytes by path, None for a folder; parents come first."""
     choices: tuple[str, ...]
@@ -52,7 +53,7 @@ class Image:
         return f"image of seed {self.seed!r} at crash point {self.crash_point}:{told or ' nothing was unflushed'}"
 
     def write_to(self, files: Files) -> None:
-        """Write the image to ``files``, which have none of its paths yet."""
+        """Write the image to ``files``, in which its paths must not exist."""
         for path, data in self.contents.items():
             if data is None:
                 files.make_folder(path)
@@ -75,7 +76,7 @@ class _File:
         self.sized = sized
         self.writes: list[tuple[int, bytes]] = []
         self.given_up: dict[int, list[tuple[int, bytes]]] = {}
-        """By page what a flush that failed left out: it is never written, unless the page is changed again."""
+        """Pages that a failed flush dropped: they are never written unless they change again."""
 
     def write(self, at: int, data: bytes) -> None:
         if not data:
@@ -93,7 +94,7 @@ class _File:
         self.writes.clear()
 
     def unflushed(self) -> list[tuple[int, bytes]]:
-        """Changes that can be on the device or not, in order."""
+        """Writes that can be on the device or not, in order."""
         return [write for page in self.given_up.values() for write in page] + self.writes
 
     def flush(self) -> None:
@@ -104,7 +105,7 @@ class _File:
 
 
 class _Folder:
-    """Names on the device, and what was done to names since the last flush."""
+    """Names on the device, and changes of names since the last flush."""
 
     def __init__(self) -> None:
         self.names: dict[str, _Node] = {}
@@ -112,7 +113,7 @@ class _Folder:
         self.changes: list[_Change] = []
 
     def change(self, *changes: tuple[str, _Node | None]) -> None:
-        """Change names; those that are changed in one call reach the device together."""
+        """Change names; the changes of one call reach the device together."""
         self.changes.append(changes)
         for name, node in changes:
             _set(self.now, name, node)
@@ -142,7 +143,7 @@ def _set(names: dict[str, _Node], name: str, node: _Node | None) -> None:
 
 
 class _Disk:
-    """A file system that knows what of it is on the device."""
+    """A file system that knows which of its content is on the device."""
 
     def __init__(self, contents: Mapping[str, bytes | None]) -> None:
         self.root = _Folder()
@@ -213,24 +214,24 @@ class _Disk:
 
     @staticmethod
     def replace(folder: _Folder, name: str, data: bytes) -> None:
-        """At once on the device, with all that was done to the folder before."""
+        """Replace a file on the device, with all earlier changes of the folder."""
         folder.change((name, _File(bytearray(data), sized=True)))
         folder.flush()
 
 
 @dataclass
 class _Choosing:
-    """One way in which what was not flushed may have reached the device."""
+    """One way in which unflushed changes can have reached the device."""
 
     rng: random.Random
     contents: dict[str, bytes | None] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
     made: dict[_File, bytes] = field(default_factory=dict)
-    """There is one choice for a file with several names."""
+    """One choice for each file, also if it has several names."""
 
     def __post_init__(self) -> None:
         rng = self.rng
-        # From nothing to everything; in between is where most can go wrong.
+        # From nothing to everything; most failures are in between.
         self.written = rng.choice((0.0, 0.1, 0.5, 0.5, 0.9, 1.0))
         self.named = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
         self.older = rng.choice((0.0, 0.5))  # a sector may have been written before its last change
@@ -242,7 +243,7 @@ class _Choosing:
         late: set[str] = set()
         for changes in folder.changes:
             touched = {name for name, _ in changes}
-            # A later change of a name is not there without the earlier ones.
+            # A later change of a name is never there without the earlier ones.
             if late & touched or self.rng.random() >= self.named:
                 late |= touched
                 self.told.append(f"{path or os.sep}: not there: {_tell_changes(changes)}")
@@ -292,7 +293,7 @@ class _Choosing:
         found = bytearray(file.data)
         for number, (at, data) in enumerate(writes):
             end = at + len(data)
-            if number == count - 1 and self.torn:  # it was under way
+            if number == count - 1 and self.torn:  # it was running
                 end = self.rng.choice((end, max(at, self.rng.randrange(at, end) // _WORD * _WORD)))
             for sector in range(at // SECTOR, (end - 1) // SECTOR + 1):
                 if number < seen[sector]:
@@ -321,26 +322,29 @@ def _tell_changes(changes: _Change) -> str:
 
 
 class CrashImages:
-    """Images of a disk on which a trace was left. Not thread-safe."""
+    """Images of the disks that a crash during a trace can leave. Not thread-safe."""
 
     def __init__(self, trace: Sequence[Event], contents: Mapping[str, bytes | None] | None = None) -> None:
-        """``contents`` is the device's content by path before the first event, by default nothing."""
+        """Take a trace; ``contents`` is the device's content by path before the first event, by default empty."""
         self._trace = list(trace)
         self._begin = dict(contents or {})
         self._disk = _Disk(self._begin)
         self._applied = 0
 
     def __len__(self) -> int:
-        """Number of crash points: before each event, and behind the last."""
+        """Return the number of crash points: before each event, and after the last."""
         return len(self._trace) + 1
 
     def image(self, seed: int | str, crash_point: int) -> Image:
-        """Return one image of a crash after ``crash_point`` events; the same for the same arguments.
+        """Return one image of a crash after ``crash_point`` events; equal arguments return equal images.
 
-        Costs least where crash points ascend from call to call. ``IndexError`` for a crash point that there is not.
+        Ascending crash points cost least.
+
+        Raises:
+            IndexError: There is no such crash point.
         """
         if not 0 <= crash_point <= len(self._trace):
-            raise IndexError(f"crash point {crash_point} of {len(self)}")
+            raise IndexError(f"crash_point: expected 0 to {len(self) - 1}, found {crash_point}")
         if crash_point < self._applied:
             self._disk, self._applied = _Disk(self._begin), 0
         while self._applied < crash_point:
@@ -360,7 +364,7 @@ class CrashImages:
 
     @staticmethod
     def _under_way(event: Event, choosing: _Choosing) -> None:
-        """Let a file that is being replaced be the new one already, or stand beside the old one."""
+        """Replace a running replacement of a file by the new file, or leave the new file beside the old one."""
         call, path, _, data = event
         parent = os.path.dirname(path)
         if call != "replace" or (parent not in choosing.contents and parent != os.sep):

@@ -1,4 +1,4 @@
-"""Time for the kit: takes turns up to a time, and notices what a test in an event loop did not await."""
+"""Time for the kit: takes turns up to a time, and finds calls that a test in an event loop did not await."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class NotAwaitedError(AssertionError):
-    """The test or a listener did not await what has to be awaited."""
+    """The test or a listener did not await a call."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Elapsed(Awaitable["Elapsed"]):
     time: timedelta
     _rest: Callable[[], Awaitable[timedelta]] | None = None
     place: str = ""
-    """The line of the test that has to await it; empty where nothing is left to await."""
+    """The line of the test that has to await it; empty if nothing is left to await."""
 
     def __await__(self) -> Generator[Any, None, Elapsed]:
         if self._rest is None:
@@ -41,7 +41,7 @@ class Elapsed(Awaitable["Elapsed"]):
 
 
 class Driver:
-    """Moves a kit's clock and takes its turns; ``start`` is called before, to start what was only declared."""
+    """Moves a kit's clock and takes its turns; ``start`` is called first, to start declared consumers."""
 
     def __init__(self, runner: KitRunner, start: Callable[[], None]) -> None:
         self.runner = runner
@@ -51,7 +51,7 @@ class Driver:
         self._async_calls: list[tuple[Coroutine[Any, Any, object], str]] = []
 
     def run(self, until: Callable[[], int], *, again: bool = False) -> Elapsed:
-        """Take all turns up to the time that ``until()`` gives; with ``again``, ask it until time no longer moves."""
+        """Take all turns up to the time that ``until()`` returns; with ``again``, repeat until time no longer moves."""
         self._check_rest()
         begin = self.clock.now_ms()
         self._start()
@@ -67,7 +67,7 @@ class Driver:
                 return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
 
     async def _rest(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
-        """Do the rest of `run` in the test's event loop, where coroutines of listeners go on."""
+        """Do the rest of `run` in the test's event loop, where coroutines of listeners continue."""
         self._rest_of = None
         while True:
             await self.runner.advance_async(max(0, at - self.clock.now_ms()))
@@ -79,7 +79,7 @@ class Driver:
                 return timedelta(milliseconds=self.clock.now_ms() - begin)
 
     def take_turns(self, until_ms: int) -> None:
-        """Take all turns up to a time; raise what a listener raises, with a traceback of the user's code alone."""
+        """Take all turns up to a time; raise a listener's error, with a traceback of the user's code only."""
         __tracebackhide__ = True
         try:
             self.runner.take_turns(until_ms)
@@ -90,7 +90,7 @@ class Driver:
             raise NotIdleError(f"still running: {', '.join(labels[:5])}")
 
     def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
-        """Remember a coroutine that the test or a listener has to await, and return it."""
+        """Record a coroutine that the test or a listener has to await, and return it."""
         self._async_calls = [one for one in self._async_calls if inspect.getcoroutinestate(one[0]) != "CORO_CLOSED"]
         self._async_calls.append((call, f"{what} at {_place_of_caller()}"))
         return call
@@ -99,7 +99,7 @@ class Driver:
         """Look for calls that were not awaited.
 
         Raises:
-            NotAwaitedError: There is one; the message names its line.
+            NotAwaitedError: A call was not awaited; the message names its line.
         """
         self._check_rest()
         calls, self._async_calls = self._async_calls, []
@@ -107,7 +107,7 @@ class Driver:
         for call, _ in calls:
             call.close()
         if forgotten:
-            raise NotAwaitedError(f"nothing was sent by {', '.join(forgotten)}: write `await` before it")
+            raise NotAwaitedError(f"{', '.join(forgotten)} sent nothing: write `await` before the call")
 
     def _check_rest(self) -> None:
         elapsed, self._rest_of = self._rest_of, None
@@ -119,7 +119,7 @@ class Driver:
 
 
 def _place_of_caller() -> str:
-    """Return file and line of the user's code that has called."""
+    """Return file and line of the calling user code."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
@@ -127,7 +127,7 @@ def _place_of_caller() -> str:
 
 
 def _own_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the user's code on, or the whole where none of it is in user code."""
+    """Return the traceback from the user's code on, or the whole one if none of it is user code."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
         traceback = traceback.tb_next

@@ -1,4 +1,4 @@
-"""What a test can ask about its groups and topics, and what it has not asked about at its end."""
+"""A test's questions about its groups and topics, and those that it did not ask."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Evidence", "UnknownGroupError"]
 
 
 class UnknownGroupError(LookupError):
-    """The test asks for what happened to a group that none of its consumers has."""
+    """The test asks about a group that none of its consumers has."""
 
 
 class _Scene(Protocol):
-    """The parts of the kit that evidence is taken from."""
+    """The parts of the kit that evidence needs."""
 
     broker: Broker
 
@@ -31,7 +31,7 @@ class _Scene(Protocol):
 
 
 class Evidence:
-    """Answers from the broker and the history; remembers what was subscribed, sent and asked about."""
+    """Answers from the broker and the history; records which topics were subscribed to, sent to and asked about."""
 
     def __init__(self, scene: _Scene, history: History) -> None:
         self._scene = scene
@@ -47,14 +47,14 @@ class Evidence:
         self._sent_to.add(topic)
 
     def note_heartbeat(self, request: Heartbeat, is_declared: bool) -> None:
-        """Note the subscriptions of a process; ``is_declared`` where the test has made its consumer itself."""
+        """Note the subscriptions of a process; ``is_declared`` if the test made its consumer itself."""
         for data in request.consumers:
             for topic, subscription in data.subscriptions.items():
                 key = data.group, topic
                 if key not in self._subscribed:
                     self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
 
-    # ---- what the test asks: as the methods of `Kit`
+    # ---- questions of the test: the methods of `Kit`
 
     def delivered(self, group: str) -> list[DeliveryAttempt]:
         """Return each delivery to the group's listeners, in order."""
@@ -64,7 +64,7 @@ class Evidence:
         return list(self._history.delivered(group, self.message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
-        """Return what was sent back for the group, in order."""
+        """Return the messages that were sent back for the group, in order."""
         self._check_group(group)
         topic = retry_topic(group)
         found = [m for m in self._scene.broker.messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
@@ -76,7 +76,7 @@ class Evidence:
         return self._scene.broker.dead_letters(group)
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
-        """Return the group's progress as the broker has it."""
+        """Return the group's progress at the broker."""
         self._check_group(group)
         broker = self._scene.broker
         return {
@@ -91,7 +91,7 @@ class Evidence:
         return sorted(self._scene.broker.messages(topic), key=lambda message: message.physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage:
-        """Return the message at a place of the log.
+        """Return the message at a physical offset.
 
         Raises:
             LookupError: There is none.

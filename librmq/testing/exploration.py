@@ -62,7 +62,7 @@ class Found:
     """A schedule under which the test fails."""
 
     decisions: tuple[Decision, ...]
-    """The decisions that differ from the usual schedule; none where that one fails."""
+    """The decisions that differ from the usual schedule; none if that one fails."""
     error: BaseException
     history: str
     run: int
@@ -72,7 +72,7 @@ class Found:
     trace: Trace
     """The run itself."""
     on_disk: Attempt | None = None
-    """The same schedule with the store in a folder; None where it was not run so."""
+    """The result of the same schedule with the store in a folder; None without such a run."""
 
     @property
     def seed(self) -> str:
@@ -104,7 +104,7 @@ class Exploration:
         )
 
     def report(self) -> str:
-        """Return what failed as text for people; empty where nothing failed."""
+        """Return the failure as text for people; empty without one."""
         found = self.found
         if found is None:
             return ""
@@ -118,7 +118,7 @@ class Exploration:
             )
             lines += [f"  {decision}" for decision in found.decisions]
         if not found.trace.replayable:
-            lines.append("listeners waited for each other under it: it may not come out the same again")
+            lines.append("listeners waited for each other, so another run can differ")
         if found.on_disk is not None:
             lines.append(_compared(found.error, found.on_disk))
         lines += ["what happened:", found.history]
@@ -158,12 +158,12 @@ def decode_schedule(text: str) -> tuple[Decision, ...]:
             Decision(Place(str(kind), str(usual), int(number)), str(chosen)) for kind, usual, number, chosen in rows
         ]
     except (OSError, ValueError, TypeError, KeyError, zlib.error) as error:
-        raise InputError(f"no schedule: expected a seed ({_SEED_PREFIX}…), or a file that has one: {error}") from error
+        raise InputError(f"schedule: expected a seed ({_SEED_PREFIX}…), or a file that has one: {error}") from error
     return tuple(decisions)
 
 
 def read_seed(text: str) -> tuple[Decision, ...] | None:
-    """Return the schedule that a seed or a file names; None for other text, which only varies what is drawn."""
+    """Return the schedule of a seed or a file; None for other text, which only varies the random choices."""
     is_schedule = text.startswith(_SEED_PREFIX) or os.path.isfile(text) or text.endswith(".json")
     return decode_schedule(text) if is_schedule else None
 
@@ -178,7 +178,7 @@ def schedule_document(test: str, found: Found) -> str:
 
 
 def as_decided(decisions: Sequence[Decision]) -> Strategy:
-    """Make the usual choices except for these decisions; one whose label is not on offer is ignored."""
+    """Make the usual choices except for these decisions; ignore a decision whose label is not on offer."""
     chosen: Mapping[Place, str] = dict(decisions)
 
     def choose(place: Place, labels: Sequence[str]) -> int:
@@ -192,7 +192,7 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
     """Deviate from the usual choice with ``probability``, in half of the kinds; faults more rarely, and few.
 
-    What is drawn depends on the seed and the place alone, so that it stays when the test is edited elsewhere.
+    The random choices depend only on the seed and the place, so they stay when the test is edited elsewhere.
     """
     faults = 0
     kinds: dict[str, bool] = {}
@@ -300,7 +300,7 @@ class _Search:
         self._seed = seed
         self._lines = lines
         self._seen: set[tuple[Decision, ...]] = set()
-        self._failing: list[Trace] = []  # runs with one fault, which a second decision is added to
+        self._failing: list[Trace] = []  # runs with one fault, to which a second decision is added
 
     def search(self, replay: Sequence[Decision] | None) -> Exploration:
         """Run the schedule to replay, or try schedules until one fails or the runs are used up."""
@@ -317,7 +317,7 @@ class _Search:
         return self.result
 
     def _attempt(self, strategy: Strategy, on_disk: bool = False) -> Attempt:
-        gc.collect(0)  # now, while nothing of a run is alive: each finds the memory of the one before
+        gc.collect(0)  # between runs, so that each run reuses the memory of the one before
         result, explorer = self.result, Explorer(strategy, ManualClock())
         explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, self._lines, on_disk
         error = self._run(explorer)
@@ -354,7 +354,7 @@ class _Search:
 
 
 def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
-    """Return the same failure with as few decisions as can be found."""
+    """Return the same failure with the fewest decisions found."""
     signature = failed.signature
     shortest = failed
     tried: set[tuple[Decision, ...]] = set()
@@ -385,7 +385,7 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
     labels = {decision.chosen for decision in failed.trace.decisions}
     met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
     others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
-    # Places are counted, so one decision may only shift another: the same labels elsewhere may fail with fewer.
+    # Places are counted, so one decision can just shift another: the same labels elsewhere may fail with fewer.
     if len(shortest.trace.decisions) > 1:
         any(still_fails([one]) for one in others)
     for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
@@ -424,9 +424,9 @@ def explore(
 ) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
-    Raises what the shortest failing schedule has raised, with the report as a note. ``seed`` from such a report, or the
-    path of a file that has it, runs that schedule alone; any other text varies what is drawn. With ``lines`` a listener
-    may also pause at each line of its own file, which is slower and hides those lines from coverage.
+    Raises the error of the shortest failing schedule, with the report as a note. ``seed`` from such a report, or the
+    path of a file that has it, runs only that schedule; any other text varies the random choices. With ``lines`` a
+    listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
     """
 
     def run(explorer: Explorer) -> BaseException | None:
@@ -460,12 +460,12 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
 
 
 def _compared(error: BaseException, on_disk: Attempt) -> str:
-    """Return a sentence about the same schedule with the store in a folder."""
+    """Return a sentence that compares the same schedule with the store in a folder."""
     if on_disk.error is None:
-        return "with its store on disk the same schedule does not fail: what differs is the disk, or chance"
+        return "with its store on disk the same schedule does not fail: the disk or chance makes the difference"
     if on_disk.signature == Attempt(on_disk.trace, error).signature:
         return "it fails in the same way with its store on disk"
-    return f"with its store on disk the same schedule fails otherwise: {_short(on_disk.error)}"
+    return f"with its store on disk the same schedule fails in another way: {_short(on_disk.error)}"
 
 
 def _short(error: BaseException) -> str:

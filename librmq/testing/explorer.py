@@ -4,16 +4,16 @@ The kinds of decision:
 
 ======== ===========================================================================================
 order    which due turn, ready listener or paused listener is next, or whether time passes before
-pause    at a send, a `Kit.checkpoint` or the end of a listener: go on, let others run, or die there
-fault    before a listener runs, before time passes and when all rests: nothing, or a process dies,
+pause    at a send, a `Kit.checkpoint` or the end of a listener: continue, let others run, or die there
+fault    before a listener runs, before time passes and when everything rests: nothing, or a process dies,
          shuts down and starts again, is lost to the broker for up to 30 s, or is joined by another
 answer   the answer to a send comes, or is lost
-test     between the test's own calls: go on, or let all others run first
-choose   what the client leaves to chance: a producer's first queue, the order of client ids
+test     between the test's own calls: continue, or let all others run first
+choose   random choices of clients: a producer's first queue, the order of client ids
 ======== ===========================================================================================
 
-A decision is known by what the usual choice was, and how often that had been met; both are labels without drawn ids. So
-a schedule is still the same after the test was edited, as far as it has the same places; elsewhere the usual is done.
+A decision is identified by its usual choice and how often that had occurred; both use labels without random ids. So a
+schedule stays valid after the test was edited, as far as it has the same places; elsewhere the usual choice is made.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
-"""Begin of the labels of choices that make something fail."""
+"""Prefix of the labels of faults."""
 PAUSE: Final = "pause"
 """The kind of decision, and the choice, to let others go before a listener."""
 TIME: Final = "time"
@@ -52,7 +52,7 @@ MOST_INSTANCES: Final = 3
 
 
 class Place(NamedTuple):
-    """Where a decision is made: its kind, the usual choice, and the number of times it was met so far."""
+    """The place of a decision: its kind, the usual choice, and how often that has occurred."""
 
     kind: str
     usual: str
@@ -75,7 +75,7 @@ class Strategy(NamedTuple):
 
     choose: Callable[[Place, Sequence[str]], int]
     pauses: Callable[[str], bool] = lambda label: True
-    """Whether the work of this label may pause; work that may not needs no thread, which is faster."""
+    """Whether the work of this label can pause; other work needs no thread, which is faster."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class _Paused(Work):
     __slots__ = ("piece", "process_name")
 
     def __init__(self, work: Work, piece: Piece) -> None:
-        super().__init__(f"go on with {work.label}", work.call, work.done, work.owner)
+        super().__init__(f"continue {work.label}", work.call, work.done, work.owner)
         self.piece = piece
 
     def go(self, runner: Runner) -> None:
@@ -111,7 +111,7 @@ class _Paused(Work):
 class Explorer(KitRunner):
     """A `KitRunner` whose choices are made by ``strategy``."""
 
-    settles_history = False  # of the run that fails it is read in time
+    settles_history = False  # the history of a failing run is read before its broker closes
 
     def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
@@ -229,13 +229,13 @@ class Explorer(KitRunner):
     def _of(work: Work, process: Process) -> bool:
         return work.owner is process or any(work.owner is client for client in process.clients.values())
 
-    # ---- user code that can stop in its middle
+    # ---- user code that can pause
 
     def perform(self, work: Work) -> None:
-        """Run user code until it ends or pauses; code that may pause gets its own thread."""
+        """Run user code until it ends or pauses; code that can pause gets its own thread."""
         if self.switches_at_lines and work.about:
             work.call = self._with_points_at_lines(work.call)
-        # Beside one that has paused it may have to wait for it, which only a thread can.
+        # Beside paused work it may have to wait for it, which only a thread can.
         if not self._pieces and not self.strategy.pauses(work.label):
             self._inline = work
             try:
@@ -277,7 +277,7 @@ class Explorer(KitRunner):
         return traced
 
     def go_on(self, paused: _Paused) -> None:
-        """Let a listener that has paused go on."""
+        """Continue a paused listener."""
         self._let_run(paused.piece)
 
     def _let_run(self, piece: Piece) -> None:
@@ -291,7 +291,7 @@ class Explorer(KitRunner):
     def _run_as_threads(self) -> None:
         """Let all paused listeners run as threads, since one waits for something that another holds."""
         self.trace.replayable = False
-        self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")
+        self.kit.note("explored", "a listener waits for a paused one: from here on chance decides")
         going = 1
         while self.paused:
             paused = self.paused.pop(0)
@@ -313,7 +313,7 @@ class Explorer(KitRunner):
                 raise raised
 
     def point(self, label: str) -> None:
-        """Others may run here, or the process may die."""
+        """Let other turns run, or the process die."""
         piece = self._baton.current()
         work = self._inline if piece is None else self._pieces[piece]
         if work is None:
@@ -347,10 +347,10 @@ class Explorer(KitRunner):
         if self._baton.current() is None:
             super()._launch(work, coroutine)
         else:
-            asyncio.run(self._run(work, coroutine))  # its own loop, because it may stop half-way
+            asyncio.run(self._run(work, coroutine))  # its own loop, because it can stop in the middle
 
     def unwind(self, process: Process) -> None:
-        """End what has paused in a process that has died: it raises `ProcessDied` where it stands."""
+        """End the paused code of a dead process: it raises `ProcessDied` at its place."""
         super().unwind(process)
         for paused in [one for one in self.paused if self._of(one, process)]:
             assert isinstance(paused, _Paused)
@@ -358,7 +358,7 @@ class Explorer(KitRunner):
             self._let_run(paused.piece)
 
     def shutdown(self, timeout: float | timedelta = 0) -> bool:
-        """End what has paused."""
+        """End all paused code."""
         for paused in list(self.paused):
             if paused in self.paused:
                 self.paused.remove(paused)
@@ -367,7 +367,7 @@ class Explorer(KitRunner):
                 except KeyboardInterrupt:
                     raise
                 except BaseException:
-                    continue  # of user code in a run that is over: the test has its result
+                    continue  # an error of user code after the run has no effect on its result
         return super().shutdown(timeout)
 
 
@@ -382,7 +382,7 @@ def _fault_labels(name: str) -> tuple[str, str, str, str]:
 
 
 def _distinct(labels: list[str]) -> list[str]:
-    """Labels that are the same are numbered."""
+    """Number equal labels."""
     if len(set(labels)) == len(labels):
         return labels
     seen: Counter[str] = Counter()

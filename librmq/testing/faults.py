@@ -1,6 +1,6 @@
-"""Faults on request, as a real cluster has them; every source of duplicates is among them.
+"""Faults on request, as they occur in a real cluster, including all causes of duplicates.
 
-A fault applies to what comes next, once unless ``times`` says otherwise, and stands in the history. Faults of processes
+A fault applies to the next event, once unless ``times`` says otherwise, and is part of the history. Faults of processes
 and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
 """
 
@@ -40,7 +40,7 @@ class _Due:
 
 
 class Faults:
-    """Faults of one test, each asked for by a call: ``rmq.faults``."""
+    """Faults of one test, each requested by a call: ``rmq.faults``."""
 
     def __init__(self, kit: _Host) -> None:
         self._kit = kit
@@ -48,28 +48,28 @@ class Faults:
         self._slow: dict[str, list[int]] = {}
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1) -> None:
-        """Store the next send (to ``topic``) and lose its answer: the producer sends again, which makes two."""
+        """Store the next send (to ``topic``) and lose its answer, so that the producer sends a duplicate."""
         self._due.append(_Due("lose", times, topic))
 
     def refuse_send(self, topic: str | None = None, *, times: int = 1, busy: bool = False) -> None:
-        """Refuse the next send; with ``busy`` as a broker that can't keep up: the producer does not try again."""
+        """Refuse the next send; with ``busy`` like an overloaded broker, so that the producer does not try again."""
         code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
         self._due.append(_Due("refuse", times, topic, code=code))
 
     def late_answer(self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1) -> None:
-        """Store the next send at once and answer it ``seconds`` later; all tries of a send have 3 s together."""
+        """Store the next send immediately and answer it ``seconds`` later; all tries of a send have 3 s in total."""
         self._due.append(_Due("late", times, topic, _seconds(seconds)))
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
-        """Let the next listener of a group do its work at once and return ``seconds`` later."""
+        """Let the next listener of a group work immediately and return ``seconds`` later."""
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
-        """Set the clock of a process ahead (below 0: behind), and with it all times that it stamps."""
+        """Set the clock of a process ahead (below 0: back), and with it all its timestamps."""
         process.skew_ms = round(1000 * _seconds(seconds))
         self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
 
-    # ---- asked by the kit
+    # ---- called by the kit
 
     def before_send(self, process: Process, topic: str) -> None:
         """Raise the error of a refused send, if one is due."""
@@ -83,7 +83,7 @@ class Faults:
             )
 
     def after_send(self, process: Process, topic: str, response: SendResponse) -> None:
-        """Lose or delay the answer, if a fault says so."""
+        """Lose or delay the answer, if a fault is due."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose", topic) is not None
         if (
@@ -97,7 +97,7 @@ class Faults:
             kit.clock.advance(seconds=due.seconds)
 
     def slow(self, group: str) -> int:
-        """Return by how many milliseconds the next listener of the group returns late."""
+        """Return the delay of the next listener of the group in milliseconds."""
         waits = self._slow.get(group)
         return waits.pop(0) if waits else 0
 

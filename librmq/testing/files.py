@@ -23,7 +23,7 @@ class Event(NamedTuple):
     """One change of a file.
 
     ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
-    (the whole file at once), ``flush``, ``give_up`` (a flush failed, and what it left out counts as flushed),
+    (the whole file), ``flush``, ``give_up`` (a flush failed, and its unwritten data counts as flushed),
     ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data`` is the new name) or ``delete``.
     """
 
@@ -109,9 +109,9 @@ class RecordingFiles(MemoryFiles):
 
 
 class FailingFiles:
-    """Passes every call on to other files, except those that are to fail. Thread-safe.
+    """Passes every call on to other files, except those that should fail. Thread-safe.
 
-    ``fail(call, number)`` lets the ``number``-th call of that name from now on raise, once.
+    ``fail(call, number)`` makes the ``number``-th later call of that name raise, once.
     """
 
     is_shared = False
@@ -121,10 +121,10 @@ class FailingFiles:
         self._guard = threading.Lock()
         self._due: dict[tuple[str, int], int] = {}
         self.calls: Counter[str] = Counter()
-        """Number of times that each call was made."""
+        """Number of calls by name."""
 
     def fail(self, call: str, number: int = 1, code: int = errno.ENOSPC) -> None:
-        """Let a later call fail with the error ``code``."""
+        """Make a later call fail with the error ``code``."""
         with self._guard:
             self._due[call, self.calls[call] + number] = code
 

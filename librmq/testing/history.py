@@ -17,7 +17,7 @@ _FIRST_LINES, _LAST_LINES = 50, 150
 
 
 class HistoryLine(NamedTuple):
-    """One line of a history: when (milliseconds since the test began), who, and what."""
+    """One line of a history: when (milliseconds since the start of the test), who, and what."""
 
     at_ms: int
     who: str
@@ -47,15 +47,15 @@ class DeliveryAttempt:
     """One delivery of a message to a listener."""
 
     message: StoredMessage
-    """The record that was delivered; for a redelivery, the one in the group's retry topic."""
+    """The delivered record; for a redelivery, the one in the group's retry topic."""
     group: str
     process: str
-    """The process whose listener it was."""
+    """The process of the listener."""
     began_ms: int
-    """Milliseconds since the test began. ``ended_ms`` likewise; it is None while the listener runs."""
+    """Milliseconds since the start of the test, like ``ended_ms``, which is None while the listener runs."""
     ended_ms: int | None
     outcome: str
-    """``returned``, ``later`` (the listener asked for it), ``failed``, ``died`` or ``running``."""
+    """``returned``, ``later`` (the listener requested it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
     """The error of the listener."""
 
@@ -66,18 +66,18 @@ class DeliveryAttempt:
 
     @property
     def topic(self) -> str:
-        """The topic to which it was sent first."""
+        """The topic of the first send."""
         return self.message.properties.get("RETRY_TOPIC") or self.message.topic
 
     @property
     def attempt(self) -> int:
-        """Number of this delivery: 1 for the first, one more each time that the group has sent the message back."""
+        """Number of this delivery: 1 for the first, one more each time the group has sent the message back."""
         return self.message.reconsume_times + 1
 
 
 @dataclass(slots=True)
 class History:
-    """Events in order. ``str()`` has a line for each; of very many, the first and the last."""
+    """Events in order. ``str()`` has a line for each, or for the first and the last of very many."""
 
     begin_ms: int
     calls: list[Call] = field(default_factory=list)
@@ -89,7 +89,7 @@ class History:
         self._notes.append((now_ms - self.begin_ms, who, what))
 
     def begin(self, now_ms: int, work: Work, about: Callable[[Call], str]) -> Call | None:
-        """Note that a listener is called; None if the work is no listener's."""
+        """Note the call of a listener; return None for other work."""
         if not work.about:
             return None
         who, _, rest = work.label.partition(" ")
@@ -100,11 +100,11 @@ class History:
         call = Call(group, process, where, work.about, now_ms - self.begin_ms)
         self.calls.append(call)
         self._open[id(work)] = call
-        self.note(now_ms, who, lambda: f"is given {about(call)}")
+        self.note(now_ms, who, lambda: f"gets {about(call)}")
         return call
 
     def end(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
-        """Note that a listener has ended."""
+        """Note the end of a listener."""
         call = self._open.pop(id(work), None)
         if call is not None:
             call.ended_ms, call.outcome, call.error = now_ms - self.begin_ms, outcome, error
@@ -127,11 +127,11 @@ class History:
                     )
 
     def was_given(self, group: str, topic: str) -> bool:
-        """Return whether a listener of the group was called with a message of the topic."""
+        """Return whether a listener of the group got a message of the topic."""
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
 
     def settle(self) -> None:
-        """Read now what is otherwise read on demand, since the broker is about to close."""
+        """Read now what is otherwise read on demand, because the broker is about to close."""
         self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
 
     def __iter__(self) -> Iterator[HistoryLine]:

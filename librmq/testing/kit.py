@@ -40,7 +40,7 @@ _SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_
 
 
 class UnsoundStoreError(AssertionError):
-    """The store that the broker leaves at the end of a test is damaged."""
+    """The store that the broker left at the end of a test is damaged."""
 
 
 class KitKeywords(TypedDict, total=False):
@@ -56,8 +56,8 @@ class Kit:
     """A broker, a clock that stands still until it is moved, and processes that send and consume.
 
     A context manager: at its end the broker is closed, and its store must be sound. The store is in memory unless
-    ``path`` names a folder. Nothing sleeps and nothing runs in between: `advance`, `run_until_idle` and `run_for` take
-    all turns, in the thread that calls them. Not thread-safe.
+    ``path`` names a folder. Nothing sleeps and nothing runs in the background: `advance`, `run_until_idle` and
+    `run_for` take all turns in the calling thread. Not thread-safe.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Kit:
         self.runner.kit = self
         self.files: Files = MemoryFiles() if path is None else DiskFiles()
         self.path = os.path.join(os.sep, "rmq") if path is None else os.fspath(path)
-        """The broker's directory."""
+        """The store's folder."""
         self.faults = Faults(self)
         """Faults on request."""
         self._broker_config = broker_config
@@ -116,15 +116,15 @@ class Kit:
         )
         self.broker.watch(self._changed)
 
-    # ---- who sends and consumes
+    # ---- senders and consumers
 
     @property
     def route(self) -> Process:
-        """The test's own process, for clients that it makes itself; takes the place of the broker in production."""
+        """The test's own process, as the route of clients that the test makes; replaces the broker of production."""
         return self._test
 
     def producer(self, group: str = "test", **settings: Unpack[ProducerArguments]) -> Producer:
-        """Return the test's own producer of a group; with ``settings``, those of `Producer`, a new one."""
+        """Return the test's own producer of a group, or with ``settings``, those of `Producer`, a new one."""
         found = None if settings else self._producers.get(group)
         if found is None:
             found = self._test.producer(group, **settings)
@@ -133,16 +133,16 @@ class Kit:
         return found
 
     def consumer(self, group: str, *, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]) -> PushConsumer:
-        """Return a consumer in a process of its own, which starts with the next send or when time moves.
+        """Return a consumer in its own process, which starts with the next send or when time moves.
 
-        ``settings`` are those of `PushConsumer`. What its listeners raise fails the test, `ReconsumeLater` and
-        `SuspendQueue` excepted; with ``fail_fast`` False it is a failed delivery, as in production.
+        ``settings`` are those of `PushConsumer`. Errors of its listeners fail the test, except `ReconsumeLater` and
+        `SuspendQueue`; with ``fail_fast`` False they are failed deliveries, as in production.
         """
         made: list[PushConsumer] = []
 
         def again(process: Process) -> PushConsumer:
             consumer = process.consumer(group, **settings)
-            if made:  # a restarted or a further one: with the listeners of the first
+            if made:  # a restarted or added one gets the listeners of the first
                 consumer.subscribe_like(made[0])
             else:
                 made.append(consumer)
@@ -159,7 +159,7 @@ class Kit:
     def app(self, name: str, factory: Callable[[Process], Any], *, fail_fast: bool = True) -> Process:
         """Return a process that ``factory(process)`` sets up, now and after each restart.
 
-        The process is a route: an application connects to it as to a broker. What the factory returns is its ``state``.
+        The process is a route: an application connects to it like to a broker. The factory's result is its ``state``.
         """
         process = self._process_table.make(self._process_table.free_name(name), factory)
         if not fail_fast:
@@ -174,7 +174,7 @@ class Kit:
             consumer.start()
 
     def _start(self) -> None:
-        """Start the consumers that were only declared, and let new ones take their queues."""
+        """Start declared consumers, and let new ones take their queues."""
         while self._unstarted:
             consumer = self._unstarted.pop(0)
             if not consumer.is_running and not consumer.client.dead:
@@ -187,24 +187,24 @@ class Kit:
     # ---- time
 
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
-        """Let time pass, and do all that is due on the way. In an event loop: ``await`` it.
+        """Let time pass, and do everything that becomes due. In an event loop ``await`` it.
 
         Raises:
-            NotIdleError: A coroutine waits for something that does not come.
+            NotIdleError: A coroutine waits for something that never happens.
         """
         until = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
         return self._driver.run(lambda: until)
 
     def run_until_idle(self) -> Elapsed:
-        """Do all that can be done now, while time stands still.
+        """Do everything that can be done now, while time stands still.
 
-        Where an explored schedule has made something fail, up to two minutes pass, in which a cluster recovers: the
-        locks of a dead process end, a member that was lost is back.
+        If an explored schedule has caused a fault, up to two minutes pass, in which a cluster recovers: the locks of a
+        dead process end, and a lost member returns.
         """
         return self._driver.run(lambda: self.clock.now_ms() + (_SETTLE_MS if self.runner.settles() else 0))
 
     def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
-        """Let time pass up to this limit, only as far as something is due; return how much has passed."""
+        """Let time pass up to this limit, but only while something is due; return the passed time."""
         end = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
 
         def until() -> int:
@@ -214,15 +214,15 @@ class Kit:
         return self._driver.run(until, again=True)
 
     def checkpoint(self, label: str = "checkpoint") -> None:
-        """Mark a place in a listener where others may run, as at every send. Only exploring heeds it."""
+        """Mark a place in a listener where other turns can run, as at every send. It only affects exploring."""
         self.runner.point(label)
 
     # ---- faults of processes and of the broker
 
     def crash(self, process: Process, *, restart: bool = True) -> None:
-        """Let a process die: what it had not saved is lost. It starts again with fresh state unless ``restart`` is off.
+        """Let a process die: unsaved state is lost. It starts again with fresh state unless ``restart`` is False.
 
-        Within a listener of that process the listener ends at this call, as by a signal.
+        Called within a listener of that process, it ends the listener, like a signal.
         """
         process = self._process_table.living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
@@ -233,7 +233,7 @@ class Kit:
         self.died(process)
 
     def died(self, process: Process) -> None:
-        """Let the broker see that a process has died, and start the process again unless it is to stay dead."""
+        """Let the broker notice the death of a process, and start the process again unless it must stay dead."""
         self.runner.unwind(process)
         if not self.broker.dead:
             for client_id in process.clients:
@@ -246,10 +246,10 @@ class Kit:
         process = self._process_table.living(process)
         if self._process_table.runs_now(process):
             raise ProcessStateError(
-                f"{process.label} can't shut down in order within its own listener, for which it would wait: "
+                f"{process.label} can't shut down within its own listener, because the shutdown would wait for it: "
                 "call rmq.crash there, or rmq.restart in the test"
             )
-        self.note("fault", f"{process.label} shuts down in order and starts again")
+        self.note("fault", f"{process.label} shuts down and starts again")
         process.shut_down()
         return self._again(process)
 
@@ -262,9 +262,9 @@ class Kit:
         return other
 
     def lose(self, process: Process) -> None:
-        """Let the broker lose a process that does not notice: others take its queues while it still consumes.
+        """Let the broker lose a process that does not notice: others get its queues while it still consumes.
 
-        The process is back at the next of its heartbeats, which are 30 s apart.
+        The process returns at its next heartbeat, which it sends every 30 s.
         """
         process = self._process_table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
@@ -272,7 +272,7 @@ class Kit:
             self.broker.call(ChannelClosed(client_id))
 
     def crash_broker(self, *, down: float | timedelta = 0) -> None:
-        """Let the broker die and open it again after ``down`` seconds, with all that it had acknowledged."""
+        """Let the broker die and open it again after ``down`` seconds, with all acknowledged messages."""
         self.note("fault", "the broker dies")
         self.broker.abandon()
         self._changed()
@@ -299,10 +299,10 @@ class Kit:
         self._set_up(new)
         return new
 
-    # ---- what happened
+    # ---- results
 
     def delivered(self, group: str) -> list[DeliveryAttempt]:
-        """Return each message that a listener of the group was given, once for each time, in order.
+        """Return each message that a listener of the group got, once for each delivery, in order.
 
         Raises:
             UnknownGroupError: No consumer of the test has this group.
@@ -310,7 +310,7 @@ class Kit:
         return self._evidence.delivered(group)
 
     def retries(self, group: str) -> list[StoredMessage]:
-        """Return each message that was sent back for the group to be delivered again, in order, as it waits or waited.
+        """Return each message that was sent back for redelivery to the group, in order, as stored for the retry.
 
         Raises:
             UnknownGroupError: No consumer of the test has this group.
@@ -318,7 +318,7 @@ class Kit:
         return self._evidence.retries(group)
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
-        """Return what the group has given up.
+        """Return the group's dead letters.
 
         Raises:
             UnknownGroupError: No consumer of the test has this group.
@@ -326,7 +326,7 @@ class Kit:
         return self._evidence.dead_letters(group)
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
-        """Return the group's progress as the broker has it: by queue, the offset of the next message.
+        """Return the group's progress at the broker: by queue, the offset of the next message.
 
         Raises:
             UnknownGroupError: No consumer of the test has this group.
@@ -338,44 +338,44 @@ class Kit:
         return self._evidence.messages(topic)
 
     def history(self) -> History:
-        """Return what has happened so far; ``print`` shows it."""
+        """Return the history; ``print`` shows it."""
         return self._history
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each subscription that matched nothing, and each topic that no group subscribes to.
 
-        A test that passes says them as an `UndeliveredWarning`, a test that fails shows them. Left out are topics that
-        the test has read by `messages`, groups that it has asked about by `delivered`, and topics to which only the
-        application sends, unless their name is almost one that is subscribed to.
+        A passing test issues them as an `UndeliveredWarning`, a failing test shows them. Excluded are topics that the
+        test has read by `messages`, groups that it has asked about by `delivered`, and topics to which only the
+        application sends, unless their name is similar to a subscribed one.
         """
         return self._evidence.undelivered()
 
-    # ---- what runner, processes and faults tell
+    # ---- called by runner, processes and faults
 
     def note(self, who: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
         self._history.note(self.clock.now_ms(), who, what)
 
     def noted_pull(self, process: Process, request: PullMessage) -> None:
-        """Note a pull; the history gets a line where a process takes a queue over."""
+        """Note a pull; the history gets a line when a process takes over a queue."""
         place = request.group, request.topic, request.queue_id
         if self._pulled_by.get(place) != process.label:
             before = self._pulled_by.get(place)
             self._pulled_by[place] = process.label
             if before is not None:
                 where = f"{request.topic}/{request.queue_id}"
-                self.note(f"{request.group}@{process.label}", f"takes {where} over at {request.queue_offset}")
+                self.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
         """Send the subscriptions of a process to the broker."""
         self._evidence.note_heartbeat(request, process.name in self._declared)
 
     def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
-        """Remember a coroutine that the test or a listener has to await; `close` checks it."""
+        """Record a coroutine that the test or a listener has to await; `close` checks it."""
         return self._driver.noted_async_call(call, what)
 
     def before_send(self, process: Process, topic: str) -> None:
-        """Record a message before it is stored; refuse it if a fault says so."""
+        """Record a message before it is stored; refuse it if a fault is due."""
         if current_work() is None:
             try:
                 self._start()
@@ -386,7 +386,7 @@ class Kit:
         self.faults.before_send(process, topic)
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
-        """Record a stored message or batch; lose or delay the answer if a fault says so."""
+        """Record a stored message or batch; lose or delay the answer if a fault is due."""
         if current_work() is not None:
             name = self.broker.name
             for offset_id in response.offset_ids:
@@ -406,12 +406,12 @@ class Kit:
         return self._process_table.fails_fast(work)
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Let the error of a call by `Process.background` fail the test."""
+        """Fail the test with the error of a call by `Process.background`."""
         if error is not None and self.runner.failure is None:
             self.runner.failure = error
 
     def let_others_run(self) -> None:
-        """Do all work that is due now, before the test continues."""
+        """Do all due work before the test continues."""
         self._start()
         self._driver.take_turns(self.clock.now_ms())
 
@@ -420,14 +420,14 @@ class Kit:
         return self._process_table.process_of(work)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic; while the broker is down, those that were known before."""
+        """Return the queues of a topic; while the broker is down, the last known ones."""
         if self.broker.dead:
             return self._routes.get(topic, ())
         found = self._routes[topic] = self.broker.topic_route(topic)
         return found
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change and when the broker is opened again; return what ends that."""
+        """Call ``changed`` when topics change and when the broker is reopened; return a function that ends this."""
         self._watchers.append(changed)
         return lambda: self._watchers.remove(changed) if changed in self._watchers else None
 
@@ -438,13 +438,13 @@ class Kit:
     # ---- its end
 
     def close(self) -> None:
-        """End all processes, close the broker and check its store. Closing again does nothing.
+        """End all processes, close the broker and check its store. A repetition does nothing.
 
-        Warns (`UndeliveredWarning`) of what `undelivered` says.
+        Issues an `UndeliveredWarning` with the sentences of `undelivered`.
 
         Raises:
             UnsoundStoreError: The store is damaged.
-            NotAwaitedError: A call that has to be awaited was not.
+            NotAwaitedError: A call was not awaited.
         """
         if self._closed:
             return
@@ -468,7 +468,7 @@ class Kit:
             warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
 
     def abandon(self) -> None:
-        """End everything and do not verify the store, as after a failure."""
+        """End everything without verifying the store, as after a failure."""
         if not self._closed:
             if self.runner.settles_history:
                 self._history.settle()

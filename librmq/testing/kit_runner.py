@@ -1,4 +1,4 @@
-"""Runner of the kit, which also notes the errors, sends and times of listeners."""
+"""Runner of the kit, which also records errors, sends and times of listeners."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _current: ContextVar[Work | None] = ContextVar("librmq.testing.current", default
 
 
 def current_work() -> Work | None:
-    """Return the user code that is running now, None in the test itself."""
+    """Return the running user code, None in the test itself."""
     return _current.get()
 
 
 class TurnObserver(Protocol):
-    """Calls of a runner to the kit."""
+    """A runner's calls to the kit."""
 
     faults: Faults
 
     @property
     def processes(self) -> Sequence[Process]:
-        """All processes that have been, dead ones too."""
+        """All processes so far, including dead ones."""
         ...
 
     def note(self, who: str, what: str) -> None:
@@ -43,11 +43,11 @@ class TurnObserver(Protocol):
         ...
 
     def process_of(self, work: Work) -> Process | None:
-        """Return the process whose code this is."""
+        """Return the process that runs this code."""
         ...
 
     def died(self, process: Process) -> None:
-        """Start a process again that died within its own code, unless it is to stay dead."""
+        """Restart a process that died within its own code, unless it must stay dead."""
         ...
 
     def listener_begins(self, work: Work) -> None:
@@ -59,11 +59,11 @@ class TurnObserver(Protocol):
         ...
 
     def fails_fast(self, work: Work) -> bool:
-        """Return whether what this code raises fails the test."""
+        """Return whether an error of this code fails the test."""
         ...
 
     def let_others_run(self) -> None:
-        """Take all turns that are due before the test continues."""
+        """Take all due turns before the test continues."""
         ...
 
     def crash(self, process: Process) -> None:
@@ -79,7 +79,7 @@ class TurnObserver(Protocol):
         ...
 
     def join(self, process: Process) -> Process:
-        """Start one more process like this one."""
+        """Start another process like this one."""
         ...
 
 
@@ -88,12 +88,12 @@ class KitRunner(ManualRunner):
 
     kit: TurnObserver
     settles_history = True
-    """Whether the history will be read after the broker is gone."""
+    """Whether the history is read after the broker has closed."""
 
     def __init__(self, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.failure: BaseException | None = None
-        """The error with which the test fails; after it no turn runs."""
+        """The error that fails the test; after it no turn runs."""
         self.late: set[Work] = set()
         """Listeners that have done their work and return later."""
         self._until_ms = 0
@@ -107,23 +107,23 @@ class KitRunner(ManualRunner):
         return bool(self._tasks)
 
     def settles(self) -> bool:
-        """Return whether exploring has made something fail, so that the cluster needs time to get over it."""
+        """Return whether exploring has caused a fault, from which the cluster needs time to recover."""
         return False
 
     def unwind(self, process: Process) -> None:
-        """End what a process that has died has begun: its coroutines raise `ProcessDied` where they stand."""
+        """End the running code of a dead process: its coroutines raise `ProcessDied` at their places."""
         for task, work in list(self._works.items()):
             if task in self._tasks and self.kit.process_of(work) is process:
                 task.cancel()
 
     def die_here(self, process: Process) -> NoReturn:
-        """End the user code that runs now, since its process dies; the process starts again once the code has ended."""
+        """End the running user code, because its process dies; the process restarts once the code has ended."""
         process.die()
         self._dying = process
         raise ProcessDied(process.label)
 
     def crash_the_dying(self) -> None:
-        """Let the process start again that died within its own code."""
+        """Restart the process that died within its own code."""
         dying, self._dying = self._dying, None
         if dying is not None:
             self.kit.died(dying)
@@ -133,7 +133,7 @@ class KitRunner(ManualRunner):
         super()._take_turns(until_ms)
 
     def take_turns(self, until_ms: int) -> None:
-        """Take all turns up to a time; raise what a listener has raised."""
+        """Take all turns up to a time; raise the error of a listener."""
         self._take_turns(until_ms)
         if self.failure is not None:
             failure, self.failure = self.failure, None
@@ -149,7 +149,7 @@ class KitRunner(ManualRunner):
         return turn
 
     def drop(self, turn: Turn) -> None:
-        """Forget a turn of a process that has died."""
+        """Forget a turn of a dead process."""
         if isinstance(turn, Work) and turn in self.ready:
             self.ready.remove(turn)
         elif isinstance(turn, Step):
@@ -220,7 +220,7 @@ class KitRunner(ManualRunner):
     # ---- chains: messages each sent by the listener of the one before
 
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
-        """Note a stored message, sent by the listener that runs now or by the test."""
+        """Note a stored message, sent by the running listener or by the test."""
         work = _current.get()
         if work is not None and work.about:
             parent = max(work.about, key=lambda address: self._depths.get(address, (0,))[0])
@@ -246,13 +246,13 @@ class KitRunner(ManualRunner):
 
 
 def is_dead(turn: Turn) -> bool:
-    """Return whether a turn belongs to a process that has died."""
+    """Return whether a turn belongs to a dead process."""
     owner = getattr(turn, "owner", None)
     return owner is not None and owner.dead
 
 
 async def _until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> object:
-    """Run a coroutine that raises `ProcessDied` where it waits, once its process has died."""
+    """Run a coroutine; after the death of its process it raises `ProcessDied` where it waits."""
     return await _steps_until_death(work, coroutine)
 
 

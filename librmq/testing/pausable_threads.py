@@ -1,8 +1,8 @@
 """Threads that pass a baton: user code can pause and continue later, one piece at a time.
 
 A listener runs in a pooled thread while the thread that takes turns waits; at a pause or its end the baton goes back.
-So thread-locals, locks and event loops in listeners work as in production, and yet nothing runs at the same time. A
-listener that waits for a lock of a paused one is left waiting, and the others go on.
+So thread-locals, locks and event loops in listeners work as in production, and still nothing runs in parallel. A
+listener that waits for a lock of a paused one stays waiting, and the others continue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 __all__ = ["Baton", "end_threads"]
 
 PATIENCE_S: Final = 0.05
-"""A piece of user code that stands still for two such periods is taken to wait for a paused one."""
+"""A piece of user code without progress for two such periods counts as waiting for a paused one."""
 
 
 class _Thread:
@@ -30,7 +30,7 @@ class _Thread:
         self.thread.start()
 
     def place(self) -> tuple[object, int] | None:
-        """Return where the thread stands now; the same place twice means that it does not get on."""
+        """Return the present place of the thread; two equal places mean no progress."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return None if frame is None else (frame.f_code, frame.f_lasti)
 
@@ -48,7 +48,7 @@ _idle: list[_Thread] = []
 
 
 def end_threads() -> None:
-    """End the threads that wait; new ones are made on demand."""
+    """End the waiting threads; new ones are made on demand."""
     while _idle:
         thread = _idle.pop()
         thread.turn.release()
@@ -77,13 +77,13 @@ class Baton:
             place = piece.thread.place()
             if place == before:
                 return False
-            before = place  # it gets on, if slowly
+            before = place  # it makes progress, if slowly
         return True
 
     def wait(self) -> None:
         """Wait for the baton without a limit."""
         while not self._is_back(1.0):
-            pass  # Ctrl-C is noticed between the waits
+            pass  # Ctrl-C gets in between the waits
 
     def _is_back(self, seconds: float) -> bool:
         try:
@@ -107,7 +107,7 @@ class Baton:
             self._back.put(None)
 
     def pause(self, piece: Piece) -> None:
-        """Give the baton back, from within the piece that runs, and wait for the next turn."""
+        """Give the baton back from within the running piece, and wait for the next turn."""
         assert piece.thread is not None
         self._back.put(None)
         piece.thread.turn.acquire()

@@ -1,4 +1,4 @@
-"""The part of the pytest plugin that is loaded once a test asks for it; `pytest_librmq` is the other part."""
+"""The part of the pytest plugin that loads when a test needs it; `pytest_librmq` is the other part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _made(settings: dict[str, Any]) -> Iterator[Kit]:
 
 
 def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Remember the failure of a test's phase, and show what happened until then."""
+    """Record the failure of a test's phase, and add the history up to then."""
     error = None if call.excinfo is None else call.excinfo.value
     if error is None or (report.skipped and not hasattr(report, "wasxfail")):
         return
@@ -95,8 +95,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
     def run(explorer: Explorer) -> BaseException | None:
         item.stash[_EXPLORER], item.stash[_ERROR] = explorer, None
-        item._report_sections.clear()  # what runs before this one have printed and logged
-        # The next item is said to be the parent, so that fixtures wider than the test's own stay.
+        item._report_sections.clear()  # output and log lines of earlier runs
+        # Name the parent as the next item, so that fixtures of wider scope stay.
         reports[:] = runtestprotocol(item, log=False, nextitem=parent)  # type: ignore[arg-type]
         if any(report.skipped and not hasattr(report, "wasxfail") for report in reports):
             raise _NothingToExplore
@@ -124,7 +124,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
 
 def _describe(item: pytest.Item, reports: list[pytest.TestReport], result: Exploration) -> None:
-    """Add the schedule to the report, and keep it in a file."""
+    """Add the schedule to the report, and save it in a file."""
     assert result.found is not None
     text = result.report()
     cache = getattr(item.config, "cache", None)

@@ -1,7 +1,7 @@
 """A simulated process of a test, with its own clients, which can die and start again.
 
-A process is a `Route`: an application connects to it as to a broker. Faults come in here, on the way from a client to
-the broker, so that producers and consumers know nothing of them.
+A process is a `Route`: an application connects to it like to a broker. Faults act here, between a client and the
+broker, so that producers and consumers need no code for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Process", "ProcessDied", "ProcessHost"]
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""The folder of librmq's own code, which a traceback shown to the test leaves out."""
+"""The folder of librmq's own code, which tracebacks in tests leave out."""
 
 
 class ProducerArguments(ProducerKeywords, total=False):
@@ -66,9 +66,9 @@ class ConsumerArguments(ConsumerKeywords, total=False):
 
 
 class ProcessDied(BaseException):
-    """The process in which this code runs has died; raised at each of its calls of librmq from then on.
+    """The process that runs this code has died; each of its later calls of librmq raises this.
 
-    It is not an `Exception`, so no handler takes it for an error. ``finally`` blocks still run.
+    It is not an `Exception`, so no handler treats it as an error. ``finally`` blocks still run.
     """
 
 
@@ -89,7 +89,7 @@ class ProcessHost(Protocol):
         ...
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` whenever topics change; return what ends that."""
+        """Call ``changed`` whenever topics change; return a function that ends this."""
         ...
 
     def note(self, who: str, what: str | Callable[[], str]) -> None:
@@ -105,19 +105,19 @@ class ProcessHost(Protocol):
         ...
 
     def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
-        """Remember a coroutine that has to be awaited, and return it."""
+        """Record a coroutine that has to be awaited, and return it."""
         ...
 
     def before_send(self, process: Process, topic: str) -> None:
-        """Refuse a send if a fault says so."""
+        """Refuse a send if a fault is due."""
         ...
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
-        """Lose or delay the answer to a send if a fault says so."""
+        """Lose or delay the answer to a send if a fault is due."""
         ...
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Let the error of a call by `Process.background` fail the test."""
+        """Fail the test with the error of a call by `Process.background`."""
         ...
 
 
@@ -135,11 +135,11 @@ class Process:
         self.dead = False
         """Whether it has died or was shut down."""
         self.starts_again = True
-        """Whether another process takes its place when it dies."""
+        """Whether another process replaces it when it dies."""
         self.state: Any = None
-        """Result of its factory."""
+        """The result of its factory."""
         self.skew_ms = 0
-        """By how many milliseconds its clock is ahead."""
+        """Milliseconds by which its clock is ahead."""
         self.factory = factory
         self.clients: dict[str, Client] = {}
         self.consumers: list[PushConsumer] = []
@@ -156,7 +156,7 @@ class Process:
     def __repr__(self) -> str:
         return f"Process({self.label!r}{', dead' if self.dead else ''})"
 
-    # ---- what an application in it uses
+    # ---- for an application in it
 
     def producer(self, group: str = "producer", **settings: Unpack[ProducerArguments]) -> Producer:
         """Return a producer in this process; ``settings`` are those of `Producer`."""
@@ -178,7 +178,7 @@ class Process:
         return consumer
 
     def background(self, call: Callable[[], Any], label: str = "background") -> None:
-        """Run a function later, as a thread of this process would, unless the process dies before."""
+        """Run a function later, like a thread of this process, unless the process dies before."""
         runner = self._kit.runner
         with runner.lock:
             runner.submit(Work(f"{self.label} {label}", call, self._kit.ended_in_background, self))
@@ -211,12 +211,12 @@ class Process:
         """Return the process's connection to a broker."""
         connection = self._connections.get(broker_name)
         if connection is None:
-            self._kit.broker.endpoint(broker_name)  # raises if there is none
+            self._kit.broker.endpoint(broker_name)  # raises NoRouteError for an unknown name
             connection = self._connections[broker_name] = _Connection(self._kit, self, broker_name)
         return connection
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` whenever topics change, while the process lives; return what ends that."""
+        """Call ``changed`` whenever topics change while the process lives; return a function that ends this."""
 
         def unless_dead() -> None:
             if not self.dead:
@@ -227,13 +227,13 @@ class Process:
     # ---- its end
 
     def die(self) -> None:
-        """Take none of its turns any more, and let its calls raise `ProcessDied`."""
+        """Take no more of its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
         for client in self.clients.values():
             client.dead = True
 
     def shut_down(self) -> None:
-        """Shut its clients down, as an application does that ends in order."""
+        """Shut its clients down, like an application that ends cleanly."""
         for client in list(self.clients.values()):
             for member in client.members():
                 cast(Any, member).shutdown()
@@ -249,7 +249,7 @@ class _Connection:
         self._name = broker_name
 
     def call(self, request: Request[R], /) -> R:
-        """Pass a request on to the broker, with what the history and the faults make of it."""
+        """Pass a request to the broker, and apply history and faults."""
         process, kit = self._process, self._kit
         if process.dead:
             raise ProcessDied(process.label)
@@ -294,7 +294,7 @@ class _Connection:
 
 
 def _skewed(request: Request[R], skew_ms: int) -> Request[R]:
-    """Return the request with the times that a clock which is wrong by ``skew_ms`` would give it."""
+    """Return the request with the times of a clock that is wrong by ``skew_ms``."""
     skewed: Request[Any] = request
     if isinstance(request, SendMessage | SendBatch):
         skewed = replace(request, born_timestamp_ms=request.born_timestamp_ms + skew_ms)

@@ -1,4 +1,4 @@
-"""The processes of a test: how they are named, which one lives, whose failures are part of the test."""
+"""The processes of a test: their names, which of them live, and whose failures fail the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessTable:
         self._tolerated: set[str] = set()
 
     def make(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
-        """Return a new process, with a client id that sorts behind the earlier ones or, if chosen so, before them."""
+        """Return a new process, with a client id that sorts after the earlier ones or, if chosen so, before them."""
         count = len(self.processes)
         order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
         host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
@@ -38,7 +38,7 @@ class ProcessTable:
         return process
 
     def free_name(self, name: str) -> str:
-        """Return the name, with a number behind it if a process has that name already."""
+        """Return the name, with a number appended if a process already has that name."""
         names = {process.name for process in self.processes}
         number = 1
         while (free := name if number == 1 else f"{name}-{number}") in names:
@@ -46,38 +46,38 @@ class ProcessTable:
         return free
 
     def living(self, process: Process) -> Process:
-        """Return the process, or the one that was started again in its place.
+        """Return the process, or its restarted successor.
 
         Raises:
-            ProcessStateError: It has ended for good.
+            ProcessStateError: It has ended without a successor.
         """
         for one in reversed(self.processes):
             if one.name == process.name and not one.dead:
                 return one
-        raise ProcessStateError(f"{process.name} has ended and was not started again: nothing is left of it to fail")
+        raise ProcessStateError(f"{process.name} has ended and was not restarted: name a living process")
 
     def process_of(self, work: Work) -> Process | None:
-        """Return the process whose code this is."""
+        """Return the process that runs this code."""
         for process in self.processes:
             if work.owner is process or any(work.owner is client for client in process.clients.values()):
                 return process
         return None
 
     def runs_now(self, process: Process) -> bool:
-        """Return whether the code that runs now is the process's own."""
+        """Return whether the process's own code runs now."""
         work = current_work()
         return work is not None and self.process_of(work) is process
 
     def tolerate(self, name: str) -> None:
-        """Let failures of a process or of a group be failed deliveries, as in production."""
+        """Treat failures of a process or a group as failed deliveries, as in production."""
         self._tolerated.add(name)
 
     def tolerate_like(self, process: Process, other: Process) -> None:
-        """Let failures of ``other`` be what failures of ``process`` are."""
+        """Treat failures of ``other`` like those of ``process``."""
         if process.name in self._tolerated:
             self._tolerated.add(other.name)
 
     def fails_fast(self, work: Work) -> bool:
-        """Return whether what this code raises fails the test."""
+        """Return whether an error of this code fails the test."""
         process = work.label.partition(" ")[0].partition("@")[2].partition("~")[0].partition(".")[0]
         return group_of(work) not in self._tolerated and process not in self._tolerated

@@ -18,7 +18,7 @@ _MOST_TAGS = 5
 
 
 class UndeliveredWarning(UserWarning):
-    """A test has ended with messages that no listener was given, or with a subscription that matched nothing."""
+    """A test ended with messages that no listener got, or with a subscription that matched nothing."""
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class Subscribed:
     group: str
     subscription: Subscription
     is_declared: bool
-    """The test itself has made the consumer; an application may subscribe to more than a test sends."""
+    """Whether the test made the consumer itself; an application may subscribe to more than a test sends."""
     was_read: bool = False
-    """A listener of the group was given a message of the topic, or the application pulls itself."""
+    """Whether a listener of the group got a message of the topic, or the application pulls itself."""
 
 
 def undelivered(
@@ -43,9 +43,9 @@ def undelivered(
 ) -> Iterator[str]:
     """Yield a sentence for each subscription that matched nothing, and for each topic to which no group subscribes.
 
-    ``topics`` are those with messages, ``expected`` those that some group should read, ``looked_at`` those that the
-    test has read. ``messages(topic)`` gives what is in one, ``next_offset(group, message)`` the progress of a group in
-    the message's queue.
+    ``topics`` have messages, ``expected`` are those that some group should read, ``looked_at`` those that the test has
+    read. ``messages(topic)`` returns the messages of a topic, ``next_offset(group, message)`` a group's progress in the
+    message's queue.
     """
     subscribed_topics = {one.subscription.topic for one in subscribed}
     sent = [topic for topic in topics if _is_the_users(topic)]
@@ -55,11 +55,11 @@ def undelivered(
         topic = one.subscription.topic
         if one.was_read or topic.startswith(RETRY_PREFIX):
             continue
-        begin = f"{one.group} was given nothing of {topic!r}: "
+        begin = f"{one.group} got nothing of {topic!r}: "
         if topic in sent:
             yield begin + _why_none_of(messages(topic), one, next_offset)
         elif delayed := [m for m in messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]:
-            yield f"{begin}{_are(delayed)} still delayed: let time pass by rmq.advance(…)"
+            yield f"{begin}{_are(delayed)} still delayed: let time pass with rmq.advance(…)"
         elif near := closest_name(topic, unread):
             told.add(near)
             yield f"{begin}none was sent to it; {_are(messages(near))} in {near!r}, to which no group subscribes"
@@ -73,7 +73,7 @@ def undelivered(
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that is most like ``name``, None where none is."""
+    """Return the name most similar to ``name``, None if none is similar."""
     found = get_close_matches(name, list(names), 1, 0.75)
     return found[0] if found else None
 
@@ -93,10 +93,10 @@ def _why_none_of(
         passing = [message for message in found if TagFilter(expression).matches(message.tags)]
         why = f"their tags are {', '.join(tags[:_MOST_TAGS])}" + (", …" if len(tags) > _MOST_TAGS else "")
     if not passing:
-        return f"its filter {expression!r} takes none of the {len(found):,} there: {why}"
+        return f"its filter {expression!r} matches none of the {len(found):,} there: {why}"
     if all(message.queue_offset < next_offset(one.group, message) for message in passing):
-        return f"{_are(passing)} older than the group, which began at the end of its queues (consume_from)"
-    return f"{_are(passing)} still to come: end the test by rmq.run_until_idle() or rmq.advance(…)"
+        return f"{_are(passing)} older than the group, which started at the end of its queues (consume_from)"
+    return f"{_are(passing)} not delivered yet: end the test with rmq.run_until_idle() or rmq.advance(…)"
 
 
 def _are(messages: Sequence[StoredMessage]) -> str:

@@ -78,7 +78,7 @@ def test_a_wrong_filter_costs_one_statement(tmp_path: Path) -> None:
 
 
 def test_where_it_saves_nothing_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on sqlite a claim is one statement"):
+    with pytest.raises(ConfigError, match="on sqlite, where a claim is one statement"):
         SqlDedupStore(f"sqlite:///{tmp_path / 'x.db'}", prefilter=SeenKeys())
     for capacity, rate in ((0, 0.1), (1, 0), (1, 1)):
         with pytest.raises(ConfigError, match="capacity"):

@@ -352,7 +352,7 @@ def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place]
         lambda: store.look(key, NOW),
     ]
     for call in calls:
-        with pytest.raises(DedupStoreError, match="no record"):
+        with pytest.raises(DedupStoreError, match="expected a record"):
             call()
     store.client.delete(store.prefix + key)
     store.client.lpush(store.prefix + key, "mine")

@@ -153,7 +153,7 @@ def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monk
     from librmq.spark.options import WriteOptions, parse_read_options
 
     for parse in (parse_read_options, WriteOptions.parse):
-        with pytest.raises(ConfigError, match="a store lies in a mounted file system"):
+        with pytest.raises(ConfigError, match="expected a path in a mounted file system"):
             parse({"path": path})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:7").mkdir()

@@ -234,7 +234,7 @@ def test_the_history_reads_well(rmq: Kit) -> None:
     rmq.advance(seconds=10)
     assert str(rmq.history()).splitlines() == [
         f"       0.000 s  test             sends orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
-        f"       0.000 s  billing@billing  is given orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
+        f"       0.000 s  billing@billing  gets orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
         "       0.000 s  billing@billing  returned (orders/0:0)",
         "      10.000 s  billing@billing  saves progress orders/0:1",
     ]
@@ -394,7 +394,7 @@ def test_what_a_process_can_not_do(rmq: Kit) -> None:
     rmq.crash(shop)  # the one that was started in its place
     rmq.crash(shop, restart=False)
     assert [process.label for process in rmq.processes] == ["test", "shop", "shop~2", "shop~3"]
-    with pytest.raises(ProcessStateError, match="shop has ended and was not started again"):
+    with pytest.raises(ProcessStateError, match="shop has ended and was not restarted"):
         rmq.lose(shop)
 
 
@@ -669,16 +669,16 @@ def sends(rmq: Kit, topic: str = "orders", **fields: Any) -> None:
         (
             {"sql": "amount > 3"},
             lambda rmq: sends(rmq, properties={"amount": "2"}),
-            "its filter 'amount > 3' takes none of the 1 there: amount > 3 decides for the first, because amount is",
+            "its filter 'amount > 3' matches none of the 1 there: amount > 3 decides for the first, because amount is",
         ),
         (
             {"tags": "paid || open"},
             lambda rmq: sends(rmq, tags="Paid"),
-            "its filter 'paid || open' takes none of the 1 there: their tags are 'Paid'",
+            "its filter 'paid || open' matches none of the 1 there: their tags are 'Paid'",
         ),
-        ({}, lambda rmq: rmq.producer().send("orders", b"x"), "1 message is still to come: end the test by"),
+        ({}, lambda rmq: rmq.producer().send("orders", b"x"), "1 message is not delivered yet: end the test with"),
         ({}, lambda rmq: sends(rmq, "payments"), "none was sent to it\nno group subscribes to 'payments': 1 message"),
-        ({}, lambda rmq: sends(rmq, delay_level=3), "1 message is still delayed: let time pass by rmq.advance"),
+        ({}, lambda rmq: sends(rmq, delay_level=3), "1 message is still delayed: let time pass with rmq.advance"),
     ],
     ids=["another topic", "sql", "tags", "time stands still", "nothing sent", "delayed"],
 )
@@ -693,7 +693,7 @@ def test_a_subscription_that_matched_nothing(
 
     with pytest.warns(UndeliveredWarning) as told:
         scenario(lambda: None)
-    assert f"billing was given nothing of 'orders': {said}" in str(told[0].message)
+    assert f"billing got nothing of 'orders': {said}" in str(told[0].message)
     with pytest.raises(pytest.fail.Exception) as caught:
         scenario(lambda: pytest.fail("for another reason"))
     assert said in caught.value.__notes__[-1]
@@ -754,7 +754,7 @@ def test_what_was_not_awaited_is_noticed() -> None:
             if not once:
                 rmq.run_until_idle()
 
-    with pytest.raises(NotAwaitedError, match=r"nothing was sent by send_async at test_kit\.py:\d+: write `await`"):
+    with pytest.raises(NotAwaitedError, match=r"send_async at test_kit\.py:\d+ sent nothing: write `await`"):
         asyncio.run(sends_nothing())
     for once in (True, False):
         with pytest.raises(NotAwaitedError, match=r"moves time at test_kit\.py:\d+ was not awaited"):

@@ -73,7 +73,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
     assert "the shortest schedule that fails so has 1 decision" in text
     assert text.count("\none run\n") == 1  # what the failing run has printed, not those before it
-    result.stdout.fnmatch_lines(["*is given orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
+    result.stdout.fnmatch_lines(["*gets orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
         ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 40 runs,*"]
     )
@@ -145,7 +145,7 @@ def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(rmq): pass\n")
     result = run(pytester, "--rmq-seed=rmq1-nonsense")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*no schedule*"])
+    result.stderr.fnmatch_lines(["*schedule: expected a seed*"])
     run(pytester, "--rmq-seed=17").assert_outcomes(passed=1)
 
 

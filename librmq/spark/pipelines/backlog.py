@@ -29,7 +29,7 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
     where = ["store", "topic", "queueId"]
     consumed = offsets.select("store", "topic", "group").distinct()
     held = queues.join(consumed, ["store", "topic"]).join(offsets, [*where, "group"], "left")
-    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # it skips a null
+    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # greatest skips nulls
     first = messages.select(*where, F.col("queueOffset").alias("next"), F.col("storeTimestamp").alias("oldest"))
     newest = messages.groupBy("store").agg(F.max("storeTimestamp").alias("newest"))
     lag = F.greatest(F.col("maxOffset") - F.col("next"), F.lit(0))

@@ -36,7 +36,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
             F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
         )
 
-    told = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # an op may say anything
+    told = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # the body of an op message can be anything
     ended = told.select("store", _whole(F.col("body").cast("string")).alias("half"))
     left = from_progress(halves, HALF_TOPIC)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")

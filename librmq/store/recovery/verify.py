@@ -40,8 +40,8 @@ _T = TypeVar("_T")
 _LOOKS: Final = 4  # for a store with a running writer
 
 UNKNOWABLE = (
-    "of a record's flag, times, hosts, reconsume times and prepared offset it can't be known whether they changed: "
-    "only bodies have a checksum"
+    "only bodies have a checksum: changes in the flag, times, hosts, reconsume times and prepared offset of records "
+    "can't be found"
 )
 
 
