@@ -1,4 +1,4 @@
-"""Index files against those that the original wrote, and its answers to queries."""
+"""Index files against those that the broker wrote; its answers to queries are those of the command `ask`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from librmq.store.format.index_layout import geometry
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.verify import verify
-from tests.reference import Row, existing, folders, jsonl, rows, store_folders
+from tests.reference import existing, folders, jsonl, rows, store_folders
 
 NOW = 1_800_000_000_000
 Record = tuple[int, int, list[int]]
@@ -159,65 +159,6 @@ def test_replayed_bytes_of_real_brokers(folder: Path, append: Append) -> None:
         assert made == expected
     else:  # the first files of the log were deleted, and the index is older
         assert pairs(made, *found, begin) == pairs(expected, *found, begin)
-
-
-@pytest.fixture(params=store_folders())
-def folder(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
-
-
-@pytest.fixture
-def recovered(folder: Path) -> KeyIndex:
-    """The index as the original had it when it answered: after a crash, newer files are made from the log."""
-    (config,) = rows(folder, "config")
-    files = in_memory(stored(folder / "store"))
-    index = open_index(files, config["max_hash_slot_num"], config["max_index_num"])
-    if config["abort_file_present"]:
-        checkpoint = (folder / "store" / "checkpoint").read_bytes()
-        for file in reversed(index.files):
-            if file.header.end_timestamp_ms > int.from_bytes(checkpoint[16:24], "big"):
-                index.delete(file.name)
-        again = rows(folder, "index_file")[len(index.files) :]
-        if again:  # the original began with the first file of the log that the checkpoint does not cover
-            first = again[0]["begin_phy_offset"]
-            by_64(index, [record for record in records_of(folder) if record[0] >= first])
-    return index
-
-
-def as_row(file: IndexFile) -> Row:
-    header = file.header
-    return {
-        "begin_timestamp": header.begin_timestamp_ms,
-        "end_timestamp": header.end_timestamp_ms,
-        "begin_phy_offset": header.begin_physical_offset,
-        "end_phy_offset": header.end_physical_offset,
-        "hash_slot_count": header.slot_count,
-        "index_count": header.index_count,
-        "entries_hash_phys_timediff_prev": [list(entry) for entry in file.entries().tolist()],
-        "slots": {str(slot): number for slot, number in file.slots().tolist()},
-    }
-
-
-def test_contents(folder: Path, recovered: KeyIndex) -> None:
-    if not can_be_foretold(folder):
-        return
-    expected = [{**row} for row in rows(folder, "index_file")]
-    for row in expected:
-        del row["type"], row["name"]
-    assert [as_row(file) for file in recovered.files] == expected
-
-
-def test_queries(folder: Path, recovered: KeyIndex) -> None:
-    questions = rows(folder, "index_query")
-    assert questions
-    if not can_be_foretold(folder):
-        return
-    for row in questions:
-        found = recovered.query(row["topic"], row["key"], row["begin"], row["end"], row["max_num"])
-        assert found == row["phys_offsets"], row
-        assert recovered.end_timestamp_ms == row["index_last_update_timestamp"]
-        assert recovered.end_physical_offset == row["index_last_update_phyoffset"]
 
 
 @pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
