@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import Any, Final
 
 from librmq.cli.output import Output
+from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topics import kind_of_topic
@@ -94,10 +96,7 @@ def _is_for_columns(selection: MessageQuery) -> bool:
 
 def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everything: bool) -> Counts | None:
     """Return the counts from columns of the store, a block at a time; None without the extra ``arrow``."""
-    try:
-        import pyarrow as pa
-        import pyarrow.compute as pc
-    except ImportError:
+    if find_spec("pyarrow") is None:
         return None
     from librmq.columns import ReaderKeywords, reader
 
@@ -105,31 +104,42 @@ def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everythin
     settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)
     if by in ("topic", "queue") and selection.tags is None and selection.sql is None:
         settings["view"] = "queues"
-    if selection.topic is not None:
-        settings["topic"] = selection.topic
-    else:
-        topics = {topic for topic, _ in store.queues}
-        settings["topic"] = sorted(topic for topic in topics if everything or kind_of_topic(topic) == "user")
+    topics = {topic for topic, _ in store.queues if everything or kind_of_topic(topic) == "user"}
+    settings["topic"] = topics if selection.topic is None else selection.topic
     if selection.queue_id is not None:
         settings["queue"] = selection.queue_id
     if selection.has_times:
         settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
     found: Counts = {}
-    for batch in reader(store.path, **settings):
-        table = pa.table(batch)
-        if by in _UNIT_MS:
-            at = pc.divide(pc.cast(table["storeTimestamp"], pa.int64()), 1000 * _UNIT_MS[by])
-            table = pa.table({"at": pc.multiply(at, _UNIT_MS[by]), "size": table["size"]})
-        elif by == "key":
-            table = _one_row_a_key(table)
-        counted = table.group_by(table.column_names[:-1]).aggregate([("size", "count"), ("size", "sum")])
-        *groups, numbers, sizes = (
-            counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
-        )
-        for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
-            before = found.get(group, (0, 0))
-            found[group] = before[0] + number, before[1] + size
+    ranges = selection.ranges(store)
+    wanted = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
+    with ProgressBar("count", wanted, "messages") as bar:
+        done = 0
+        for batch in reader(store.path, **settings):
+            done += batch.num_rows
+            bar.to(done)
+            _add(found, batch, by)
     return found
+
+
+def _add(found: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
+    """Add the numbers and sizes of a batch."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = pa.table(batch)
+    if by in _UNIT_MS:
+        at = pc.divide(pc.cast(table["storeTimestamp"], pa.int64()), 1000 * _UNIT_MS[by])
+        table = pa.table({"at": pc.multiply(at, _UNIT_MS[by]), "size": table["size"]})
+    elif by == "key":
+        table = _one_row_a_key(table)
+    counted = table.group_by(table.column_names[:-1]).aggregate([("size", "count"), ("size", "sum")])
+    *groups, numbers, sizes = (
+        counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
+    )
+    for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
+        before = found.get(group, (0, 0))
+        found[group] = before[0] + number, before[1] + size
 
 
 def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)

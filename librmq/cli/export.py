@@ -7,6 +7,7 @@ import dataclasses
 
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
+from librmq.cli.progress import waiting
 from librmq.clock import SystemClock
 from librmq.errors import InputError
 
@@ -34,12 +35,13 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         settings["since"] = parse_time(arguments.since, clock)
     if arguments.until is not None:
         settings["until"] = parse_time(arguments.until, clock)
-    made = export_messages(
-        arguments.store,
-        arguments.out,
-        format=arguments.file_format,
-        partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
-        **settings,
-    )
+    with waiting("export"):
+        made = export_messages(
+            arguments.store,
+            arguments.out,
+            format=arguments.file_format,
+            partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+            **settings,
+        )
     output.row({"type": "export", **dataclasses.asdict(made)})
     return 0

@@ -9,6 +9,7 @@ from typing import Final
 
 from librmq.cli.input import settle_config
 from librmq.cli.output import DAMAGED, Output, complain
+from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError
@@ -34,15 +35,18 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
     items = _all_items(sequence, damages.append) if arguments.all else _items(sequence)
-    for physical_offset, size, raw in items:
-        if raw is None:
-            output.row(blank_row(physical_offset, size))
-            continue
-        message = StoredMessage(raw)
-        output.row(message_row(message, levels, physical_offset))
-        if arguments.all and not message.crc_ok:
-            path = sequence.path_at(physical_offset)
-            damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
+    begin = sequence.begin
+    with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
+        for physical_offset, size, raw in items:
+            bar.to(physical_offset - begin)
+            if raw is None:
+                output.row(blank_row(physical_offset, size))
+                continue
+            message = StoredMessage(raw)
+            output.row(message_row(message, levels, physical_offset))
+            if arguments.all and not message.crc_ok:
+                path = sequence.path_at(physical_offset)
+                damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
     for damage in damages:
         complain(f"librmq dump: {damage}")

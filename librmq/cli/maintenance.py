@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from librmq.cli.input import read_config, settle_config, standard_input
 from librmq.cli.output import DAMAGED, Output, complain
+from librmq.cli.progress import waiting
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
@@ -30,7 +31,8 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    verdict = verify.verify(arguments.store, config, files)
+    with waiting("verify"):
+        verdict = verify.verify(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
     for note in verdict.notes:
@@ -48,7 +50,10 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
     filters = _registrations(arguments.store, files) if config.enable_consumequeue_ext else None
-    with MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store:
+    with (
+        waiting("recover"),
+        MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store,
+    ):
         row = store_row(store, "after_load")
         row["cut"] = [cut_row(arguments.store, cut) for cut in store.recovered]
     output.row(row)

@@ -53,6 +53,8 @@ class Output:
         """``stream`` is closed with the output."""
         self.writer = writer
         self.rows = 0
+        self.is_on_terminal = False
+        """Whether rows appear on a terminal."""
         self._limit = limit
         self._stream = stream
 
@@ -126,7 +128,9 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
             own = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-    return Output(_writer(form, stream), most, own)
+    output = Output(_writer(form, stream), most, own)
+    output.is_on_terminal = stream.isatty()
+    return output
 
 
 def _writer(form: str | None, stream: TextIO) -> RowWriter:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TextIO
 
 from librmq.clock import Clock, SystemClock
 
-__all__ = ["ProgressBar"]
+__all__ = ["ProgressBar", "waiting"]
 
 _FIRST_S: Final = 1.0
 _EVERY_S: Final = 0.1
@@ -19,7 +22,7 @@ Unit = Literal["bytes", "messages"]
 class ProgressBar:
     """Progress of a command towards a total; shows nothing in the first second, off a terminal, or without ``rich``.
 
-    A command that prints rows while it works passes them as ``rows``: on a terminal they would mix with the bar.
+    Rows that a command prints on a terminal while it works would mix with the bar: then ``quiet`` is true.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class ProgressBar:
         total: int,
         unit: Unit = "bytes",
         *,
-        rows: TextIO | None = None,
+        quiet: bool = False,
         stream: TextIO | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -37,7 +40,7 @@ class ProgressBar:
         self._unit = unit
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock or SystemClock()
-        self._is_shown = self._stream.isatty() and not (rows is not None and rows.isatty())
+        self._is_shown = not quiet and self._stream.isatty()
         self._began = self._clock.monotonic()
         self._next = self._began + _FIRST_S
         self._bar: Any = None
@@ -94,3 +97,35 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+@contextmanager
+def waiting(what: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Show on a terminal that work of unknown length goes on, from its first second on, with the time it has taken."""
+    stream = sys.stderr if stream is None else stream
+    if not stream.isatty():
+        yield
+        return
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        yield
+        return
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TimeElapsedColumn(),
+        console=Console(file=stream),
+        transient=True,
+    )
+    bar.add_task(what, total=None)
+    timer = threading.Timer(_FIRST_S, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()

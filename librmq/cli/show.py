@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.cli.bodies import shown_row
 from librmq.cli.input import settle_config
 from librmq.cli.output import Output, whole_number
+from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
@@ -44,8 +45,9 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         sequence = MappedFileQueue(
             folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False
         )
-        for message in _in_log(sequence, selection):
-            output.row(shown_row(message, levels, arguments.body))
+        with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
+            for message in _in_log(sequence, selection, bar):
+                output.row(shown_row(message, levels, arguments.body))
         return 0
     from librmq.cli.queues import open_store
 
@@ -55,7 +57,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _in_log(sequence: MappedFileQueue, selection: MessageQuery) -> Iterator[StoredMessage]:
+def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar) -> Iterator[StoredMessage]:
     """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
 
     Raises:
@@ -66,7 +68,8 @@ def _in_log(sequence: MappedFileQueue, selection: MessageQuery) -> Iterator[Stor
     log.end = sequence.end
     begin = _first_file(log, sequence, selection.begin_ms)
     try:
-        for _, _, raw in log.scan(begin):
+        for physical_offset, _, raw in log.scan(begin):
+            bar.to(physical_offset - sequence.begin)
             if raw is not None:
                 message = StoredMessage(raw)
                 if message.store_timestamp_ms >= selection.end_ms:

@@ -6,6 +6,7 @@ import argparse
 
 from librmq.cli.input import settle_config
 from librmq.cli.output import Output
+from librmq.cli.progress import waiting
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -39,7 +40,8 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    made = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
+    with waiting("snapshot"):
+        made = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
     output.row(snapshot_row(made))
     return 0
 
@@ -51,5 +53,7 @@ def restore(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    output.row(snapshot_row(restore(arguments.store, arguments.target, config, files=files)))
+    with waiting("restore"):
+        made = restore(arguments.store, arguments.target, config, files=files)
+    output.row(snapshot_row(made))
     return 0

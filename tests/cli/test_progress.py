@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from librmq.cli.progress import ProgressBar
+from librmq.cli.progress import ProgressBar, waiting
 from librmq.clock import ManualClock
 
 
@@ -47,11 +47,20 @@ def test_messages_are_counted_in_a_bar() -> None:
     assert "60/100" in drawn(stream)
 
 
+def test_work_of_unknown_length_is_waited_for() -> None:
+    pytest.importorskip("rich")
+    pipe, terminal = io.StringIO(), Terminal()
+    with waiting("verify", pipe), waiting("verify", terminal):
+        pass
+    assert pipe.getvalue() == ""
+    assert "verify" not in drawn(terminal)  # it took less than a second
+
+
 def test_no_bar_is_drawn_where_it_would_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     pipe, terminal = io.StringIO(), Terminal()
-    for stream, rows in ((pipe, None), (terminal, Terminal())):
-        with ProgressBar("import", 10, stream=stream, rows=rows, clock=clock) as bar:
+    for stream, quiet in ((pipe, False), (terminal, True)):
+        with ProgressBar("import", 10, stream=stream, quiet=quiet, clock=clock) as bar:
             clock.advance(seconds=5)
             bar.to(5)
     monkeypatch.setitem(sys.modules, "rich", None)
