@@ -20,16 +20,17 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from librmq.consumequeue_ext import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address
+from librmq import consumequeue_entries as stored_entries
+from librmq.consumequeue_entries import BLOCK, ENTRY, ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, PLACE, Entries, QueueEntry
+from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Buffer, Files
+from librmq.files.seam import Files
 
 __all__ = [
     "ENTRY",
@@ -43,32 +44,9 @@ __all__ = [
     "QueueEntry",
 ]
 
-ENTRY: Final = struct.Struct(">qiq")
-ENTRY_SIZE: Final = 20
-ENTRY_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
-
-Entries = npt.NDArray[Any]
-"""An array of entries, of type `ENTRY_DTYPE`."""
-
-_Mask = npt.NDArray[np.bool_]
-
-_PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
-_FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
-_FILLER_PLACE: Final = (0, 0x7FFFFFFF)
-HOLE_SIZE: Final = 0x7FFFFFFF
-"""Size in an entry that points to no message: filler, or the entry of a message that recovery found lost."""
-_BLOCK: Final = 65536  # entries that are read together
 _RECOVERED_FILES: Final = 3
 _pack = ENTRY.pack
-
-
-class QueueEntry(NamedTuple):
-    """Place of a message in the log, and a code to filter it by."""
-
-    physical_offset: int
-    size: int
-    tags_code: int
 
 
 class ConsumeQueue:
@@ -102,8 +80,8 @@ class ConsumeQueue:
         self._closed = False
         self._tail = -1  # start of the file to append to
         self._sure = 0  # blocks are allocated up to this position; 0 until the first allocation
-        self.max_offset = self._find_end() // ENTRY_SIZE
-        self.min_offset = self._find_begin()
+        self.max_offset = stored_entries.find_end(files) // ENTRY_SIZE
+        self.min_offset = stored_entries.find_begin(files, self.max_offset)
         self.max_physic_offset = self._last_place()
         self.ext = None
         if ext is not None:
@@ -218,11 +196,10 @@ class ConsumeQueue:
         end = self.max_offset if end is None else min(end, self.max_offset)
         for first, raw in self._chunks(self.min_offset if begin is None else begin, end):
             block = np.frombuffer(raw, ENTRY_DTYPE)
-            bad = _ends(block)
-            if not bad.any():
+            sound = stored_entries.count_sound(block)
+            if sound == len(block):
                 yield first, block
                 continue
-            sound = int(bad.argmax())
             if sound:
                 yield first, block[:sound]
             if first + sound < self.max_offset:  # otherwise the queue was truncated meanwhile
@@ -272,31 +249,7 @@ class ConsumeQueue:
             )
 
         per_file = self._files.file_size // ENTRY_SIZE
-        low, end = self.min_offset, self.max_offset
-        while (following := low - low % per_file + per_file) < end:
-            last = stored(following - 1)
-            if last is not None and last >= timestamp_ms:
-                break
-            low = following
-        begin, high = low, min(following, end) - 1
-        earlier: tuple[int, int] | None = None
-        later: tuple[int, int] | None = None
-        while low <= high:
-            middle = (low + high) // 2
-            time = stored(middle)
-            if time == timestamp_ms:
-                return middle
-            if time is None:
-                low = middle + 1
-            elif time > timestamp_ms:
-                high, later = middle - 1, (middle, time)
-            else:
-                low, earlier = middle + 1, (middle, time)
-        if earlier is None:
-            return begin if later is None else later[0]
-        if later is None or timestamp_ms - earlier[1] <= later[1] - timestamp_ms:
-            return earlier[0]
-        return later[0]
+        return stored_entries.nearest_in_time(stored, self.min_offset, self.max_offset, per_file, timestamp_ms)
 
     def _raw(self, position: int, end: int) -> bytes:
         """Return the bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
@@ -313,7 +266,7 @@ class ConsumeQueue:
         """Yield the unchecked bytes of entries ``begin`` to ``end``, one block of a file at a time."""
         begin = max(begin, self.stored_begin)
         while begin < end:
-            raw = self._raw(begin * ENTRY_SIZE, min(end, begin + _BLOCK) * ENTRY_SIZE)
+            raw = self._raw(begin * ENTRY_SIZE, min(end, begin + BLOCK) * ENTRY_SIZE)
             if raw:
                 yield begin, raw
                 begin += len(raw) // ENTRY_SIZE
@@ -329,54 +282,11 @@ class ConsumeQueue:
 
     # ------------------------------------------------------------------------------------------ begin and end
 
-    def _place(self, position: int) -> tuple[int, int]:
-        """Return physical offset and size of the entry at ``position``; (0, 0) without a file."""
-        file = self._files.file_at(position)
-        if file is None:
-            return 0, 0
-        physical_offset, size = _PLACE.unpack_from(file.buffer, position % file.size)
-        return physical_offset, size
-
-    def _find_end(self) -> int:
-        """Return the position after the last entry, by bisection of the last file with an entry."""
-        files = self._files
-        for start in reversed(files.starts):
-            buffer = files.file(start).buffer
-            if _counts(buffer, 0):
-                # entry `low` is valid, entry `high` is not
-                low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    physical_offset, size = _PLACE.unpack_from(buffer, middle * ENTRY_SIZE)
-                    if physical_offset >= 0 and size > 0:
-                        low = middle
-                    else:
-                        high = middle
-                return start + high * ENTRY_SIZE
-        return files.begin
-
-    def _find_begin(self) -> int:
-        """Return the position of the first entry that is not filler."""
-        low = self.stored_begin
-        high = min(low + self._files.file_size // ENTRY_SIZE, self.max_offset)
-        if low == high or self._place(low * ENTRY_SIZE) != _FILLER_PLACE:
-            return low
-        while low < high:  # entries below `low` are filler, `high` is not
-            middle = (low + high) // 2
-            if self._place(middle * ENTRY_SIZE) == _FILLER_PLACE:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     def _last_place(self) -> int:
         """Return `max_physic_offset` from the last entry."""
         if self.max_offset <= self.stored_begin:
             return -1
-        physical_offset, size = self._place((self.max_offset - 1) * ENTRY_SIZE)
-        if physical_offset < 0 or size <= 0 or size == HOLE_SIZE:
-            return -1
-        return physical_offset + size
+        return stored_entries.message_end(self._files, self.max_offset - 1)
 
     def _tags_code(self, queue_offset: int) -> int:
         raw = self._raw(queue_offset * ENTRY_SIZE, (queue_offset + 1) * ENTRY_SIZE)
@@ -443,7 +353,7 @@ class ConsumeQueue:
         at = queue_offset * ENTRY_SIZE - start
         files.file(start).buffer[at : at + len(entries)] = entries
         files.mark_dirty(start)
-        physical_offset, size = _PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
+        physical_offset, size = PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE
 
@@ -458,7 +368,7 @@ class ConsumeQueue:
         if not files.starts:
             files.create(start)
             files.reserve(start, 0, position - start + length)
-            self._fill(start, position)
+            stored_entries.fill(files, start, position)
             self.min_offset = self.max_offset = queue_offset
         elif queue_offset != self.max_offset:
             path, at = self.place_of(self.max_offset)
@@ -471,13 +381,6 @@ class ConsumeQueue:
         self._tail = start
         self._sure = start + files.reserve(start, position - start, position - start + length)
 
-    def _fill(self, start: int, end: int) -> None:
-        """Fill the first file up to its first entry, if the queue does not start with the file."""
-        buffer = self._files.file(start).buffer
-        for at in range(0, end - start, _BLOCK * ENTRY_SIZE):
-            upto = min(end - start, at + _BLOCK * ENTRY_SIZE)
-            buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
-
     def recover(self) -> int:
         """Check every entry of the last three files, and cut the queue at the first bad one.
 
@@ -488,12 +391,9 @@ class ConsumeQueue:
         before = self.max_offset
         per_file = self._files.file_size // ENTRY_SIZE
         begin = before - 1 - (before - 1) % per_file - (_RECOVERED_FILES - 1) * per_file
-        end = max(before, self.stored_begin)
-        for first, raw in self._chunks(begin, before):
-            bad = _ends(np.frombuffer(raw, ENTRY_DTYPE))
-            if bad.any():
-                end = first + int(bad.argmax())
-                break
+        end = stored_entries.first_bad(self._chunks(begin, before))
+        if end is None:
+            end = max(before, self.stored_begin)
         self._cut(end)
         return before - end
 
@@ -508,7 +408,7 @@ class ConsumeQueue:
         per_file = self._files.file_size // ENTRY_SIZE
         while end > self.stored_begin:
             begin = end - 1 - (end - 1) % per_file
-            beyond = self._first_beyond(begin, end, physical_end)
+            beyond = stored_entries.first_beyond(self._chunks(begin, end), physical_end)
             if beyond is not None:
                 end = beyond
             if beyond != begin:
@@ -516,16 +416,6 @@ class ConsumeQueue:
         if end < before:
             self._cut(end)
         return before - end
-
-    def _first_beyond(self, begin: int, end: int, physical_end: int) -> int | None:
-        limit = max(min(physical_end, (1 << 63) - 1), -1)
-        for first, raw in self._chunks(begin, end):
-            block = np.frombuffer(raw, ENTRY_DTYPE)
-            beyond = _ends(block) | (block["physical_offset"] > limit - block["size"].astype(np.int64))
-            beyond &= block["size"] != HOLE_SIZE
-            if beyond.any():
-                return first + int(beyond.argmax())
-        return None
 
     def truncate_to(self, queue_offset: int) -> None:
         """Keep the entries below ``queue_offset``; clear the others, and delete files without entries.
@@ -547,16 +437,7 @@ class ConsumeQueue:
 
     def data_behind_end(self) -> int:
         """Return the number of bytes from the end to the last nonzero byte, in all files."""
-        files = self._files
-        end = self.max_offset * ENTRY_SIZE
-        for start in reversed(files.starts):
-            begin = max(end - start, 0)
-            used = files.used_end(start, begin)
-            if used > begin:
-                return start + used - end
-            if start <= end:
-                break
-        return 0
+        return stored_entries.data_behind(self._files, self.max_offset * ENTRY_SIZE)
 
     def _cut(self, queue_offset: int) -> None:
         """End the queue at ``queue_offset``, and clear everything after it, in the extension too."""
@@ -578,7 +459,7 @@ class ConsumeQueue:
         """Drop the units after that of the last entry with a unit."""
         if ext.is_empty:
             return
-        last = self._last_ext_address(self.max_offset)
+        last = stored_entries.last_ext_address(self._chunks, self.stored_begin, self.max_offset)
         if last is None:
             ext.clear()
             return
@@ -587,18 +468,6 @@ class ConsumeQueue:
         except CorruptionError:  # the last address has no unit
             ext.recover()
 
-    def _last_ext_address(self, end: int) -> int | None:
-        """Return the address in the last entry below queue offset ``end`` that has one, nearly always the last one."""
-        while end > self.stored_begin:
-            begin = max(end - _BLOCK, self.stored_begin)
-            for _, raw in reversed(list(self._chunks(begin, end))):
-                codes = np.frombuffer(raw, ENTRY_DTYPE)["tags_code"]
-                addresses = codes[codes <= LAST_EXT_ADDRESS]
-                if addresses.size:
-                    return int(addresses[-1])
-            end = begin
-        return None
-
     def serve_from(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or after ``min_physical_offset``, the begin of the log.
 
@@ -606,12 +475,9 @@ class ConsumeQueue:
         until `trim` deletes the file. It also works on a queue that is open for reading.
         """
         low = self.min_offset
-        limit = max(0, min(min_physical_offset, (1 << 63) - 1))
-        for first, raw in self._chunks(low, min(self.next_file_offset(low), self.max_offset)):
-            there = np.frombuffer(raw, ENTRY_DTYPE)["physical_offset"] >= limit
-            if there.any():
-                self.min_offset = first + int(there.argmax())
-                return
+        chunks = self._chunks(low, min(self.next_file_offset(low), self.max_offset))
+        served = stored_entries.first_from(chunks, min_physical_offset)
+        self.min_offset = low if served is None else served
 
     def advance(self, min_physical_offset: int) -> None:
         """Move `min_offset` past the files without existing messages, except the last file, and call `serve_from`.
@@ -620,7 +486,7 @@ class ConsumeQueue:
         """
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
-            physical_offset, size = self._place((following - 1) * ENTRY_SIZE)
+            physical_offset, size = stored_entries.place_at(self._files, (following - 1) * ENTRY_SIZE)
             if size <= 0 or not 0 <= physical_offset < min_physical_offset:
                 break
             low = following
@@ -646,7 +512,7 @@ class ConsumeQueue:
         """
         self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         if self.ext is not None:
-            self.ext.write_again(self._last_ext_address(queue_offset))
+            self.ext.write_again(stored_entries.last_ext_address(self._chunks, self.stored_begin, queue_offset))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -687,14 +553,3 @@ class ConsumeQueue:
             self._sure = 0
             if self.ext is not None:
                 self.ext.close()
-
-
-def _counts(buffer: Buffer, at: int) -> bool:
-    physical_offset, size = _PLACE.unpack_from(buffer, at)
-    return bool(physical_offset >= 0 and size > 0)
-
-
-def _ends(block: Entries) -> _Mask:
-    """Return which entries end a queue in RocketMQ."""
-    mask: _Mask = (block["size"] <= 0) | (block["physical_offset"] < 0)
-    return mask

@@ -22,6 +22,7 @@ import numpy as np
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -109,7 +110,9 @@ class LiveQueue(ConsumeQueue):
         self.ext = None if ext is None else ConsumeQueueExt(ext, None)
         # The writer can be ahead of the known log.
         stored = range(self.min_offset, self.max_offset)
-        end = self.min_offset + bisect_left(stored, True, key=lambda at: sum(self._place(at * ENTRY_SIZE)) > log_end)
+        end = self.min_offset + bisect_left(
+            stored, True, key=lambda at: sum(place_at(files, at * ENTRY_SIZE)) > log_end
+        )
         if late and end <= self.stored_begin:  # it has no file, or an empty one
             self.min_offset = end = first
         elif late and first <= end:  # those in memory are certainly complete
@@ -141,7 +144,7 @@ class LiveQueue(ConsumeQueue):
             count = len(same) if same.all() else int(same.argmin())
             if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
                 # It can be an address, or be incomplete; it is complete if another entry follows.
-                count -= self._place((first + count) * ENTRY_SIZE)[1] <= 0
+                count -= place_at(self._files, (first + count) * ENTRY_SIZE)[1] <= 0
             first, late = first + count, late[count * ENTRY_SIZE :]
             if not count or count < len(stored):
                 break

@@ -1,0 +1,231 @@
+"""The entries of a queue as they lie in its files: where they begin and end, and which are bad.
+
+`librmq.consumequeue` draws an entry, and has the queue. The functions here take its files, or `Chunks` of its entries.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.consumequeue_ext import LAST_EXT_ADDRESS
+from librmq.files.rolling import MappedFileQueue
+from librmq.files.seam import Buffer
+
+__all__ = [
+    "BLOCK",
+    "ENTRY",
+    "ENTRY_DTYPE",
+    "ENTRY_SIZE",
+    "HOLE_SIZE",
+    "PLACE",
+    "Chunks",
+    "Entries",
+    "QueueEntry",
+    "count_sound",
+    "data_behind",
+    "fill",
+    "find_begin",
+    "find_end",
+    "first_bad",
+    "first_beyond",
+    "first_from",
+    "last_ext_address",
+    "message_end",
+    "nearest_in_time",
+    "place_at",
+]
+
+ENTRY: Final = struct.Struct(">qiq")
+ENTRY_SIZE: Final = 20
+ENTRY_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+
+Entries = npt.NDArray[Any]
+"""An array of entries, of type `ENTRY_DTYPE`."""
+
+_Mask = npt.NDArray[np.bool_]
+
+PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
+_FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
+_FILLER_PLACE: Final = (0, 0x7FFFFFFF)
+HOLE_SIZE: Final = 0x7FFFFFFF
+"""Size in an entry that points to no message: filler, or the entry of a message that recovery found lost."""
+BLOCK: Final = 65536  # entries that are read together
+
+Chunks = Iterable[tuple[int, bytes]]
+"""Runs of entries: the queue offset of the first one, and their bytes."""
+
+
+class QueueEntry(NamedTuple):
+    """Place of a message in the log, and a code to filter it by."""
+
+    physical_offset: int
+    size: int
+    tags_code: int
+
+
+def place_at(files: MappedFileQueue, position: int) -> tuple[int, int]:
+    """Return physical offset and size of the entry at ``position``; (0, 0) without a file."""
+    file = files.file_at(position)
+    if file is None:
+        return 0, 0
+    physical_offset, size = PLACE.unpack_from(file.buffer, position % file.size)
+    return physical_offset, size
+
+
+def find_end(files: MappedFileQueue) -> int:
+    """Return the position after the last entry, by bisection of the last file with an entry."""
+    for start in reversed(files.starts):
+        buffer = files.file(start).buffer
+        if _counts(buffer, 0):
+            # entry `low` is valid, entry `high` is not
+            low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
+            while high - low > 1:
+                middle = (low + high) // 2
+                physical_offset, size = PLACE.unpack_from(buffer, middle * ENTRY_SIZE)
+                if physical_offset >= 0 and size > 0:
+                    low = middle
+                else:
+                    high = middle
+            return start + high * ENTRY_SIZE
+    return files.begin
+
+
+def find_begin(files: MappedFileQueue, end: int) -> int:
+    """Return the first queue offset that is not filler; the queue ends at ``end``."""
+    low = files.begin // ENTRY_SIZE
+    high = min(low + files.file_size // ENTRY_SIZE, end)
+    if low == high or place_at(files, low * ENTRY_SIZE) != _FILLER_PLACE:
+        return low
+    while low < high:  # entries below `low` are filler, `high` is not
+        middle = (low + high) // 2
+        if place_at(files, middle * ENTRY_SIZE) == _FILLER_PLACE:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def message_end(files: MappedFileQueue, queue_offset: int) -> int:
+    """Return where in the log the message of an entry ends, -1 if the entry points to none."""
+    physical_offset, size = place_at(files, queue_offset * ENTRY_SIZE)
+    if physical_offset < 0 or size <= 0 or size == HOLE_SIZE:
+        return -1
+    return physical_offset + size
+
+
+def fill(files: MappedFileQueue, start: int, end: int) -> None:
+    """Fill the first file up to its first entry, if the queue does not start with the file."""
+    buffer = files.file(start).buffer
+    for at in range(0, end - start, BLOCK * ENTRY_SIZE):
+        upto = min(end - start, at + BLOCK * ENTRY_SIZE)
+        buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
+
+
+def count_sound(block: Entries) -> int:
+    """Return the number of entries before the first bad one."""
+    bad = _ends(block)
+    return int(bad.argmax()) if bad.any() else len(block)
+
+
+def first_bad(chunks: Chunks) -> int | None:
+    """Return the queue offset of the first bad entry."""
+    for first, raw in chunks:
+        block = np.frombuffer(raw, ENTRY_DTYPE)
+        sound = count_sound(block)
+        if sound < len(block):
+            return first + sound
+    return None
+
+
+def first_beyond(chunks: Chunks, physical_end: int) -> int | None:
+    """Return the queue offset of the first entry that is bad or reaches beyond ``physical_end``; no filler."""
+    limit = max(min(physical_end, (1 << 63) - 1), -1)
+    for first, raw in chunks:
+        block = np.frombuffer(raw, ENTRY_DTYPE)
+        beyond = _ends(block) | (block["physical_offset"] > limit - block["size"].astype(np.int64))
+        beyond &= block["size"] != HOLE_SIZE
+        if beyond.any():
+            return first + int(beyond.argmax())
+    return None
+
+
+def first_from(chunks: Chunks, physical_offset: int) -> int | None:
+    """Return the queue offset of the first entry that points to ``physical_offset`` or behind it."""
+    limit = max(0, min(physical_offset, (1 << 63) - 1))
+    for first, raw in chunks:
+        there = np.frombuffer(raw, ENTRY_DTYPE)["physical_offset"] >= limit
+        if there.any():
+            return first + int(there.argmax())
+    return None
+
+
+def data_behind(files: MappedFileQueue, end: int) -> int:
+    """Return the number of bytes from position ``end`` to the last nonzero byte, in all files."""
+    for start in reversed(files.starts):
+        begin = max(end - start, 0)
+        used = files.used_end(start, begin)
+        if used > begin:
+            return start + used - end
+        if start <= end:
+            break
+    return 0
+
+
+def last_ext_address(chunks: Callable[[int, int], Chunks], begin: int, end: int) -> int | None:
+    """Return the address in the last entry from ``begin`` to ``end`` that has one, nearly always the last entry."""
+    while end > begin:
+        low = max(end - BLOCK, begin)
+        for _, raw in reversed(list(chunks(low, end))):
+            codes = np.frombuffer(raw, ENTRY_DTYPE)["tags_code"]
+            addresses = codes[codes <= LAST_EXT_ADDRESS]
+            if addresses.size:
+                return int(addresses[-1])
+        end = low
+    return None
+
+
+def nearest_in_time(stored: Callable[[int], int | None], low: int, end: int, per_file: int, timestamp_ms: int) -> int:
+    """Return the queue offset from ``low`` to ``end`` whose time is nearest; `ConsumeQueue.queue_offset_at` says how.
+
+    ``stored`` returns the time of an entry, None if it has none.
+    """
+    while (following := low - low % per_file + per_file) < end:
+        last = stored(following - 1)
+        if last is not None and last >= timestamp_ms:
+            break
+        low = following
+    begin, high = low, min(following, end) - 1
+    earlier: tuple[int, int] | None = None
+    later: tuple[int, int] | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        time = stored(middle)
+        if time == timestamp_ms:
+            return middle
+        if time is None:
+            low = middle + 1
+        elif time > timestamp_ms:
+            high, later = middle - 1, (middle, time)
+        else:
+            low, earlier = middle + 1, (middle, time)
+    if earlier is None:
+        return begin if later is None else later[0]
+    if later is None or timestamp_ms - earlier[1] <= later[1] - timestamp_ms:
+        return earlier[0]
+    return later[0]
+
+
+def _counts(buffer: Buffer, at: int) -> bool:
+    physical_offset, size = PLACE.unpack_from(buffer, at)
+    return bool(physical_offset >= 0 and size > 0)
+
+
+def _ends(block: Entries) -> _Mask:
+    """Return which entries end a queue in RocketMQ."""
+    mask: _Mask = (block["size"] <= 0) | (block["physical_offset"] < 0)
+    return mask
