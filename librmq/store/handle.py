@@ -237,7 +237,7 @@ class StoreHandle:
                 raise self.unusable()
             appender.catch_up()
             verdict = verify_parts(self.path, self.config, self.files)
-            del lock_holder  # which `check_reentry` looks at
+            del lock_holder  # `check_reentry` looks for it
         return verdict
 
     def recover(self) -> list[Damage]:
@@ -262,7 +262,7 @@ class StoreHandle:
                     self.closed, appender.accepts = "could not be recovered", False
                     self._release()
                 raise
-            del lock_holder  # which `check_reentry` looks at
+            del lock_holder  # `check_reentry` looks for it
             return self.recovered[before:]
 
     # --------------------------------------------------------------------------------------------------------- closing

@@ -1,8 +1,7 @@
-"""The message store: log, queues, key index and checkpoint, composed.
+"""The message store: one log, its queues, key index and checkpoint. Mirrors 4.9.4's ``DefaultMessageStore``.
 
-Mirrors 4.9.4's ``DefaultMessageStore``. A message is acknowledged when its record is in the log (in the page cache:
-it survives the process, not the machine; `MessageStore.flush` makes it survive the machine). Queue entries and keys are
-derived from the log and can always be rebuilt.
+An append returns when the record is in the log's page cache. There it survives the process, and after a flush the
+machine too. Queue entries and keys are derived from the log and can always be rebuilt.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadRe
 class MessageStore:
     """A store directory, opened.
 
-    Thread-safe: producers are serialised, readers take no lock. A handle is of no use in a child process after a fork.
+    Thread-safe: appends take turns, reads take no lock. In a child process after a fork, calls raise an error.
     """
 
     path: str
@@ -54,7 +53,7 @@ class MessageStore:
     files: Files
     clock: Clock
     filters: Registrations | None
-    """The consumer groups' filters; where the store has extension files, each message gets a bitmap of them."""
+    """The groups' SQL filters, for the messages' bitmaps if the store has extension files."""
     appender: Appender
     """The writer itself, for copies of records that the store has and for parts of a broker."""
     _handle: StoreHandle
@@ -76,31 +75,32 @@ class MessageStore:
         filters: Registrations | None = None,
         wait: float | timedelta = 0,
     ) -> Self:
-        """Open the store in ``path``; make a new one where there is nothing, unless ``read_only``.
+        """Open the store in ``path``, or make a new one if nothing is there and it is not ``read_only``.
 
-        A store that was not closed cleanly is recovered as RocketMQ 4.9 does it; `recovered` lists what was cut.
+        A store that was not closed cleanly is recovered as by RocketMQ 4.9; `recovered` lists what was cut.
 
         Args:
             path: The store's directory.
-            config: None takes the sizes from the store's files and the retention that it keeps, if any. A new store
-                gets `StoreConfig()`.
+            config: The settings. None takes the sizes from the store's files and the retention that was kept in it; a
+                new store gets `StoreConfig()`.
             read_only: Take no lock and change no byte. Beside a writer the handle sees its messages (`refresh`);
                 without one it sees the result of a recovery, in memory.
             thorough: Check the whole log, and rebuild the same parts as `recover`.
             files: The file system; the disk by default.
             clock: The clock; the machine's by default.
-            background: Let a thread of the store flush and expire by time, from the first append on. None does so
-                unless ``clock`` is given; without it the caller calls `run_due`.
+            background: Flush and expire by time in a thread of the store, which the first append starts. If false, the
+                caller calls `run_due`. None is false if ``clock`` is given.
             filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They
                 can change while it is open.
             wait: Seconds to wait for another writer to release the store.
 
         Raises:
             NotAStoreError: The directory holds something else, or another kind of store.
-            ConfigError: The configuration disagrees with the files, or ``wait`` is no duration.
+            ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is no duration.
             StoreLockedError: Another handle writes to the store; the message names its process.
-            CorruptionError: Names, lengths or damage that no crash explains. Where sound records follow a damage, they
-                are cut (and kept, see `librmq.store.recovery.salvage`) only if ``thorough``.
+            CorruptionError: No crash explains a name, a length or damage. Sound records behind damage are cut only if
+                ``thorough``, and `librmq.store.recovery.salvage` keeps them.
+            TypeError: An argument is of a wrong kind.
         """
         if not isinstance(path, str | os.PathLike):
             raise wrong_kind("path", path, "the folder of a store")
@@ -191,17 +191,16 @@ class MessageStore:
     ) -> AppendResult:
         """Append a message to the queue ``queue_id`` of its topic.
 
-        Returns when it stands in the log's page cache (it survives the process), with ``durability="sync"`` when it has
-        reached the device (it survives the machine), unless ``wait`` is false; producers that wait together share one
-        flush.
+        The call returns when the record is in the log's page cache. With ``durability="sync"`` and ``wait`` it returns
+        when the record is on the device; callers that wait at the same time share one flush.
 
-        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords of
-        `AppendFields` are the record's fields that a broker fills in: both hosts are the store's and the born time is
-        now unless given. ``properties_raw`` stores the bytes as they are instead of encoding the message's properties;
-        a message that has properties all the same vouches that the bytes say them.
+        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. `AppendFields` are
+        the fields that a broker fills in. By default both hosts are the store's, and the born time is now. With
+        ``properties_raw`` these bytes are stored; if the message has properties too, they must be the same.
 
-        `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
-        range.
+        Raises:
+            MessageIllegalError: Topic, body, properties or record are too long, or a field is out of range. Nothing was
+                written.
         """
         return self.appender.append(message, queue_id, wait=wait, **fields)
 
@@ -210,26 +209,32 @@ class MessageStore:
     ) -> list[AppendResult]:
         """Append messages of one topic to one queue, all or none, side by side in one file of the log.
 
-        ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
-        `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
-        transaction flag, or more than ``max_message_size`` bytes as a client encodes it;
-        `librmq.message.batch.split_batch` cuts what is larger.
+        ``properties`` are added to those of each message; ``wait`` is as in `append`.
+
+        Raises:
+            MessageIllegalError: The batch is empty, has several topics or wait flags, a delay or a transaction flag, or
+                takes more than ``max_message_size`` bytes as a client encodes it; `librmq.message.batch.split_batch`
+                divides it. Nothing was written.
         """
         return self.appender.append_batch(messages, queue_id, wait=wait, **fields)
 
     def submit(
         self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]
     ) -> Acknowledgement[AppendResult]:
-        """Append like `append` with the same keywords, but return at once, whatever the durability.
+        """Append as `append` does, but return at once, whatever the durability.
 
-        The acknowledgement completes when the message has reached the device: soon by itself with
-        ``durability="sync"``, else with the next flush; its ``wait`` hurries.
+        The acknowledgement completes when the message is on the device: soon with ``durability="sync"``, otherwise at
+        the next flush. Its ``wait`` flushes.
         """
         result = self.append(message, queue_id, wait=False, **fields)
         return Acknowledgement(result, self._handle.durability.commit, result.physical_offset + result.size)
 
     def wait_for(self, result: AppendResult) -> None:
-        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        """Return when a message that `submit` appended is on the device.
+
+        Raises:
+            FlushFailedError: A flush has failed, so the message may not be there.
+        """
         try:
             end = result.physical_offset + result.size
         except AttributeError:
@@ -248,20 +253,21 @@ class MessageStore:
     ) -> ReadResult:
         """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
 
-        At most 32 messages and 256 KiB a call (8 and 64 KiB from far behind the log's end), the first is always given;
-        a read does not cross a queue file. Whatever the status, ``next_offset`` says where to go on. While the disk is
-        full, the newest messages may not be in their queues yet, and are read when there is room again.
+        A call reads at most 32 messages and 256 KiB, or 8 and 64 KiB from far behind the log's end, but always the
+        first message. It does not cross the end of a queue file. Continue at ``next_offset``, whatever the status.
+        While the disk is full, the newest messages may not be in their queues yet.
 
-        `CorruptionError` if an entry points at what is no record of its size.
+        Raises:
+            CorruptionError: An entry leads to no record of its size.
         """
         handle = self._handle
         if handle.closed is not None:
             handle.check_open()
-        if handle.view is not None:
-            return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
-        self.appender.write_entries_that_fit()
-        queue = handle.queues.find((topic, queue_id))
         try:
+            if handle.view is not None:
+                return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
+            self.appender.write_entries_that_fit()
+            queue = handle.queues.find((topic, queue_id))
             return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer)
         except (AttributeError, TypeError) as error:
             raise wrong_argument(queue_offset, max_messages, matching) or error from None
@@ -274,7 +280,7 @@ class MessageStore:
         registration: tuple[str, str] | None = None,
         predicate: Callable[[StoredMessage], object] | WatchedPredicate[StoredMessage] | None = None,
     ) -> MessageFilter | None:
-        """Return what `read` takes as its filter, from at most one of the arguments; without any None: all messages.
+        """Return a filter for `read` from one of the arguments, or None, which matches all messages, without any.
 
         Args:
             tags: Tags, as ``a || b``.
@@ -301,9 +307,9 @@ class MessageStore:
         )
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """Return the entries of a queue, None where there is no such queue; for reading only.
+        """Return the entries of a queue for reading, None if there is no such queue.
 
-        All that was acknowledged before the call is among them.
+        They include those of all messages that were acknowledged before the call.
         """
         self._handle.check_open()
         self.appender.write_entries()
@@ -315,9 +321,9 @@ class MessageStore:
         return self._handle.written_queues()
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """Return the queue offsets of a queue's oldest and next message; (0, 0) where there is no such queue.
+        """Return the queue offsets of a queue's oldest and next message; (0, 0) if there is no such queue.
 
-        An append counts at once, though its entry may not be written yet.
+        An append counts at once, even if its entry is not written yet.
         """
         self._handle.check_open()
         queue = self._handle.queues.find((topic, queue_id))
@@ -327,13 +333,14 @@ class MessageStore:
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
-        """Return whether a message is so far behind the log's end that it counts as no longer in memory."""
+        """Return whether a message is so far behind the log's end that a read counts it as on disk only."""
         return self._handle.transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
-        """Return the message whose record starts at ``physical_offset``; None where the log has nothing.
+        """Return the message whose record begins at ``physical_offset``, None if the log has nothing there.
 
-        `CorruptionError` if no sound record stands there.
+        Raises:
+            CorruptionError: No sound record begins there.
         """
         self._handle.check_open()
         if not isinstance(physical_offset, int):
@@ -353,16 +360,16 @@ class MessageStore:
     ) -> list[StoredMessage]:
         """Return the messages of ``topic`` with this key, or with it as unique key, in log order.
 
-        The index knows hashes and whole seconds: ``max_messages`` bounds what it gives, and ``exact`` false gives that
-        whole, collisions and repetitions included, as a broker does.
+        The index knows hashes and whole seconds. ``max_messages`` limits what is taken from the index. With ``exact``
+        false all of that is returned, with collisions and repetitions, as by a broker.
         """
         return find_by_key(self._handle.up_to_date(), topic, key, begin_ms, end_ms, max_messages, exact)
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
         """Return the messages with an id, in log order.
 
-        An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
-        key, which gives every record that has it, over all topics.
+        If an offset id (32 or 56 hexadecimal digits) names a record, that is the one. Otherwise the id is a unique key,
+        and all records with it are returned, over all topics.
 
         Raises:
             TypeError: The id is no text.
@@ -378,13 +385,16 @@ class MessageStore:
     def messages(
         self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None
     ) -> Iterator[StoredMessage]:
-        """Yield the messages of a queue from queue offset ``begin``, or its first, up to ``end``, or its end now.
+        """Yield the messages of a queue from queue offset ``begin`` up to ``end``, by default its present end.
 
-        Messages that retention deletes meanwhile are left out. `CorruptionError` as for `read`.
+        Messages that retention deletes meanwhile are left out.
+
+        Raises:
+            CorruptionError: An entry leads to no record of its size.
         """
         at = begin
         if end is None:
-            self.refresh()  # else what is known so far would pass for the end
+            self.refresh()  # otherwise the end of the last refresh would count
         while True:
             result = self.read(topic, queue_id, at)
             if end is None:
@@ -398,7 +408,7 @@ class MessageStore:
             at = result.next_offset
 
     def queue_offset_at(self, topic: str, queue_id: int, time: datetime | int) -> int:
-        """Return the queue offset of the message stored nearest to a time, as a broker answers; 0 for no queue.
+        """Return the queue offset of the message stored nearest to a time, as a broker answers; 0 without a queue.
 
         Raises:
             ConfigError: ``time`` is no `datetime` with a time zone, nor milliseconds since 1970.
@@ -409,76 +419,77 @@ class MessageStore:
         return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
     def __iter__(self) -> Iterator[StoredMessage]:
-        """Yield all messages in log order; `CorruptionError` at the first that can't be read."""
+        """Yield all messages in log order.
+
+        Raises:
+            CorruptionError: A record can't be read.
+        """
         for _, _, raw in self._handle.up_to_date().log.scan():
             if raw is not None:
                 yield StoredMessage(raw)
 
     def refresh(self) -> bool:
-        """See what another process has written, deleted or recovered since; return whether there is anything new.
+        """See what another process has written, deleted or recovered since the last call; return whether there is any.
 
-        For a handle that only reads. Reading at a queue's end, finding and iterating do it by themselves; `log`,
-        `queues` and `index` show the store as of the last time, and may be other objects afterwards. What was given
-        out before stays as it was.
+        This is for a handle that only reads. A read at a queue's end, a search and an iteration refresh by themselves.
+        `log`, `queues` and `index` are as of the last refresh, which can replace them; replaced ones stay as they were.
         """
         return self._handle.refresh()
 
     # ----------------------------------------------------------------------------------------------- flush and close
 
     def flush(self) -> int:
-        """Return when all that was appended before is on the device, with its queue entries and keys.
+        """Flush all that was appended before, with its queue entries and keys; return the log's flushed end.
 
-        Gives the physical offset up to which it is. After a flush that has failed, each that follows fails too until
-        the store is reopened: what the kernel dropped would pass for flushed.
+        After a failed flush, each later one fails until the store is reopened, because the kernel can have dropped
+        pages that were not written.
 
         Raises:
             FlushFailedError: A flush of the log has failed.
-            StoreIOError: A flush of queues or index has failed; opening makes them again from the log.
+            StoreIOError: A flush of queues or index has failed; opening rebuilds them from the log.
         """
         return self._handle.flush()
 
     def run_due(self, now_ms: int) -> int | None:
-        """Do what is due by time (flush, checkpoint, retention); returns when to call next (ms), None for not yet.
+        """Do what is due by time (flush, checkpoint, retention); return the time of the next call (ms), if any.
 
-        A thread of the store does this by itself, unless it was opened with ``background=False`` or a clock of the
-        caller's: then this is the caller's to call.
+        A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
         return self._handle.run_due(now_ms)
 
     def check_room(self) -> None:
-        """Refuse a send while messages that must stay until they are consumed take all the room.
+        """Refuse a send while unread messages take all the room, if ``keep_unconsumed`` is on and `readers` is set.
 
-        Only with ``keep_unconsumed``, and where `readers` tells what was consumed. What the broker writes itself
-        (retries, deliveries, ends of transactions) is not refused: it lets messages be consumed.
+        A broker does not call it for retries, deliveries and ends of transactions, because they let messages be
+        consumed.
 
         Raises:
-            StoreFullError: which group holds back what, and what to do.
+            StoreFullError: The error says which group holds back which messages, and what to do.
         """
         self._handle.check_room()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
-        """Delete the queues whose topic is none of ``topics`` and whose messages retention has deleted.
+        """Delete queues of other topics than ``topics`` whose messages retention has deleted.
 
         Returns them as (topic, queue id). The broker's own topics stay. A queue that is written again starts at queue
-        offset 0. RocketMQ 4.9 also deletes queues of messages that the log still has; the next recovery of such a
-        store makes them again.
+        offset 0. RocketMQ 4.9 also deletes queues whose messages are still in the log; the next recovery rebuilds them.
         """
         self._handle.check_writable()
         return clean_unused_topics(self.path, self.files, self.appender, topics)
 
     def recover(self) -> list[Damage]:
-        """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
+        """Check the whole log, and make queues and index agree with it; return what was cut or rewritten.
 
-        The log is cut at the first record that can't be read. Opening does the part of this that the last exit calls
-        for; call this where you suspect more damage. Producers and readers wait.
+        The log is cut at the first record that can't be read. Opening checks only what the last exit calls for; call
+        this if you suspect more damage. Calls of other threads wait.
         """
         return self._handle.recover()
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
-        """Make a store in ``target`` (empty, or not there yet) of all that was appended before the call.
+        """Make a store in ``target``, a new or empty folder, of all that was appended before the call.
 
-        Producers, readers and retention go on meanwhile. Full files of the log are linked where the file system can,
-        unless ``copy``. `librmq.store.snapshot` does it without a handle, and says what it raises and costs.
+        Appends, reads and retention continue meanwhile. Full files of the log are linked if the file system can, unless
+        ``copy``. `librmq.store.snapshot` does it without a handle; its docstring has errors and costs.
         """
         self._handle.check_open()
         return snapshot(
@@ -492,13 +503,13 @@ class MessageStore:
         )
 
     def verify(self) -> Verdict:
-        """Look at all of the store, changing nothing; producers wait."""
+        """Check all of the store without a change; appends wait."""
         return self._handle.verify()
 
     def close(self) -> None:
-        """Flush, mark the store as cleanly closed and release the lock. A second call does nothing.
+        """Flush, mark the store as cleanly closed and release it. A second call does nothing.
 
-        After a failed flush the store is released as it is, and the next open recovers.
+        After a failed flush the store is released as it is, and the next opening recovers it.
 
         Raises:
             FlushFailedError: A flush of the log has failed.
@@ -507,16 +518,16 @@ class MessageStore:
         self._handle.close()
 
     def abandon(self, *, why: str = "was abandoned") -> None:
-        """Release the store as a dying process does: keep the abort marker, write no checkpoint.
+        """Release the store as a dying process does: keep the abort marker, and write no checkpoint.
 
-        All that was appended is in the log, and in queues and index as far as the disk has room; the next `open`
-        recovers. A second call, or one after `close`, does nothing. Later calls raise an error that says ``why``.
+        Appended messages are in the log, and in queues and index as far as the disk has room. The next `open` recovers.
+        A second call, or one after `close`, does nothing. Later calls raise an error that says ``why``.
         """
         self._handle.abandon(why)
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the store takes no more calls: it was closed or abandoned, or a recovery failed."""
+        """Return whether the store accepts no calls: it was closed or abandoned, or a recovery has failed."""
         return self._handle.closed is not None
 
     def __reduce__(self) -> str:

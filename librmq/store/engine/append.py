@@ -1,4 +1,4 @@
-"""Append messages: make records of them, write them to the log, collect the entries and keys that follow.
+"""Appending: records are made of messages and written to the log, their entries and keys are collected.
 
 Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
 """
@@ -58,8 +58,8 @@ _new_result = tuple.__new__
 class Appender:
     """The one writer of an open store: its lock, and all that is written under it. Thread-safe.
 
-    It outlives its parts: `take` gives it those of a recovery. What a caller appends waits for ``lock``, as does every
-    other change of the parts.
+    It outlives its parts: `take` gives it those of a recovery. Every append and every other change of the parts waits
+    for ``lock``.
     """
 
     log: CommitLog
@@ -67,10 +67,10 @@ class Appender:
     lanes: dict[tuple[str, int], Lane]
 
     def __init__(self, clock: Clock, refusal: Callable[[], Exception], wake: Callable[[], None]) -> None:
-        """Take ``refusal()``, which returns why nothing can be appended, and ``wake()``, which wakes housekeeping."""
+        """Take ``refusal()``, which returns why no append is accepted, and ``wake()``, which wakes housekeeping."""
         self.lock = AppendLock(clock)
         self.accepts = False
-        """Whether messages are taken."""
+        """Whether appends are accepted."""
         self.parts: Parts | None = None
         self.lanes = {}
         self.now_ms = clock.now_ms
@@ -83,9 +83,9 @@ class Appender:
         self.lock.forget()
 
     def configure(self, config: StoreConfig, levels: DelayLevels) -> None:
-        """Follow these settings from now on."""
+        """Use these settings from now on."""
         self._levels = levels
-        self._delays: dict[str, tuple[int, str, int]] = {}  # what `_delay` has found
+        self._delays: dict[str, tuple[int, str, int]] = {}  # the results of `_delay`
         self._host = record_format.encode_host(record_format.parse_host(config.store_host))
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
@@ -93,7 +93,7 @@ class Appender:
 
     def take(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""
-        for name, lane in self.lanes.items():  # callers hold them already
+        for name, lane in self.lanes.items():  # callers keep lanes
             lane.queue = parts.queue(*name)
             lane.next_queue_offset, lane.pending = lane.queue.max_offset, []
             parts.lanes[name] = lane
@@ -105,7 +105,7 @@ class Appender:
         raise TypeError("a store can't be pickled, nor can its methods: one process owns a store; open it there")
 
     def open_parts(self) -> Parts:
-        """Return the parts; raise why there are none."""
+        """Return the parts, or raise why there are none."""
         if self.parts is None:
             raise self.refusal()
         return self.parts
@@ -185,10 +185,10 @@ class Appender:
                 lock_holder = lock
                 if not self.accepts:
                     raise self.refusal()
-                log, dispatcher = self.log, self.dispatcher  # here: a recovery replaces them
+                log, dispatcher = self.log, self.dispatcher  # under the lock, because a recovery replaces them
                 records = dispatcher.records
                 if len(records) >= _BATCH or dispatcher.writing_at >= 0:
-                    self._advance()  # now: should a full disk refuse it, nothing was written
+                    self._advance()  # first, because a full disk can refuse it
                     records = dispatcher.records
                 now = self.now_ms()
                 physical_offset = log.end
@@ -204,7 +204,7 @@ class Appender:
                 if counted:
                     if waits_ms is not None:
                         tags_code = now + waits_ms  # when it is to be delivered
-                    if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
+                    if lane.queue.ext is not None:  # first, so that no record lacks its entry if this fails
                         with critical:
                             tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
                 if not has_room:
@@ -221,7 +221,7 @@ class Appender:
                     pending.append(_pack_entry(physical_offset, size, tags_code))
                 records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                 dispatcher.writing_at = -1
-                del lock_holder  # which `check_reentry` looks at
+                del lock_holder  # `check_reentry` looks for it
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         end = physical_offset + size
@@ -324,7 +324,7 @@ class Appender:
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
                 end = places.pop()
                 queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))
-                # By columns: row by row, as copies are packed, it would cost a quarter more.
+                # Packing row by row, as copies are packed, would cost a quarter more.
                 headers = map(
                     _pack_header[sys_flag & 48],
                     sizes, repeat(_MAGIC), batch.checksums, repeat(queue_id), batch.flags, queue_offsets, places,
@@ -345,7 +345,7 @@ class Appender:
                     places, repeat(now), repeat(lane.prefix_hash), batch.unique_keys, batch.keys, strict=False
                 )
                 self._write(data, {lane: entries}, records)
-                del lock_holder  # which `check_reentry` looks at
+                del lock_holder  # `check_reentry` looks for it
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if self._sync or end >= self._housekeeping.alarm:
@@ -371,7 +371,7 @@ class Appender:
                     if not results:
                         raise
                     break
-            del lock_holder  # which `check_reentry` looks at
+            del lock_holder  # `check_reentry` looks for it
         if results:
             end = results[-1].physical_offset + results[-1].size
             if self._sync or end >= self._housekeeping.alarm:
@@ -379,7 +379,7 @@ class Appender:
         return results
 
     def _append_to_file(self, copies: Sequence[Prepared], now: int, results: list[AppendResult]) -> None:
-        """Append as many as fit into one file of the log, and add their results."""
+        """Append the copies that fit into one file of the log, and add their results."""
         log, dispatcher = self.log, self.dispatcher
         physical_offset = log.claim(copies[0].size)
         file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
@@ -427,7 +427,7 @@ class Appender:
         entries_of: Mapping[Lane, list[bytes]],
         records: Iterable[Pending],
     ) -> None:
-        """Write records side by side, and note what follows from them; `append` has the same for one."""
+        """Write records side by side, and note their entries and keys; `append` does the same for one."""
         log, dispatcher = self.log, self.dispatcher
         size = len(data)
         if log.end + size > log.sure:
@@ -451,7 +451,7 @@ class Appender:
     def _admit(self) -> int:
         """Return the store time of records to be written now, under the lock. `append` has this inline.
 
-        Raises what says why nothing can be appended, or what writing due entries raises.
+        The error says why no append is accepted, or is that of writing due entries.
         """
         if not self.accepts:
             raise self.refusal()
@@ -460,7 +460,7 @@ class Appender:
         return self.now_ms()
 
     def _acknowledge(self, end: int, wait: bool) -> None:
-        """Wait for the device where the caller wants that; else, and at the alarm, wake the thread that flushes."""
+        """Wait for the device if the caller wants that; otherwise, and at the alarm, wake the thread that flushes."""
         wait = wait and self._sync
         if not wait or end >= self._housekeeping.alarm:
             self._wake()
@@ -468,10 +468,10 @@ class Appender:
             self._commit.reach(end)
 
     def lane(self, topic: str, queue_id: int) -> Lane:
-        """Return the lane of a queue, made when the queue is first written.
+        """Return the lane of a queue, which its first append makes.
 
         Raises:
-            MessageIllegalError: A topic or queue id that no queue can have.
+            MessageIllegalError: No queue can have this topic or queue id.
         """
         validate_topic(topic)
         if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
@@ -483,7 +483,7 @@ class Appender:
             return self.open_parts().lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
-        """Return the level that counts for a message's delay, its name, and its length in ms."""
+        """Return the delay level that a text stands for, its name, and its length in ms."""
         level = self._levels.cap(parse_level(text))
         found = level, str(level), self._levels.delay_ms(level)
         if len(self._delays) < _DELAYS_KEPT:
@@ -493,7 +493,7 @@ class Appender:
     # ------------------------------------------------------------------------------------------- what follows from it
 
     def mend(self) -> None:
-        """Repair what an interrupted append left; call it under the lock, before anything derived is used."""
+        """Repair what an interrupted append left, under the lock, before derived data are used."""
         if self.dispatcher.writing_at >= 0:
             assert self.parts is not None
             with critical:
@@ -505,22 +505,22 @@ class Appender:
         self.dispatcher.drain()
 
     def _advance(self) -> None:
-        """Repair what an interrupted append has left, and write some of the entries or keys that are due."""
+        """Repair what an interrupted append left, and write some of the entries or keys that are due."""
         self.mend()
         if len(self.dispatcher.records) >= _BATCH:
             self.dispatcher.advance()
 
     def drain(self) -> None:
-        """Write what readers of queues and of the index look into."""
+        """Write the entries and keys that are due, for readers of queues and index."""
         if self.dispatcher.records:
             self.lock.check_reentry()
             with self.lock.mutex:
                 lock_holder = self.lock
                 self.catch_up()
-                del lock_holder  # which `check_reentry` looks at
+                del lock_holder  # `check_reentry` looks for it
 
     def write_entries(self) -> None:
-        """Write what readers of queues look into."""
+        """Write the entries that are due, for readers of queues."""
         dispatcher = self.dispatcher
         if dispatcher.lanes:
             self.lock.check_reentry()
@@ -528,10 +528,10 @@ class Appender:
                 lock_holder = self.lock
                 self.mend()
                 dispatcher.write_entries()
-                del lock_holder  # which `check_reentry` looks at
+                del lock_holder  # `check_reentry` looks for it
 
     def write_entries_that_fit(self) -> None:
-        """Write what readers of queues look into; entries for which the disk has no room are not seen yet."""
+        """Write the entries that are due, as far as the disk has room."""
         try:
             self.write_entries()
         except StoreIOError as error:
@@ -539,7 +539,7 @@ class Appender:
                 raise
 
     def end_between_appends(self) -> int:
-        """Return where the log ends, with no producer between two files."""
+        """Return the log's end when no append is running."""
         self.lock.check_reentry()
         with critical, self.lock.mutex:
             self.mend()

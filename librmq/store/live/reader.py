@@ -5,10 +5,10 @@
     the lock      what is opened                                          a refresh
     is held       the files as they are, for reading only; the log is     walks on from the log's end, lists files
                   walked through from where a recovery would begin        again, follows the log's begin
-    is free       what a recovery would make of them, in memory           looks whether anybody has been there
+    is free       the result of a recovery, in memory                     checks whether a writer has been there
 
-Nothing is locked, and no byte of a file changes. A writer that begins or ends is noticed at the next refresh; what
-was given out before stays as it was. The files beside a writer are in `librmq.store.live.live_tail`.
+Nothing is locked, and no byte of a file changes. A refresh notices a writer that began or ended; replaced parts stay as
+they were. `librmq.store.live.live_tail` reads the files beside a writer.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL
 
 
 class ReadOnlyView:
-    """The parts of a store that is only read, brought up to date by `refresh`. Thread-safe."""
+    """The parts of a store that this process only reads. `refresh` brings them up to date. Thread-safe."""
 
     config: StoreConfig
-    """The settings, those that the files tell if none were given."""
+    """The given settings, or those inferred from the files."""
     parts: Parts
-    """As of the last `refresh`; replaced when a writer begins or ends, never closed."""
+    """The parts as of the last `refresh`. They are replaced when a writer begins or ends, and never closed."""
     version: int
-    """How often there was something new."""
+    """Number of refreshes that found anything new."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ReadOnlyView:
         bitmap_of: BitmapOf | None,
         opened: Callable[[ReadOnlyView], object],
     ) -> None:
-        """Open the store in ``path``; ``opened`` is called now, and whenever ``config`` or ``parts`` are others."""
+        """Open the store in ``path``; ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced."""
         self._path = path
         self._given = config
         self._files = files
@@ -71,15 +71,15 @@ class ReadOnlyView:
         self._holder: str | None = None
         self._live: LiveParts | None = None
         self._marks: tuple[object, ...] = ()
-        self._told: tuple[bool, ...] = ()
+        self._inferred: tuple[bool, ...] = ()
         self.version = 0
         self._open()
 
     def refresh(self) -> bool:
-        """Look at what other processes have done to the store; return True if anything is new.
+        """See what other processes have changed, and return whether there is any change.
 
-        Everything that was acknowledged before the call is seen. Costs a look at the lock, a listing of the folders of
-        log and index, and a walk over the records that are new. Errors are those of opening; the parts stay then.
+        Everything that was acknowledged before the call is seen. It costs a look at the lock, a listing of the folders
+        of log and index, and a walk over new records. After an error, which is one of opening, the parts stay.
         """
         with self._guard:
             before, live = self.version, self._live
@@ -102,13 +102,13 @@ class ReadOnlyView:
         matching: MessageFilter | None,
         transfer: Transfer,
     ) -> ReadResult:
-        """Read a queue as `read_queue` does; what is not there is looked for once more."""
+        """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
         looked = False
         for attempt in itertools.count():
             version, parts = self.version, self.parts
             try:
                 found = read_queue(parts.log, parts.queues.find(name), queue_offset, max_messages, matching, transfer)
-            except (StoreIOError, CorruptionError):  # of parts that are no longer right?
+            except (StoreIOError, CorruptionError):  # the parts may be outdated
                 if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise
                 continue
@@ -130,7 +130,7 @@ class ReadOnlyView:
             holder = self._lock_holder()
             try:
                 marks = self._look_at_marks()
-                told = self._told_kinds() if self._given is None else ()
+                inferred = self._inferable() if self._given is None else ()
                 config = self._given or directory.infer_config(self._path, self._files)
                 live = None if holder is None else LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
@@ -143,13 +143,13 @@ class ReadOnlyView:
             if not changed or attempt >= ATTEMPTS:
                 break
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
-        self._told = told
+        self._inferred = inferred
         self._marks = () if live is not None else self._look()
         self._opened(self)
         self.version += 1
 
     def _recovered(self, config: StoreConfig) -> Parts:
-        """The parts as a recovery would leave them, in memory; those of a store in memory as they are."""
+        """Return the parts as a recovery would leave them, in memory; those of a store in memory are not changed."""
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
         if not files.is_shared:
@@ -160,7 +160,7 @@ class ReadOnlyView:
         return load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of)
 
     def _look(self) -> tuple[object, ...]:
-        """What every writer to the store changes: `_look_at_marks`, and what follows the log."""
+        """Return what every writer to the store changes: `_look_at_marks`, and the bytes behind the log."""
         log = self.parts.log
         start = log.sequence.start_of(log.end)
         behind = None
@@ -171,17 +171,17 @@ class ReadOnlyView:
         return *self._look_at_marks(), behind
 
     def _look_at_marks(self) -> tuple[object, ...]:
-        """The files of the log, the abort marker, the checkpoint."""
+        """Return the files of the log, the abort marker and the checkpoint."""
         files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
         times = files.read(checkpoint) if files.size(checkpoint) else b""
         return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
 
     def _has_outgrown(self) -> bool:
-        """Whether files have come that tell settings which were guessed so far."""
-        return not all(self._told) and self._told_kinds() != self._told
+        """Return whether there are files now from which settings can be inferred that were guessed so far."""
+        return not all(self._inferred) and self._inferable() != self._inferred
 
-    def _told_kinds(self) -> tuple[bool, ...]:
-        """Of log, index and queues, which there are files of that tell their settings."""
+    def _inferable(self) -> tuple[bool, ...]:
+        """Return whether log, index and queues have files from which their settings can be inferred."""
         files, path = self._files, self._path
         queues = (directory.queue_folder(path, *name) for name in directory.list_queues(path, files))
         folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
