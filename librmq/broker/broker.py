@@ -277,6 +277,11 @@ class Broker:
         """All topics, the broker's own among them, by name."""
         return {name: data for name in sorted(self._context.topics.known) for data in self.topic_route(name)}
 
+    def is_ordered(self, group: str) -> bool:
+        """Return whether a consumer group receives in order, as `set_group` says."""
+        found = self._parts.context.groups.known.get(group)
+        return found is not None and found.is_ordered
+
     def groups(self) -> dict[str, int]:
         """All consumer groups, and how often each retries, by name."""
         return {name: group.retry_max_times for name, group in sorted(self._context.groups.known.items())}

@@ -16,6 +16,8 @@ from librmq.cli.commands import COMMANDS
 from tests.cli.stand import Shell, files_of
 
 NEEDS_SPARK = ("spark", "report", "doctor")
+RUNS_ON = ("serve",)
+"""Until it is stopped; it has tests of its own."""
 NEEDS_ARROW = ("export", "import")
 FINDS_NOTHING = ("timers", "dead-letters", "diagnose")
 """In the store of the examples."""
@@ -40,7 +42,7 @@ def test_an_unknown_command_is_answered_with_a_near_one(shell: Shell) -> None:
     assert "there is no command 'queus'; did you mean queues?" in answer.said
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in NEEDS_SPARK])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*NEEDS_SPARK, *RUNS_ON)])
 def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> None:
     if name in NEEDS_ARROW and find_spec("pyarrow") is None:
         pytest.skip("needs the extra arrow")

@@ -43,6 +43,23 @@ COMMANDS: Final = (
         output=OUTPUT[:1],
     ),
     Command(
+        "serve",
+        "serve",
+        "serve a store to official clients of RocketMQ 5",
+        "store --grpc 8081",
+        (
+            option("--grpc", type=int, default=8081, metavar="PORT", help="the port (8081); 0 takes a free one"),
+            option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
+            option("--advertise", metavar="HOST:PORT", help="what routes name (the address that a client has dialled)"),
+            option("--tls", nargs=2, metavar=("CERT", "KEY"), help="files in PEM; without them plain text is served"),
+            option("--no-auto-create", action="store_true", help="do not make a topic when its route is asked for"),
+        ),
+        description="Serves the store by gRPC until it is interrupted (extra: grpc); makes it if there is none. Prints "
+        "a line when it is ready, then one for each client that comes or goes.",
+        makes_store=True,
+        output=OUTPUT[:1],
+    ),
+    Command(
         "doctor",
         "spark",
         "report what is missing to run Spark here",

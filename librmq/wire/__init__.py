@@ -1,0 +1,4 @@
+"""The wire: endpoints to which clients of other processes and languages connect.
+
+`librmq.wire.grpc` serves the official clients of RocketMQ 5 (extra ``grpc``).
+"""

@@ -1,0 +1,24 @@
+"""Serve a broker to the official clients of RocketMQ 5, by gRPC.
+
+::
+
+    from librmq.wire.grpc import GrpcServer
+
+    with Broker.open("data", BrokerConfig(timers=TimerConfig())) as broker, GrpcServer(broker, port=8081) as server:
+        print(server.address)
+
+Needs the extra ``grpc``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.wire.grpc.server import GrpcServer as GrpcServer
+
+_MODULES = {"server": ("GrpcServer",)}
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,0 +1,312 @@
+"""Messages between their form on the wire and that in the log.
+
+Mirrors ``SendMessageActivity`` and ``GrpcConverter`` of 5.3.3's proxy.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from librmq.errors import MessageIllegalError
+from librmq.java.hashing import string_hash
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import (
+    PROPERTY_CHECK_IMMUNITY_TIME,
+    PROPERTY_KEYS,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_TAGS,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+)
+from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic
+from librmq.protocol import Received
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
+from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.schema import message_class
+
+__all__ = [
+    "MessageType",
+    "check_topic",
+    "group_queue",
+    "message_of",
+    "recall_handle",
+    "recalled",
+    "to_message",
+    "to_received",
+]
+
+MAX_BODY: Final = 4 << 20
+MAX_DELAY_MS: Final = 24 * 3_600_000
+_MAX_PROPERTIES: Final = 128
+_MAX_PROPERTIES_SIZE: Final = 16 << 10
+_MAX_GROUP: Final = 64
+_MAX_RECOVERY_S: Final = 3600
+_IDENTITY, _GZIP, _MD5 = 1, 2, 2
+_SHARDING_KEY: Final = "__SHARDINGKEY"
+_BORN_HOST: Final = "__BORNHOST"
+_BORN_TIME: Final = "BORN_TIMESTAMP"
+_RESERVED: Final = frozenset(
+    [
+        "TRACE_ON",
+        "MSG_REGION",
+        "KEYS",
+        "TAGS",
+        "WAIT",
+        "DELAY",
+        "RETRY_TOPIC",
+        "REAL_TOPIC",
+        "REAL_QID",
+        "TRAN_MSG",
+        "PGROUP",
+        "MIN_OFFSET",
+        "MAX_OFFSET",
+        "BUYER_ID",
+        "ORIGIN_MESSAGE_ID",
+        "TRANSFER_FLAG",
+        "CORRECTION_FLAG",
+        "MQ2_FLAG",
+        "RECONSUME_TIME",
+        "UNIQ_KEY",
+        "EXTEND_UNIQ_INFO",
+        "MAX_RECONSUME_TIMES",
+        "CONSUME_START_TIME",
+        "POP_CK",
+        "POP_CK_OFFSET",
+        "1ST_POP_TIME",
+        "TRAN_PREPARED_QUEUE_OFFSET",
+        "DUP_INFO",
+        "INSTANCE_ID",
+        "CORRELATION_ID",
+        "REPLY_TO_CLIENT",
+        "TTL",
+        "ARRIVE_TIME",
+        "PUSH_REPLY_TIME",
+        "CLUSTER",
+        "MSG_TYPE",
+        "INNER_MULTI_DISPATCH",
+        "INNER_MULTI_QUEUE_OFFSET",
+        "__BORNHOST",
+        "BORN_TIMESTAMP",
+        "TIMER_DELAY_SEC",
+        "TIMER_DELAY_MS",
+        "TIMER_DELIVER_MS",
+        "TIMER_ENQUEUE_MS",
+        "TIMER_DEQUEUE_MS",
+        "TIMER_ROLL_TIMES",
+        "TIMER_OUT_MS",
+        "TIMER_DEL_UNIQKEY",
+        "TIMER_DELAY_LEVEL",
+        "DLQ_ORIGIN_TOPIC",
+        "DLQ_ORIGIN_MESSAGE_ID",
+    ]
+)
+_TIMED: Final = ("DELAY", DELAY_SEC, DELAY_MS, DELIVER_MS)
+
+_Message = message_class("Message")
+
+
+class MessageType:
+    """What kind of message the client sends."""
+
+    NORMAL, FIFO, DELAY, TRANSACTION = 1, 2, 3, 4
+    ALL = (NORMAL, FIFO, DELAY, TRANSACTION)
+
+
+def check_topic(name: str) -> str:
+    """Return the name of a topic; refuse one that is not a user's."""
+    try:
+        validate_client_topic(name)
+    except MessageIllegalError as error:
+        raise Refusal(Code.ILLEGAL_TOPIC, str(error)) from error
+    if is_system_topic(name) or name in NOT_FOR_SENDING:
+        raise Refusal(Code.ILLEGAL_TOPIC, f"topic {name!r} is the broker's own")
+    return name
+
+
+def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of the service)
+    """Return a sent message as it is stored; refuse it as 5.3.3's proxy does."""
+    topic, system = check_topic(sent.topic.name), sent.system_properties
+    body = _body(sent.body, system.body_encoding)
+    tag = system.tag if system.HasField("tag") else None
+    _check_texts(sent.user_properties, tag, system.keys)
+    if not system.message_id:
+        raise Refusal(Code.ILLEGAL_MESSAGE_ID, "message_id is empty")
+    message = Message(topic, body)
+    properties = message.properties
+    properties.update(sent.user_properties)
+    if tag is not None:
+        properties[PROPERTY_TAGS] = tag
+    if system.keys:
+        properties[PROPERTY_KEYS] = " ".join(system.keys)
+    properties[PROPERTY_UNIQUE_KEY] = system.message_id
+    if system.message_type == MessageType.TRANSACTION:
+        properties[PROPERTY_TRANSACTION_PREPARED] = "true"
+        seconds = _recovery_seconds(system)
+        if seconds:
+            properties[PROPERTY_CHECK_IMMUNITY_TIME] = str(seconds)
+    if system.HasField("delivery_timestamp"):
+        deliver_ms = system.delivery_timestamp.ToMilliseconds()
+        if deliver_ms > now_ms + MAX_DELAY_MS:
+            raise Refusal(Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp: {deliver_ms} ms is more than a day ahead")
+        properties[DELIVER_MS] = str(deliver_ms)
+    properties[PROPERTY_PRODUCER_GROUP] = topic
+    if system.HasField("message_group"):
+        properties[_SHARDING_KEY] = _message_group(system.message_group)
+    properties[_BORN_HOST] = system.born_host
+    properties[_BORN_TIME] = str(system.born_timestamp.ToMilliseconds())
+    properties[PROPERTY_RECONSUME_TIME] = "0"
+    return message
+
+
+def _recovery_seconds(system: Any) -> int:  # noqa: ANN401 (properties of the service)
+    seconds = int(system.orphaned_transaction_recovery_duration.ToSeconds())
+    if not 0 <= seconds <= _MAX_RECOVERY_S:
+        raise Refusal(Code.BAD_REQUEST, f"orphaned_transaction_recovery_duration: {seconds} s, 1 hour at most")
+    return seconds
+
+
+def _message_group(group: str) -> str:
+    if not group.strip() or len(group.encode()) >= _MAX_GROUP or _has_control(group):
+        raise Refusal(
+            Code.ILLEGAL_MESSAGE_GROUP,
+            f"message_group: expected 1 to {_MAX_GROUP - 1} bytes without control characters, found {group!r:.80}",
+        )
+    return group
+
+
+def _body(body: bytes, encoding: int) -> bytes:
+    if len(body) > MAX_BODY:
+        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"body: {len(body)} bytes, {MAX_BODY} at most")
+    if encoding == _GZIP and body:
+        body = _unpacked(body)
+    if not body:
+        raise Refusal(Code.MESSAGE_BODY_EMPTY, "body is empty")
+    return body
+
+
+def _unpacked(body: bytes) -> bytes:
+    """Return a compressed body unpacked, which it is by its first bytes: gzip or zlib."""
+    try:
+        if body[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=io.BytesIO(body)) as unpacked:
+                found = unpacked.read(MAX_BODY + 1)
+        else:
+            found = zlib.decompressobj().decompress(body, MAX_BODY + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise Refusal(Code.MESSAGE_CORRUPTED, f"body: encoded as GZIP, and can't be unpacked: {error}") from error
+    if len(found) > MAX_BODY:
+        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"body: unpacks to more than {MAX_BODY} bytes")
+    return found
+
+
+def _check_texts(properties: Mapping[str, str], tag: str | None, keys: Sequence[str]) -> None:
+    """Refuse user properties, a tag or keys that a client must not send."""
+    if len(properties) > _MAX_PROPERTIES:
+        raise Refusal(
+            Code.MESSAGE_PROPERTIES_TOO_LARGE, f"user properties: {len(properties)}, {_MAX_PROPERTIES} at most"
+        )
+    for name, value in properties.items():
+        if not name or name in _RESERVED or _has_control(name) or _has_control(value):
+            raise Refusal(
+                Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
+                f"user property {name!r:.80}: the name is reserved, or it has control characters",
+            )
+    if tag is not None and (not tag.strip() or "|" in tag or _has_control(tag)):
+        raise Refusal(
+            Code.ILLEGAL_MESSAGE_TAG, f"tag: expected text without '|' and control characters, found {tag!r:.80}"
+        )
+    for key in keys:
+        if not key.strip() or _has_control(key):
+            raise Refusal(Code.ILLEGAL_MESSAGE_KEY, f"key: expected text without control characters, found {key!r:.80}")
+    size = sum(len(name) + len(value) for name, value in properties.items()) + len(tag or "") + sum(map(len, keys))
+    if size > _MAX_PROPERTIES_SIZE:
+        raise Refusal(
+            Code.MESSAGE_PROPERTIES_TOO_LARGE,
+            f"properties, tag and keys: {size} characters, {_MAX_PROPERTIES_SIZE} at most",
+        )
+
+
+def _has_control(text: str) -> bool:
+    return any(character < " " or "\x7f" <= character <= "\x9f" for character in text)
+
+
+def to_received(received: Received, invisible_ms: int) -> Any:  # noqa: ANN401 (a message of the service)
+    """Return a received message in the form for its client."""
+    message = to_message(received.message, received.topic)
+    system = message.system_properties
+    system.receipt_handle = received.receipt
+    system.delivery_attempt = received.attempt
+    system.invisible_duration.FromMilliseconds(invisible_ms)
+    return message
+
+
+def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a message of the service)
+    """Return a stored message in the form for clients, as one of ``topic``."""
+    properties = stored.properties
+    body = stored.body
+    message = _Message(body=body)
+    message.topic.name = topic
+    message.user_properties.update({name: value for name, value in properties.items() if name not in _RESERVED})
+    system = message.system_properties
+    if stored.tags is not None:
+        system.tag = stored.tags
+    system.keys.extend(stored.keys)
+    system.message_id = stored.message_id
+    system.body_digest.type = _MD5  # a CRC32 each client writes differently
+    system.body_digest.checksum = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
+    system.body_encoding = _IDENTITY
+    system.message_type = _type(properties)
+    system.born_timestamp.FromMilliseconds(stored.born_timestamp_ms)
+    system.born_host = properties.get(_BORN_HOST) or stored.born_host[0]
+    system.store_timestamp.FromMilliseconds(stored.store_timestamp_ms)
+    system.store_host = "{}:{}".format(*stored.store_host)
+    system.queue_id = stored.queue_id
+    system.queue_offset = stored.queue_offset
+    if DELIVER_MS in properties and properties[DELIVER_MS].isdecimal():
+        system.delivery_timestamp.FromMilliseconds(int(properties[DELIVER_MS]))
+    if _SHARDING_KEY in properties:
+        system.message_group = properties[_SHARDING_KEY]
+    return message
+
+
+def _type(properties: Any) -> int:  # noqa: ANN401 (properties by name)
+    if properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+        return MessageType.TRANSACTION
+    if any(name in properties for name in _TIMED):
+        return MessageType.DELAY
+    return MessageType.FIFO if _SHARDING_KEY in properties else MessageType.NORMAL
+
+
+def group_queue(message_group: str, queues: int) -> int:
+    """Return the queue of a message group: Guava's ``Hashing.consistentHash`` of Java's hash of the text."""
+    state = string_hash(message_group) & 0xFFFFFFFFFFFFFFFF
+    candidate = 0
+    while True:
+        state = (2862933555777941757 * state + 1) & 0xFFFFFFFFFFFFFFFF
+        following = int((candidate + 1) / (((state >> 33) + 1) / 0x80000000))
+        if not 0 <= following < queues:
+            return candidate
+        candidate = following
+
+
+def recall_handle(topic: str, broker_name: str, deliver_ms: int, message_id: str) -> str:
+    """Return the text by which a timed message is recalled."""
+    return base64.urlsafe_b64encode(f"v1 {topic} {broker_name} {deliver_ms} {message_id}".encode()).decode()
+
+
+def recalled(handle: str) -> tuple[str, str, int, str]:
+    """Return topic, broker name, time (ms) and message id of a recall handle."""
+    try:
+        version, topic, *name, deliver, message_id = base64.urlsafe_b64decode(handle.encode()).decode().split(" ")
+        if version != "v1" or not deliver.isdecimal() or len(deliver) > 18:
+            raise ValueError(handle)
+    except ValueError as error:
+        raise Refusal(Code.INTERNAL_SERVER_ERROR, f"{handle!r:.80} is no recall handle: pass one as it came") from error
+    return topic, " ".join(name), int(deliver), message_id

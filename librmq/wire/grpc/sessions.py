@@ -1,0 +1,222 @@
+"""Clients as the server knows them: their settings, their open stream, and what is asked of them.
+
+Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    ConsumeFrom,
+    ConsumerData,
+    ConsumerOffsets,
+    Endpoint,
+    Heartbeat,
+    MessageModel,
+    Request,
+    Subscription,
+)
+from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.messages import MAX_BODY, to_message
+from librmq.wire.grpc.schema import message_class
+
+__all__ = ["Session", "Sessions"]
+
+R = TypeVar("R")
+_log = logging.getLogger("librmq.wire")
+
+PRODUCER, PUSH_CONSUMER, SIMPLE_CONSUMER = 1, 2, 3
+_NODE_JS, _PYTHON = 8, 6
+_MAX_SESSIONS: Final = 10_000
+_MAX_COMMANDS: Final = 10_000
+_MAX_HALVES: Final = 100_000
+LONG_POLL_S: Final = 20
+RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
+_METRIC_FIXED: Final = (5, 1, 1)
+
+_TelemetryCommand = message_class("TelemetryCommand")
+
+
+class Session:
+    """One client. An `Endpoint` for the broker, which asks it about transactions. Thread-safe."""
+
+    def __init__(self, sessions: Sessions, client_id: str, settings: Any) -> None:  # noqa: ANN401 (a message)
+        self._sessions = sessions
+        self.client_id = client_id
+        self.settings = settings
+        self.half_topics: set[str] = set()
+        """Topics of the half messages that it has sent."""
+        self.commands: queue.Queue[Any] = queue.Queue(_MAX_COMMANDS)
+        """What its stream is to send; None ends it."""
+
+    @property
+    def group(self) -> str:
+        """The consumer group; empty for a producer."""
+        return str(self.settings.subscription.group.name)
+
+    def call(self, request: Request[R], /) -> R:
+        """Take what the broker asks; called under the runner's lock."""
+        if isinstance(request, CheckTransaction):
+            self._sessions.ask(self, request)
+        return cast(R, {} if isinstance(request, ConsumerOffsets) else None)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the broker is told of the client."""
+        settings = self.settings
+        if not settings.HasField("subscription"):
+            topics = {topic.name for topic in settings.publishing.topics} | self.half_topics
+            return Heartbeat(self.client_id, self, frozenset(topics), ())
+        subscriptions = {
+            entry.topic.name: Subscription(
+                entry.topic.name, entry.expression.expression or "*", "SQL92" if entry.expression.type == 2 else "TAG"
+            )
+            for entry in settings.subscription.subscriptions
+        }
+        data = ConsumerData(self.group, "simple", MessageModel.CLUSTERING, ConsumeFrom.LAST, subscriptions)
+        return Heartbeat(self.client_id, self, frozenset(), (data,))
+
+
+class Sessions:
+    """All clients of one server. Thread-safe."""
+
+    def __init__(self, broker: Endpoint, changed: Callable[[str, str, bool], None]) -> None:
+        """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
+        self._broker = broker
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._by_id: dict[str, Session] = {}
+        self._halves: dict[str, tuple[str, int, int]] = {}
+
+    def get(self, client_id: str) -> Session | None:
+        """Return a client that has told its settings."""
+        return self._by_id.get(client_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def take_settings(self, client_id: str, settings: Any, version: str) -> Session:  # noqa: ANN401 (a message)
+        """Note a client's settings, and complete them for the answer."""
+        which = settings.WhichOneof("pub_sub")
+        if which is None:
+            raise ValueError("settings: expected publishing or subscription")
+        _complete(settings, version)
+        with self._lock:
+            session = self._by_id.get(client_id)
+            is_new = session is None
+            if session is None:
+                if len(self._by_id) >= _MAX_SESSIONS:
+                    raise Refusal(Code.TOO_MANY_REQUESTS, f"{_MAX_SESSIONS} clients are connected already")
+                session = self._by_id[client_id] = Session(self, client_id, settings)
+            session.settings = settings
+        if is_new:
+            _log.info("client %s connected: %s", client_id, session.group or "a producer")
+            self._changed(client_id, session.group, True)
+        self._broker.call(session.heartbeat())
+        return session
+
+    def leave(self, client_id: str) -> bool:
+        """Forget a client; return whether it was known."""
+        with self._lock:
+            session = self._by_id.pop(client_id, None)
+        if session is None:
+            return False
+        _log.info("client %s left", client_id)
+        self._changed(client_id, session.group, False)
+        _put(session, None)
+        self._broker.call(ChannelClosed(client_id))
+        return True
+
+    def close(self) -> None:
+        """End all streams."""
+        for client_id in list(self._by_id):
+            with self._lock:
+                session = self._by_id.pop(client_id, None)
+            if session is not None:
+                _put(session, None)
+
+    # ---- transactions
+
+    def sent_half(self, session: Session | None, transaction_id: str, topic: str, queue_offset: int, at: int) -> None:
+        """Note where a half message is, by its transaction."""
+        self._note_half(transaction_id, (topic, queue_offset, at))
+        if session is not None and topic not in session.half_topics:
+            session.half_topics.add(topic)
+            self._broker.call(session.heartbeat())
+
+    def half(self, transaction_id: str) -> tuple[str, int, int]:
+        """Return the producer group, queue offset and physical offset of a transaction's half message, once."""
+        if not transaction_id:
+            raise Refusal(Code.INVALID_TRANSACTION_ID, "transaction_id is empty")
+        with self._lock:
+            found = self._halves.pop(transaction_id, None)
+        if found is None:
+            raise Refusal(
+                Code.INTERNAL_SERVER_ERROR,
+                f"transaction {transaction_id!r:.80} is not known: it has ended, or is older than this server. The "
+                "check of transactions asks about it",
+            )
+        return found
+
+    def ask(self, session: Session, request: CheckTransaction) -> None:
+        """Ask a producer about a half message."""
+        half = request.message
+        topic = half.properties.get("REAL_TOPIC", half.topic)
+        self._note_half(request.transaction_id, (request.group, half.queue_offset, half.physical_offset))
+        command = _TelemetryCommand()
+        orphan = command.recover_orphaned_transaction_command
+        orphan.message.CopyFrom(to_message(half, topic))
+        orphan.transaction_id = request.transaction_id
+        _put(session, command)
+
+    def _note_half(self, transaction_id: str, place: tuple[str, int, int]) -> None:
+        with self._lock:
+            self._halves[transaction_id] = place
+            while len(self._halves) > _MAX_HALVES:
+                del self._halves[next(iter(self._halves))]
+
+
+def _put(session: Session, command: Any) -> None:  # noqa: ANN401 (a message)
+    try:
+        session.commands.put_nowait(command)
+    except queue.Full:
+        _log.warning("client %s does not read: a command to it is dropped", session.client_id)
+
+
+def _complete(settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
+    """Fill in what the service decides, as 5.3.3 does by its defaults."""
+    backoff = settings.backoff_policy
+    if settings.HasField("publishing"):
+        backoff.max_attempts = 3
+        backoff.exponential_backoff.initial.FromMilliseconds(10)
+        backoff.exponential_backoff.max.FromSeconds(1)
+        backoff.exponential_backoff.multiplier = 2
+        settings.publishing.max_body_size = MAX_BODY
+    else:
+        subscription = settings.subscription
+        subscription.receive_batch_size = 32
+        subscription.long_polling_timeout.FromSeconds(LONG_POLL_S)
+        backoff.max_attempts = len(RETRY_DELAYS_S) - 1
+        if settings.user_agent.language == _NODE_JS:  # it knows no other
+            backoff.exponential_backoff.initial.FromSeconds(RETRY_DELAYS_S[0])
+            backoff.exponential_backoff.max.FromSeconds(RETRY_DELAYS_S[-1])
+            backoff.exponential_backoff.multiplier = 2
+        else:
+            del backoff.customized_backoff.next[:]
+            for seconds in RETRY_DELAYS_S:
+                backoff.customized_backoff.next.add().FromSeconds(seconds)
+    settings.metric.on = False
+    is_push = settings.client_type == PUSH_CONSUMER
+    if is_push and settings.user_agent.language == _PYTHON and _parts(version) < _METRIC_FIXED:
+        settings.metric.on = True  # without it these clients never take their settings
+        settings.metric.endpoints.CopyFrom(settings.access_point)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())

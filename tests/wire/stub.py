@@ -1,0 +1,94 @@
+"""A bare client: the service's calls with nothing done by themselves."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any, Self
+
+import grpc
+
+from librmq.wire.grpc.schema import SERVICE, message_class
+
+
+def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: Any) -> Any:
+    """Make a message to send."""
+    made = message_class("Message")(body=body)
+    made.topic.name = topic
+    made.system_properties.message_id = message_id
+    for name, value in system.items():
+        if name == "keys":
+            made.system_properties.keys.extend(value)
+        elif name == "properties":
+            made.user_properties.update(value)
+        elif name == "deliver_ms":
+            made.system_properties.delivery_timestamp.FromMilliseconds(value)
+        else:
+            setattr(made.system_properties, name, value)
+    return made
+
+
+class Stub:
+    """One client."""
+
+    def __init__(self, address: str, client_id: str = "c1", **headers: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._headers = [("x-mq-client-id", client_id)] if client_id else []
+        self._headers += [(name.replace("_", "-"), value) for name, value in headers.items()]
+        self._told: queue.Queue[Any] = queue.Queue()
+
+    def call(self, name: str, **fields: Any) -> Any:
+        """Make a call, and return its response."""
+        request = message_class(f"{name}Request")(**fields)
+        made = self._channel.unary_unary(
+            f"/{SERVICE}/{name}", lambda one: one.SerializeToString(), message_class(f"{name}Response").FromString
+        )
+        return made(request, timeout=20, metadata=self._headers)
+
+    def send(self, *messages: Any) -> Any:
+        """Send messages."""
+        return self.call("SendMessage", messages=messages)
+
+    def receive(self, topic: str, group: str = "g", wait_s: float = 0, **fields: Any) -> tuple[int, list[Any]]:
+        """Receive; return the status's code and the messages."""
+        request = message_class("ReceiveMessageRequest")(batch_size=32, **fields)
+        request.group.name = group
+        request.message_queue.topic.name = topic
+        if not request.auto_renew and not request.HasField("invisible_duration"):
+            request.invisible_duration.FromSeconds(10)
+        request.long_polling_timeout.FromMilliseconds(round(1000 * wait_s) or 1)
+        made = self._channel.unary_stream(
+            f"/{SERVICE}/ReceiveMessage",
+            lambda one: one.SerializeToString(),
+            message_class("ReceiveMessageResponse").FromString,
+        )
+        first, *found, last = made(request, timeout=20, metadata=self._headers)
+        assert (first.WhichOneof("content"), last.WhichOneof("content")) == ("status", "delivery_timestamp")
+        return first.status.code, [one.message for one in found]
+
+    def telemetry(self, settings: Any) -> Iterator[Any]:
+        """Open the stream with settings; return what the server tells."""
+        self._told.put(message_class("TelemetryCommand")(settings=settings))
+        command = message_class("TelemetryCommand")
+        made = self._channel.stream_stream(
+            f"/{SERVICE}/Telemetry", lambda one: one.SerializeToString(), command.FromString
+        )
+        answers: Iterator[Any] = made(iter(self._told.get, None), metadata=self._headers)
+        return answers
+
+    def raw(self, name: str, data: bytes) -> bytes:
+        """Send bytes as a call."""
+        made = self._channel.unary_unary(f"/{SERVICE}/{name}", None, None)
+        answer: bytes = made(data, timeout=20, metadata=self._headers)
+        return answer
+
+    def close(self) -> None:
+        """Hang up."""
+        self._told.put(None)
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

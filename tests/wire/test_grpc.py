@@ -1,0 +1,283 @@
+"""The service of RocketMQ 5 over a broker, call by call."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import pytest
+
+from librmq import Broker, ConfigError, MessageStore, Producer
+from librmq.store import verify
+from librmq.wire.grpc import GrpcServer
+from librmq.wire.grpc.messages import group_queue
+from librmq.wire.grpc.schema import message_class
+from tests.wire.stub import Stub, message
+
+OK, NONE = 20000, 40401
+
+
+@pytest.fixture
+def server(broker: Broker) -> Iterator[GrpcServer]:
+    with GrpcServer(broker) as made:
+        yield made
+
+
+@pytest.fixture
+def stub(server: GrpcServer) -> Iterator[Stub]:
+    with Stub(server.address) as made:
+        yield made
+
+
+def resource(name: str) -> Any:
+    return message_class("Resource")(name=name)
+
+
+def producer_settings(*topics: str) -> Any:
+    settings = message_class("Settings")(client_type=1)
+    settings.publishing.topics.extend(map(resource, topics))
+    return settings
+
+
+def consumer_settings(group: str, client_type: int = 3) -> Any:
+    settings = message_class("Settings")(client_type=client_type)
+    settings.subscription.group.name = group
+    return settings
+
+
+def test_route_names_the_address_that_was_dialled(stub: Stub, broker: Broker) -> None:
+    endpoints = message_class("Endpoints")(scheme=1)
+    endpoints.addresses.add(host="10.1.2.3", port=99)
+    answer = stub.call("QueryRoute", topic=resource("t"), endpoints=endpoints)
+    assert answer.status.code == OK
+    assert [queue.id for queue in answer.message_queues] == list(range(broker.config.default_topic_queues))
+    assert {queue.permission for queue in answer.message_queues} == {4}
+    assert answer.message_queues[0].broker.endpoints == endpoints
+    assert "t" in broker.topics()
+
+
+def test_advertised_address_is_in_routes(broker: Broker) -> None:
+    with GrpcServer(broker, advertise="mq.example:8081") as server, Stub(server.address) as stub:
+        (address,) = stub.call("QueryRoute", topic=resource("t")).message_queues[0].broker.endpoints.addresses
+        assert (address.host, address.port) == ("mq.example", 8081)
+
+
+def test_unknown_topic_where_none_is_made(broker: Broker) -> None:
+    with GrpcServer(broker, auto_create=False) as server, Stub(server.address) as stub:
+        assert stub.call("QueryRoute", topic=resource("t")).status.code == 40402
+        assert stub.send(message("t")).status.code == 40402
+
+
+def test_message_is_sent_received_and_acknowledged(stub: Stub, broker: Broker) -> None:
+    sent = message("t", b"body", "id-1", tag="a", keys=["k1", "k2"], properties={"color": "red"})
+    answer = stub.send(sent)
+    assert [(entry.status.code, entry.message_id) for entry in answer.entries] == [(OK, "id-1")]
+    code, (found,) = stub.receive("t")
+    assert code == OK
+    system = found.system_properties
+    assert (found.body, found.topic.name, dict(found.user_properties)) == (b"body", "t", {"color": "red"})
+    assert (system.tag, list(system.keys), system.message_id, system.message_type) == ("a", ["k1", "k2"], "id-1", 1)
+    assert (system.delivery_attempt, system.body_digest.type) == (1, 2)
+    assert system.body_digest.checksum == "841A2D689AD86BD1611447453C22C6FC"
+    entry = {"message_id": "id-1", "receipt_handle": system.receipt_handle}
+    for _ in range(2):
+        assert stub.call("AckMessage", group=resource("g"), topic=resource("t"), entries=[entry]).status.code == OK
+    assert stub.receive("t") == (NONE, [])
+    (stored,) = broker.messages("t")
+    assert stored.unique_key == "id-1"
+
+
+def test_receive_waits_for_a_message(stub: Stub, broker: Broker) -> None:
+    stub.call("QueryRoute", topic=resource("t"))
+    threading.Timer(0.05, lambda: Producer(broker, "p").start().send("t", b"late")).start()
+    code, (found,) = stub.receive("t", wait_s=15)
+    assert (code, found.body) == (OK, b"late")
+
+
+def test_filters_by_tag_and_by_property(stub: Stub) -> None:
+    for number, tag in enumerate("ab"):
+        stub.send(message("t", tag.encode(), f"id{number}", tag=tag, properties={"n": str(number)}))
+    by_tag = message_class("FilterExpression")(type=1, expression="b")
+    assert [found.body for found in stub.receive("t", "g1", filter_expression=by_tag)[1]] == [b"b"]
+    by_sql = message_class("FilterExpression")(type=2, expression="n < 1")
+    code, found = stub.receive("t", "g2", filter_expression=by_sql)
+    assert (code, [one.body for one in found]) in ((OK, [b"a"]), (50001, []))  # switched off by the store's settings
+    bad = message_class("FilterExpression")(type=2, expression="n >")
+    assert stub.receive("t", "g3", filter_expression=bad)[0] in (40010, 50001)
+
+
+def test_changed_time_lets_it_come_again(stub: Stub) -> None:
+    stub.send(message("t"))
+    _, (found,) = stub.receive("t")
+    handle = found.system_properties.receipt_handle
+    answer = stub.call(
+        "ChangeInvisibleDuration",
+        group=resource("g"),
+        topic=resource("t"),
+        receipt_handle=handle,
+        invisible_duration=message_class("ChangeInvisibleDurationRequest")().invisible_duration,
+    )
+    assert (answer.status.code, answer.receipt_handle != "") == (OK, True)
+    _, (again,) = stub.receive("t", wait_s=15)
+    assert (again.topic.name, again.system_properties.delivery_attempt) == ("t", 2)
+
+
+def test_forwarded_message_is_a_dead_letter(stub: Stub, broker: Broker) -> None:
+    stub.send(message("t", b"bad"))
+    _, (found,) = stub.receive("t")
+    handle = found.system_properties.receipt_handle
+    fields = {"group": resource("g"), "topic": resource("t"), "receipt_handle": handle}
+    assert stub.call("ForwardMessageToDeadLetterQueue", **fields).status.code == OK
+    assert [letter.body for letter in broker.dead_letters("g")] == [b"bad"]
+    assert stub.call("ForwardMessageToDeadLetterQueue", **fields).status.code == 40013
+
+
+def test_group_of_messages_keeps_to_a_queue(stub: Stub, broker: Broker) -> None:
+    stub.send(*(message("t", message_id=f"id{number}", message_group="orders-7") for number in range(5)))
+    assert {one.queue_id for one in broker.messages("t")} == {group_queue("orders-7", 8)}
+
+
+def test_queues_of_message_groups_are_those_of_the_service() -> None:
+    """By Guava's consistent hash: a queue more moves a group to that queue, or leaves it."""
+    for number in range(200):
+        queues = [group_queue(f"group-{number}", count) for count in range(1, 20)]
+        assert all(now in (before, count) for count, (before, now) in enumerate(pairwise(queues), 1))
+
+
+def test_transaction_is_committed_or_rolled_back(stub: Stub, broker: Broker) -> None:
+    for number, resolution in enumerate((1, 2)):
+        (entry,) = stub.send(message("t", str(number).encode(), f"id{number}", message_type=4)).entries
+        answer = stub.call(
+            "EndTransaction",
+            topic=resource("t"),
+            message_id=f"id{number}",
+            transaction_id=entry.transaction_id,
+            resolution=resolution,
+        )
+        assert answer.status.code == OK
+    assert [one.body for one in broker.messages("t")] == [b"0"]
+    assert stub.call("EndTransaction", topic=resource("t"), transaction_id="unknown").status.code == 50001
+    assert stub.call("EndTransaction", topic=resource("t")).status.code == 40008
+
+
+def test_timed_message_can_be_recalled(stub: Stub, broker: Broker) -> None:
+    due_ms = broker.runner.now_ms() + 3_600_000
+    (entry,) = stub.send(message("t", deliver_ms=due_ms, message_type=3)).entries
+    answer = stub.call("RecallMessage", topic=resource("t"), recall_handle=entry.recall_handle)
+    assert (answer.status.code, answer.message_id) == (OK, "id")
+    assert stub.call("RecallMessage", topic=resource("u"), recall_handle=entry.recall_handle).status.code == 50001
+    assert stub.call("RecallMessage", topic=resource("t"), recall_handle="nonsense").status.code == 50001
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ([], 40016),
+        ([message("")], 40002),
+        ([message("%SYS^")], 40002),
+        ([message("SCHEDULE_TOPIC_XXXX")], 40002),
+        ([message("t", b"")], 41302),
+        ([message("t", b"x" * ((4 << 20) + 1))], 41301),
+        ([message("t", properties={"TAGS": "x"})], 40007),
+        ([message("t", properties={"a": "b\n"})], 40007),
+        ([message("t", properties={str(number): "" for number in range(129)})], 43101),
+        ([message("t", properties={"a": "b" * (16 << 10)})], 43101),
+        ([message("t", tag=" ")], 40004),
+        ([message("t", tag="a|b")], 40004),
+        ([message("t", keys=[" "])], 40005),
+        ([message("t", message_group="")], 40006),
+        ([message("t", message_group="g" * 64)], 40006),
+        ([message("t", message_id="")], 40009),
+        ([message("t", deliver_ms=1 << 45)], 40012),
+        ([message("t", b"no gzip", body_encoding=2)], 40016),
+    ],
+)
+def test_refused_message_has_the_code_of_the_service(stub: Stub, broker: Broker, sent: list[Any], code: int) -> None:
+    answer = stub.send(*sent)
+    assert (answer.status.code, list(answer.entries)) == (code, [])
+    assert answer.status.message
+    assert list(broker.messages("t")) == []
+
+
+def test_call_without_a_client_id_is_refused(server: GrpcServer) -> None:
+    with Stub(server.address, "") as stub:
+        assert stub.call("QueryRoute", topic=resource("t")).status.code == 40017
+
+
+def test_heartbeat_wants_settings_first(stub: Stub, server: GrpcServer) -> None:
+    assert stub.call("Heartbeat", client_type=1).status.code == 40015
+    answers = stub.telemetry(producer_settings("t"))
+    assert next(answers).status.code == OK
+    assert stub.call("Heartbeat", client_type=1).status.code == OK
+    assert server.clients == 1
+    assert stub.call("NotifyClientTermination").status.code == OK
+    assert list(answers) == []
+    assert server.clients == 0
+
+
+def test_settings_are_completed(stub: Stub) -> None:
+    settings = next(stub.telemetry(consumer_settings("g", 2))).settings
+    assert settings.subscription.long_polling_timeout.seconds == 20
+    delays = [delay.seconds for delay in settings.backoff_policy.customized_backoff.next]
+    assert (settings.backoff_policy.max_attempts, delays[:4], len(delays)) == (17, [1, 5, 10, 30], 18)
+    assert not settings.metric.on
+
+
+@pytest.mark.parametrize(("version", "is_on"), [("5.1.0", True), ("5.0.9", True), ("5.1.1", False), ("5.1.2", False)])
+def test_old_python_push_consumers_are_told_to_measure(server: GrpcServer, version: str, is_on: bool) -> None:
+    settings = consumer_settings("g", 2)
+    settings.user_agent.language = 6
+    with Stub(server.address, x_mq_client_version=version) as stub:
+        assert next(stub.telemetry(settings)).settings.metric.on is is_on
+
+
+def test_node_is_told_delays_that_it_knows(stub: Stub) -> None:
+    settings = consumer_settings("g", 2)
+    settings.user_agent.language = 8
+    policy = next(stub.telemetry(settings)).settings.backoff_policy
+    assert policy.WhichOneof("strategy") == "exponential_backoff"
+
+
+def test_settings_that_say_nothing_end_the_stream(stub: Stub) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        next(stub.telemetry(message_class("Settings")()))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_unknown_call_is_unimplemented(stub: Stub) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.raw("PullMessage", b"")
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_random_bytes_do_no_harm(stub: Stub, broker: Broker) -> None:
+    draw = random.Random(7)
+    names = ["QueryRoute", "SendMessage", "AckMessage", "EndTransaction", "ChangeInvisibleDuration", "RecallMessage"]
+    valid = message_class("SendMessageRequest")(messages=[message("t", tag="a")]).SerializeToString()
+    for _ in range(300):
+        data = bytearray(draw.choice([valid, draw.randbytes(draw.randrange(60))]))
+        for _ in range(draw.randrange(4)):
+            if data:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+        with suppress(grpc.RpcError):  # it could not be decoded
+            stub.raw(draw.choice(names), bytes(data))
+    assert stub.send(message("u")).status.code == OK
+
+
+def test_two_servers_do_not_share_a_port(server: GrpcServer, broker: Broker) -> None:
+    with pytest.raises(ConfigError, match="can't listen on"):
+        GrpcServer(broker, port=server.port)
+
+
+def test_store_written_over_the_wire_is_sound(tmp_path: Any) -> None:
+    with Broker.open(tmp_path / "s") as broker, GrpcServer(broker) as server, Stub(server.address) as stub:
+        stub.send(*(message("t", message_id=f"id{number}") for number in range(20)))
+        stub.receive("t")
+    assert not verify(tmp_path / "s").damage
+    with MessageStore.open(tmp_path / "s", read_only=True) as store:
+        assert len(list(store)) == 20
