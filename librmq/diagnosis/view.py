@@ -22,7 +22,6 @@ from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
-from librmq.protocol import MessageModel
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
@@ -137,6 +136,8 @@ class StoreView:
         broker = self.broker
         if broker is None:
             return _by_group_and_topic(self.tables.offsets.rows)
+        from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
+
         with broker.runner.lock:
             found = _by_group_and_topic(self.tables.offsets.rows)
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
