@@ -328,7 +328,7 @@ def single_appends(count: int) -> Run:
 def delayed_messages(count: int) -> Run:
     """Return messages a second that are stored with a delay and delivered, without clients.
 
-    Nobody waits until they are due: the schedule is told that it is later. As beside single appends, a thread of the
+    The schedule gets a later time, so nothing waits until they are due. As beside single appends, a thread of the
     store flushes.
     """
 

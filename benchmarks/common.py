@@ -380,7 +380,7 @@ def command(
         parser.error("--rounds: expected 1 or more")
     if chosen.write and (chosen.quick or set(names) != set(parts) or chosen.rounds < 5):
         parser.error("--write: the documentation gets all rows at full size, from at least five rounds")
-    logging.getLogger("librmq").setLevel(logging.ERROR)  # warnings of a recovery would stand between the lines
+    logging.getLogger("librmq").setLevel(logging.ERROR)  # a recovery's warnings would break up the lines
     with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
         bench = Bench(chosen.rounds, Path(scratch), 0.05 if chosen.quick else 1.0)
         place = f"{machine(bench.scratch)}; {versions(packages)}, SQLite {sqlite3.sqlite_version}"

@@ -107,7 +107,7 @@ def sync_append(bench: Bench, case: str, body_size: int) -> list[Row]:
 
 
 def append_by_many(store: MessageStore, messages: Sequence[Message]) -> float:
-    """Return messages a second of `PRODUCERS` threads that share the messages, each with a queue of its own."""
+    """Return messages a second of `PRODUCERS` threads that share the messages, each with its own queue."""
     begin, threads = threading.Barrier(PRODUCERS + 1), []
 
     def produce(number: int) -> None:

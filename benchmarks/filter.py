@@ -52,7 +52,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 def exact_integer(text: str) -> int:
-    """Parse like ``Integer.valueOf``, by hand: plain digits at once, other texts by the rules."""
+    """Parse like ``Integer.valueOf``, without the library: plain digits directly, other texts by the rules."""
     if len(text) < 10 and text.isascii() and text.isdigit():
         return int(text)
     if _INTEGER.fullmatch(text) is None or not -(2**31) <= (number := int(text)) < 2**31:

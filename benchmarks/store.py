@@ -419,7 +419,7 @@ def _loop_over_entries(queue: ConsumeQueue, wanted: int) -> list[int]:
 
 
 def _select_in_arrays(queue: ConsumeQueue, wanted: int) -> list[int]:
-    """As a read with a filter looks at entries, before it looks at a message."""
+    """Check entries like a read with a filter, before it reads a message."""
     found: list[int] = []
     first, end = queue.min_offset, queue.max_offset
     while first < end:
@@ -442,7 +442,7 @@ def _read_filtered(store: MessageStore, matching: _TagFilter, end: int) -> int:
 
 
 def _repeated(take: Callable[[], int], expected: int, count: int, repeats: int) -> Run:
-    """``take``, which looks at ``count`` entries and finds ``expected`` of them, so often that it takes a while."""
+    """``take``, which checks ``count`` entries and finds ``expected`` of them, so often that it takes a while."""
 
     def run(folder: Path) -> float:
         with Stopwatch() as watch:

@@ -1,4 +1,4 @@
-"""What timers cost: stored and delivered, in single appends; by what is due, whatever is pending; their memory."""
+"""What timers cost: stored and delivered, in single appends; by what is due, for any number pending; their memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def due(bench: Bench) -> list[Row]:
 
 
 def memory(bench: Bench) -> list[Row]:
-    """How much more memory of its own a process takes with a million timers than with a thousand."""
+    """How much more private memory a process takes with a million timers than with a thousand."""
     held = []
     for count in (1_000, bench.count(PENDING)):
         with bench.folder() as folder:
@@ -124,7 +124,7 @@ def memory(bench: Bench) -> list[Row]:
 
 
 def weigh() -> None:
-    """For a process of its own: puts timers into the wheel; prints the bytes that are its own."""
+    """For a separate process: put timers into the wheel; print its private bytes."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     clock = ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:

@@ -74,7 +74,7 @@ def committed(bench: Bench) -> list[Row]:
 
 
 def passes(pending: int, ended: int) -> Run:
-    """Halves judged a second, in a pass behind a history of others that have ended."""
+    """Halves judged a second, in a pass after a history of ended ones."""
 
     def run(folder: Path) -> float:
         clock = ManualClock()

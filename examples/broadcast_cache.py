@@ -42,7 +42,7 @@ class Catalogue:
 
 def main(folder: str) -> list[Catalogue]:
     database = {"coat": 120, "hat": 30}
-    runner = ManualRunner()  # driven by hand, so this ends at once; an application leaves it out
+    runner = ManualRunner()  # a manual clock, so this ends immediately; an application leaves it out
     with Broker.temporary(runner=runner) as broker:
         broker.create_topic("prices", 2)
         servers = [Catalogue(broker, name, database, folder) for name in ("web-1", "web-2", "web-3")]

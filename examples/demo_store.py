@@ -223,7 +223,7 @@ def append_in_a_process_that_dies(path: Path, now_ms: int) -> list[int]:
 
 
 def tear(path: Path, some_record: int) -> None:
-    """Put the first bytes of a record behind the log's end."""
+    """Put the first bytes of a record after the log's end."""
     folder = path / "commitlog"
     size = min(folder.iterdir()).stat().st_size
     for made in folder.iterdir():

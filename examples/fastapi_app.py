@@ -23,7 +23,7 @@ from librmq.protocol import Route
 
 
 def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
-    """Make the application over a broker in ``path``; a test passes a route of its own."""
+    """Make the application over a broker in ``path``; a test passes its own route."""
     orders: dict[int, dict[str, Any]] = {}
     charged: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
 

@@ -19,7 +19,7 @@ from sqlalchemy.pool import NullPool
 from librmq import ManualClock
 
 Way = Callable[[Connection, int], Iterator[float]]
-"""Consumes "order N is paid" on a connection of its own; yields the seconds that its work takes."""
+"""Consumes "order N is paid" on its own connection; yields the seconds that its work takes."""
 
 
 def check_then_act(connection: Connection, order: int) -> Iterator[float]:
@@ -49,7 +49,7 @@ def select_for_update(connection: Connection, order: int) -> Iterator[float]:
 
 
 def select_for_update_nowait(connection: Connection, order: int) -> Iterator[float]:
-    """Right: like `select_for_update`, but the other delivery fails at once instead of waiting, and comes again."""
+    """Right: like `select_for_update`, but the other delivery fails immediately instead of waiting, and is repeated."""
     return _locked(connection, order, "FOR UPDATE NOWAIT")
 
 

@@ -1,4 +1,4 @@
-"""Cancel orders that are not paid within half an hour, by a delayed message and with a clock moved by hand.
+"""Cancel orders that are not paid within half an hour, by a delayed message and with a manual clock.
 
     python examples/order_timeout.py
 

@@ -25,12 +25,12 @@ run = Run(quick=False)
 
 
 def examples(wanted: int) -> int:
-    """How many cases to draw or rounds to make: ``wanted``, or a part in the quick check."""
+    """Return the number of cases or rounds: ``wanted``, or a part of it in the quick check."""
     return max(1, wanted // PART) if run.quick else wanted
 
 
 def step() -> int:
-    """How far to go on from one numbered case to the next where their number is not known."""
+    """Return the step from one numbered case to the next, if their number is unknown."""
     return PART if run.quick else 1
 
 

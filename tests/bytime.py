@@ -59,11 +59,11 @@ class ByTime:
         raise NotImplementedError
 
     def put_raw(self, **properties: str) -> None:
-        """Write a record where messages wait, whatever its properties say."""
+        """Write a record to the waiting topic, with any properties."""
         self.store.append(Message(self.topic, b"bad"), 0, properties_raw=encode_properties(properties))
 
     def delivered(self) -> list[tuple[bytes, int]]:
-        """Bodies and times after the start of what was delivered, in order."""
+        """Return bodies and times since the start of the deliveries, in order."""
         return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic != self.topic]
 
 

@@ -36,7 +36,7 @@ pytest_plugins = ("pytest_librmq", "pytester")
 
 __all__ = ["Row", "document", "encoding", "existing", "folders", "jsonl", "rows", "store_folders"]
 
-# A busy machine is no failure: neither profile looks at time.
+# A busy machine is not a failure: neither profile checks time.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "ci",
@@ -141,7 +141,7 @@ def run(run_lines: Run) -> Run:
 
 
 class SlowBudget:
-    """One test's share of the time for slow tests; what it does not use goes to those after it."""
+    """One test's share of the time for slow tests; later tests get the unused rest."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -178,14 +178,14 @@ class SlowTime:
         self.tests = tests
 
     def share(self, test: str) -> float:
-        """What a test that begins may take: an equal part of what is left."""
+        """Return the time for a test that begins: an equal part of the rest."""
         taken = [float(path.read_text()) for path in self.folder.iterdir()]
         share = max(0.0, self.seconds - sum(taken)) / max(1, self.tests - len(taken))
         self.note(test, share)
         return share
 
     def note(self, test: str, seconds: float) -> None:
-        """Put down what a test was given, or took."""
+        """Record the time that a test got, or took."""
         name = hashlib.sha256(test.encode()).hexdigest()
         beside = self.folder.with_name(name)
         beside.write_text(str(seconds))
@@ -199,7 +199,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     global _slow_tests
     _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
     gc.collect()
-    gc.freeze()  # thousands of tests, which each collection of garbage would look at again
+    gc.freeze()  # thousands of tests, which each garbage collection would scan again
 
 
 @pytest.fixture(scope="session")
@@ -215,7 +215,7 @@ def slow_time(tmp_path_factory: pytest.TempPathFactory) -> SlowTime:
 @pytest.fixture
 def slow_budget(request: pytest.FixtureRequest, slow_time: SlowTime) -> Iterator[SlowBudget]:
     """The test's share of the time: ``for number in slow_budget.rounds(10_000, "crash points"):``."""
-    name = request.node.nodeid.partition("@")[0]  # behind it the name of its group, where there are several processes
+    name = request.node.nodeid.partition("@")[0]  # with several processes the name of its group follows
     budget = SlowBudget(slow_time.share(name))
     begin = time.monotonic()  # noqa: TID251
     yield budget
@@ -231,7 +231,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 _told: dict[str, list[str]] = {"figure": [], "slow": []}
 _skipped: dict[str, str] = {}
-"""Reasons by test: each process of several tells of a module that it could not collect."""
+"""Reasons by test: each of several processes reports a module that it could not collect."""
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -245,7 +245,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Collect what tests tell, in the process that shows it: reports come there from all others."""
+    """Collect figures of tests in the process that shows them, which gets the reports of all others."""
     if report.skipped and not hasattr(report, "wasxfail"):
         _skipped[report.nodeid] = _reason(report)
     if report.when == "teardown":
@@ -333,7 +333,7 @@ def _mark(items: list[pytest.Item]) -> None:
 
 
 def _allowed(reason: str) -> bool:
-    """Skips for want of reference data are allowed where not all of it is at hand anyway."""
+    """Skips for missing reference data are allowed if the data are incomplete anyway."""
     return reason.startswith(ABSENT) and not reference().whole
 
 

@@ -40,7 +40,7 @@ def at_each_call(
             code = frame.f_code
             if event not in ("call", "c_return") or not code.co_filename.startswith(folder):
                 return
-            if code.co_name != "__del__":  # what is raised there goes nowhere
+            if code.co_name != "__del__":  # errors there are lost
                 left -= 1
                 if left < 0 and not came:
                     came = True

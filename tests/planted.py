@@ -106,7 +106,7 @@ def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
 
 
 def subscriptions_that_differ(rmq: Kit, mended: bool) -> None:
-    """The instances of a group ask for different tags: what an instance did not ask for is skipped in its queues."""
+    """The instances of a group select different tags: messages that an instance did not select are skipped."""
     seen: set[bytes] = set()
 
     def instance(tags: str) -> Callable[[Process], None]:

@@ -1,4 +1,4 @@
-"""Reference data: what the original wrote or answered, and where the tests find it.
+"""Reference data: files and answers of RocketMQ, and their places.
 
 The whole of it is a folder ``golden``: the one that ``LIBRMQ_GOLDEN`` names, else ``../shared/golden``
 beside the checkout. Where neither is there, the compact part in ``tests/data`` stands in, unpacked to the
@@ -38,7 +38,7 @@ class Reference:
     folder: Path
     origin: str
     whole: bool
-    """The usual folder beside the checkout: nothing that tests ask for is missing in it."""
+    """The usual folder beside the checkout, which has everything that tests need."""
 
 
 @cache
@@ -85,7 +85,7 @@ def existing(*parts: str) -> Path:
 
 
 def folders(prefix: str) -> list[ParameterSet]:
-    """Every folder whose name begins so, as parameters of a test; one that is skipped where there is none."""
+    """Return every folder with this prefix as parameters of a test; without any, one that is skipped."""
     found = sorted(path for path in reference().folder.glob(f"{prefix}*") if path.is_dir())
     if not found:
         reason = f"{ABSENT}no {prefix}* in {reference().origin}"

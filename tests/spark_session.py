@@ -32,7 +32,7 @@ def assert_native(frame: Any) -> None:
 
 @contextmanager
 def killing(marker: Path) -> Iterator[None]:
-    """One Python worker that reads or writes a store is killed in the midst of its task; ``marker`` says that it was.
+    """One Python worker that reads or writes a store is killed during its task; ``marker`` records this.
 
     The others find the marker there, and live.
     """

@@ -1,4 +1,4 @@
-"""Stores for tests: made with everything a record can hold, copied into memory, and what is in them."""
+"""Stores for tests: made with everything a record can hold, copied into memory, and their content."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def died(files: MemoryFiles) -> MemoryFiles:
 
 
 def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
-    """A message, and the fields of its record, with anything that may stand in them."""
+    """A message, and the fields of its record, with any possible content."""
     number = rng.randrange(40)
     properties = {}
     if rng.random() < 0.4:
@@ -174,9 +174,9 @@ def opened(files: Files, config: StoreConfig | None = SMALL, **more: Any) -> Mes
 
 
 def served(store: MessageStore) -> dict[int, StoredMessage]:
-    """All messages by physical offset, each of which its queue and its keys lead to.
+    """All messages by physical offset, each found by its queue and its keys.
 
-    Where two claim the same queue offset (the topic was made anew), the later one has it.
+    If two claim the same queue offset (the topic was created again), the later one counts.
     """
     found = {message.physical_offset: message for message in store}
     owners = {}

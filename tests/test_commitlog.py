@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
 
 
 def test_only_many_pages_are_let_go_before_they_are_flushed() -> None:
-    """Many pages are let go before they are flushed and few are not."""
+    """Many pages are unmapped before a flush and few are not."""
 
     class Told(MemoryFiles):
         calls: list[tuple[str, int, int]]
@@ -170,7 +170,7 @@ def test_only_many_pages_are_let_go_before_they_are_flushed() -> None:
     files.calls.clear()
     end = log.end
     log.flush()
-    # What was made ready ahead is to be written too; the second file begins at 3,145,728.
+    # Pages prepared ahead are written too; the second file begins at 3,145,728.
     assert files.calls == [("00", 1000, 3 << 20), ("28", 0, end + (2 << 20) - (3 << 20)), ("00", -1, -1)]
     put(log, 1000)
     files.calls.clear()

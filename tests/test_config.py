@@ -1,4 +1,4 @@
-"""Settings: what is of a wrong type or out of range is refused when it is said, not when it is used."""
+"""Settings: values of a wrong type or out of range are refused when they are given, not when they are used."""
 
 from __future__ import annotations
 

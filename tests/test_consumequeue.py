@@ -101,7 +101,7 @@ def test_queues_of_the_reference_read_as_it_says(folder: Path) -> None:
         path = folder.joinpath("store", "consumequeue", key[0], str(key[1]))
         queue = ConsumeQueue.open(str(path), config["consumequeue_file_size"], writable=False)
         queue.serve_from(after_load["min_phy_offset"])
-        if not untouched(folder):  # what it reports is what recovery made of them
+        if not untouched(folder):  # it reports the result of a recovery
             with suppress(CorruptionError):
                 assert len(queue.entries()) == queue.max_offset - queue.min_offset
             continue

@@ -225,7 +225,7 @@ def test_units_are_cut_with_their_entries(keep: int) -> None:
     files, expected = MemoryFiles(), MemoryFiles()
     queue = filled(files, 12)
     assert queue.ext is not None
-    queue.ext.put(99, 99, None)  # whose entry a crash prevented
+    queue.ext.put(99, 99, None)  # a crash prevented its entry
     queue.truncate_to(keep) if keep < 12 else queue.recover()
     other = filled(expected, keep)
     assert contents(files) == contents(expected)

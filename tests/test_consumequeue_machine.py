@@ -1,4 +1,4 @@
-"""A queue and its extension against a list: whatever is done to them, in whatever order, and opened again."""
+"""A queue and its extension compared with a list, after any operations in any order, and reopened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.begin = 0  # queue offset of entries[0]
         self.minimum = 0
         self.log_end = 0
-        self.log_begin = 0  # what is gone from there may have lost its unit, though its entry is there
+        self.log_begin = 0  # deleted messages can have lost their units, although their entries exist
 
     @initialize(
         on_disk=st.booleans(),

@@ -1,4 +1,4 @@
-"""Delivery of delayed messages: when, in which order, and what happens to what can't be delivered."""
+"""Delivery of delayed messages: when, in which order, and the fate of undeliverable ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
     for name in same:
         assert getattr(real, name) == getattr(schedule, name)
     assert dict(real.properties) == dict(schedule.properties)
-    assert b"empty" not in real.properties_raw  # what is read of a record has no empty values
+    assert b"empty" not in real.properties_raw  # records that are read have no empty values
     queue = waiting.store.queue("T", 4)
     assert queue is not None
     assert queue.entries()["tags_code"].tolist() == [tags_code("t")]
@@ -143,7 +143,7 @@ USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", m
 
 @given(USUAL.map(encode_properties), STORED)
 def test_what_fits_a_layout_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
-    """What fits a layout says the same decoded and is encoded as it stands."""
+    """Properties that fit a layout decode to the same and are stored unchanged."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
     layout = _Layout(tuple(known))
@@ -157,7 +157,7 @@ def test_what_fits_a_layout_is_encoded_as_it_stands(first: bytes, second: bytes)
 
 
 def test_names_that_senders_make_up_cost_no_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repair 4: messages with 1,500 names of their own each held the runner for seconds."""
+    """Repair 4: messages with 1,500 different names each held the runner for seconds."""
     made: list[str] = []
     compiled = re.compile
     waiting = Waiting(StoreConfig.tiny())
@@ -184,7 +184,7 @@ def test_an_uncommitted_message_is_stored_out_of_sight(bits: int) -> None:
     waiting.put()
     queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
     assert queue is not None
-    queue.truncate_to(0)  # the store gives it no entry: here it gets that of another
+    queue.truncate_to(0)  # the store writes no entry for it: here it gets another's
     queue.append(0, result.physical_offset, result.size, START_MS + 1_000)
     waiting.pass_to(1_000)
     assert waiting.delivered() == [(b"half", 1_000)]
@@ -234,7 +234,7 @@ def test_a_thousand_messages_over_a_year() -> None:
 
 
 def test_what_is_left_of_many_is_due_at_once() -> None:
-    """What is left of many is due at once between two looks too."""
+    """The rest of many is due immediately, also between two looks."""
     waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
     for number in range(25):
         waiting.put(str(number).encode())
@@ -317,7 +317,7 @@ def test_a_level_that_became_shorter_delivers_at_once() -> None:
 
 
 def test_a_longer_level_keeps_the_time_of_what_waits() -> None:
-    """A level that became longer keeps the time of what waits."""
+    """A level that became longer keeps the times of waiting messages."""
     waiting = Waiting()
     waiting.put(level=2)
     again = reopened(waiting, "1s 60s")

@@ -99,7 +99,7 @@ NOT_LOADED = (
     "sqlalchemy",
     "zstandard",
 )
-"""What extras bring; importing librmq leaves it alone even where it is installed."""
+"""Packages of extras; importing librmq does not load them even if they are installed."""
 
 
 def package_folder() -> Path:
@@ -135,7 +135,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_every_error_is_librmqs_own() -> None:
-    """One `except RmqError` is enough; what ends a control flow is no error."""
+    """One `except RmqError` is enough; control flow is not an error."""
     found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert [error.__name__ for error in found if not issubclass(error, errors.RmqError)] == []
 

@@ -1,4 +1,4 @@
-"""Transactions: prepared, ended, checked, given up; and what ending them twice comes to."""
+"""Transactions: prepared, ended, checked, discarded; and the effect of a second end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Half = AppendResult
 
 
 class Desk(ByTime):
-    """Transactions of a store in memory, what producers are asked, and what is given up."""
+    """Transactions of a store in memory, questions to producers, and discarded halves."""
 
     def __init__(
         self,
@@ -566,7 +566,7 @@ def test_ops_that_a_broker_wrote_are_seen(desk: Desk) -> None:
 
 
 def test_late_ops_ask_although_there_are_some(desk: Desk) -> None:
-    """An op message born long after the start of the pass tells that time has gone by: the half is due."""
+    """An op message born long after the start of the pass shows that time has passed: the half is due."""
     desk.prepare(0)
     desk.prepare(1)
     desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0, born_timestamp_ms=START_MS + 60_000)
@@ -601,7 +601,7 @@ def test_a_pass_takes_several_turns() -> None:
     now = desk.clock.now_ms()
     assert desk.transactions.run_due(now) == now
     assert len(desk.asked) == 10
-    desk.commit(halves[24])  # while the pass goes on
+    desk.commit(halves[24])  # during the pass
     desk.commit(halves[0])
     assert desk.transactions.run_due(now) == now
     assert desk.transactions.run_due(now) == now + 60_000
@@ -663,7 +663,7 @@ def test_a_pass_that_fails_goes_on_in_the_next(
 def test_a_full_disk_does_not_end_the_checks(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: type, refused: str
 ) -> None:
-    """Neither where the pass can't go on, nor where its progress can't be saved, nor where queues can't be written."""
+    """Neither if the pass can't continue, nor if its progress can't be saved, nor if queues can't be written."""
     for number in range(20):
         desk.prepare(number)
     full = raising(StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, "full")))
@@ -677,7 +677,7 @@ def test_a_full_disk_does_not_end_the_checks(
     with monkeypatch.context() as patched:
         patched.setattr(desk.store.appender, "append_again", second_fails)
         patched.setattr(part, refused, full)
-        # Without a queue the pass finds nothing to begin with; else what it has done is to be saved.
+        # Without a queue the pass finds nothing to do; otherwise its progress must be saved.
         assert desk.pass_to(60_000) == (70_000 if part is KeyIndex else 120_000)
     assert "the check of half messages fails; next try in 60000 ms: " in caplog.text
     assert ("the progress of the check of half messages: saving fails" in caplog.text) == (part is KeyIndex)

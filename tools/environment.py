@@ -54,7 +54,7 @@ class Environment:
         self.logs = folder / "log"
 
     def prepare(self, extras: frozenset[str], screen: Screen) -> None:
-        """Make the environment, or bring it up to date; quick when it already has what is asked for.
+        """Make or update the environment; quick if it is complete.
 
         Raises:
             Refused: The folder or a package can't be had.
@@ -72,7 +72,7 @@ class Environment:
             if not same:
                 self._make(step)
             extras |= installed
-            # Until pip is through, the stamp promises nothing but that the folder is ours.
+            # Until pip is through, the stamp only says that the folder is ours.
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
             self._install(extras, step)
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
@@ -103,7 +103,7 @@ class Environment:
         return subprocess.run([str(word) for word in command], cwd=folder, env=self.variables()).returncode
 
     def _basis(self) -> dict[str, str]:
-        """Return what can't be changed in an environment: where it differs, another one must be made."""
+        """Return the fixed properties of an environment: if they differ, another one must be made."""
         source = "checkout" if self.wheel is None else hashlib.sha256(self.wheel.read_bytes()).hexdigest()
         return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
 
@@ -214,7 +214,7 @@ class Installing:
             self.step.show(f"choosing versions; {self._so_far()}")
 
     def summary(self) -> str:
-        """Return what was done, downloads apart."""
+        """Return the steps without downloads."""
         return f"{self.packages} packages installed, {self._so_far()}"
 
     def _so_far(self) -> str:
@@ -224,5 +224,5 @@ class Installing:
         """Return how many MB of a file have come."""
         try:
             return sum(path.stat().st_size for path in self.scratch.glob(f"*/{name}")) / 1e6
-        except OSError:  # pip has moved it meanwhile
+        except OSError:  # pip has moved it
             return 0.0

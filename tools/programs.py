@@ -1,4 +1,4 @@
-"""Runs a program and watches what it prints, while a line of the screen goes on telling the time."""
+"""Runs a program and watches its output, while a line of the screen keeps showing the time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def watch(
                 step.draw()
         return process.wait(), output.decode("utf-8", "replace")
     except BaseException:
-        # Ctrl-C has reached the program too: it may clean up behind itself.
+        # Ctrl-C has reached the program too, so it can clean up.
         try:
             process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -63,7 +63,7 @@ def watch(
 
 
 def _read(process: subprocess.Popen[bytes], pieces: queue.Queue[bytes]) -> None:
-    """Hand on what the program prints; an empty piece at its end."""
+    """Pass on the program's output; an empty piece at its end."""
     assert process.stdout is not None
     while piece := os.read(process.stdout.fileno(), 1 << 16):
         pieces.put(piece)

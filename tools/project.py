@@ -31,7 +31,7 @@ CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
-"""A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
+"""One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
@@ -77,7 +77,7 @@ def check(arguments: Sequence[str]) -> int:
         fix(place)
     programs = [] if paths else linters(place)
     tested = not (options.lint or options.fix)
-    # Types take one core for long, and tests leave a part of the cores idle: both run at once.
+    # Types take one core for long, and tests leave a part of the cores idle: both run in parallel.
     beside = [program for program in programs if program.step == "types" and tested]
     with ThreadPoolExecutor(1) as background:
         failed = show(place, screen, [program for program in programs if program not in beside])
@@ -142,13 +142,13 @@ def environment(wheel: Path | None = None) -> Environment:
 
 
 def fix(place: Environment) -> None:
-    """Let ruff mend what it can."""
+    """Let ruff fix what it can."""
     for words in (("check", "--fix", "--quiet", "."), ("format", "--quiet", ".")):
         place.run([place.python, "-P", "-m", "ruff", *words])
 
 
 def linters(place: Environment) -> list[Program]:
-    """Return the programs that look at the code without running it."""
+    """Return the programs that check the code without running it."""
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
     typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
@@ -195,7 +195,7 @@ def run(place: Environment, step: Step | None, program: Program) -> tuple[int, s
 
 
 def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown_by_pytest: bool) -> bool:
-    """Run pytest, with a bar or on a screen of its own; return whether all passed."""
+    """Run pytest, with a bar or on its own screen; return whether all passed."""
     command: list[str | Path] = [place.python, "-P", "-m", "pytest", *words]
     if shown_by_pytest:
         return place.run(command) == 0

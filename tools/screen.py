@@ -81,7 +81,7 @@ class Step:
         self.screen.line(f"{self.name:<{NAME_WIDTH}} {outcome:<6} {took:>9}{detail}")
 
     def show(self, detail: str, share: float | None = None) -> None:
-        """Say what the step does now, and its share of the whole where that is known."""
+        """Show what the step does now, and its share of the whole if known."""
         self._detail, self._share = detail, share
         if self.screen.live:
             self.draw()
@@ -96,5 +96,5 @@ class Step:
         self.screen.redraw(f"{self.name:<{NAME_WIDTH}} {drawn}{self._detail}{'  ' if self._detail else ''}{took}")
 
     def finish(self, detail: str, *, failed: bool = False) -> None:
-        """Set what the last line says."""
+        """Set the text of the last line."""
         self._detail, self._share, self.failed = detail, None, failed

@@ -1,4 +1,4 @@
-"""Requests by hand, clients that only listen, and brokers that the kit can't serve.
+"""Plain requests, clients that only listen, and brokers that the kit can't make.
 
 The kit's broker is the one to test with (fixtures ``rmq`` and ``broker``); `opened` is for those that are closed in
 order and opened again, whose files fail or hold something before, or whose settings differ within one test.
@@ -61,7 +61,7 @@ def pull(broker: Broker, topic: str, queue_offset: int = 0, queue_id: int = 0, *
 
 
 class Listening:
-    """A client that notes what the broker says to it."""
+    """A client that records the broker's requests."""
 
     def __init__(self) -> None:
         self.heard: list[Request[Any]] = []

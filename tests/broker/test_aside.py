@@ -1,4 +1,4 @@
-"""What saves progress waits for the disk in a turn of its own: meanwhile others go on."""
+"""Saving progress waits for the disk in a turn of its own, and other turns continue meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024)
 
 
 class Moving(ManualClock):
-    """Moved by the test, though librmq takes it for one that moves by itself, as threads have it."""
+    """A clock that the test moves, but that librmq treats as one that moves by itself, as with threads."""
 
     moves_by_itself = True
 
@@ -50,7 +50,7 @@ class Moving(ManualClock):
 
 
 class Holding(ManualRunner):
-    """Runs by hand; a work whose label holds ``held`` waits, as for a disk."""
+    """A manual runner; work whose label contains ``held`` waits, as for a disk."""
 
     held = ""
 
@@ -187,7 +187,7 @@ def test_a_save_overtaken_by_the_end_writes_nothing(
     assert before == {entry.name: files.read(f"/b/config/{entry.name}") for entry in files.list("/b/config")}
     if end is Broker.close:
         with opened(files, ManualRunner(), **part.settings) as again:
-            assert part.saved(again, files) == (1 if "check" in part.label else 2)  # whose next pass did not begin
+            assert part.saved(again, files) == (1 if "check" in part.label else 2)  # its next pass did not begin
 
 
 def test_a_timer_log_that_cannot_be_trimmed_is_so_later(
@@ -236,13 +236,13 @@ def test_a_broker_that_is_closed_saves_what_it_can() -> None:
 
 
 def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, files: MemoryFiles) -> None:
-    """The halves that a check has put back count as judged, though its progress is not noted yet."""
+    """Halves that a check has copied count as judged before its progress is noted."""
     with opened(files, runner) as broker:
         broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
         runner.held = "flushes for its check"
         half = prepare(broker)
         runner.advance(120_000)
-        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # it was put back
+        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # it was copied
         for _ in range(2):
             broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
         assert [message.body for message in broker.messages("T")] == [b"0"]
@@ -296,7 +296,7 @@ def refuses(path: str, data: bytes) -> None:
 
 
 class Gated(MemoryFiles):
-    """Files whose flushes wait while the gate is shut."""
+    """Files whose flushes wait while the gate is closed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ SAVED_AFTER_MS, SWEPT_MS, LOCKED_MS = 5_000, 5_000, 60_000
 
 
 class Told:
-    """A client that only notes what the broker tells it."""
+    """A client that only records the broker's requests."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -66,7 +66,7 @@ class Told:
 class Hold:
     tag: str
     swept_ms: int | None = None
-    """When it ends because another message has come: at the next sweep."""
+    """When other messages end it: at the next sweep."""
     woken: list[int] = field(default_factory=list)
 
 
@@ -173,7 +173,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(group=GROUPS, topic=TOPICS, queue_id=QUEUES)
     def query(self, group: str, topic: str, queue_id: int) -> None:
-        expected = self.offsets.get((group, topic, queue_id), 0)  # all of it counts as in memory
+        expected = self.offsets.get((group, topic, queue_id), 0)  # the whole queue counts as in memory
         assert self.broker.call(QueryOffset(group, topic, queue_id)) == expected
         assert self.broker.call(MaxOffset(topic, queue_id)) == len(self.sent.get((topic, queue_id), []))
 
@@ -275,7 +275,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.reopen()
 
     def reopen(self) -> None:
-        """Open again what was saved: progress beyond its queue's end is put back."""
+        """Reopen the saved state: progress beyond its queue's end is set back."""
         ends = {key: len(self.sent.get(key[1:], [])) for key in self.saved}
         self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.saved.items()}
         self.save_ms = None if self.offsets == self.saved else self.now_ms + SAVED_AFTER_MS

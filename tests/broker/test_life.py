@@ -205,7 +205,7 @@ def test_what_a_table_holds_beyond_that_is_kept() -> None:
         stored = broker.store.message_at(sent.physical_offset)
         assert stored is not None
         assert stored.sys_flag == record.MULTI_TAGS
-        broker.call(SendBack("g", sent.physical_offset, 0))  # the group wants nothing again
+        broker.call(SendBack("g", sent.physical_offset, 0))  # the group retries nothing
         assert broker.store.log.end == stored.size
         broker.create_topic("T", 3)
         broker.set_group("g", retry_max_times=2)
@@ -237,7 +237,7 @@ def test_who_waits_for_the_device(broker: Broker) -> None:
 
 
 def test_a_message_that_may_not_have_reached_the_device() -> None:
-    """A message of which it is not known whether it has reached the device."""
+    """A message that may not have reached the device."""
     files = FailingFiles(MemoryFiles())
     broker = opened(files, store=StoreConfig.tiny(durability="sync"))
     send(broker, "T")

@@ -1,4 +1,4 @@
-"""What consumers read, wait for, and are refused; what a broker remembers of them."""
+"""What consumers read, what they wait for, which pulls are refused, and what a broker remembers of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.broker.parties import beat, opened, pull, send
 
 
 class Bell:
-    """Counts how often it was rung, and by whose clock when."""
+    """Counts its calls, and records their times."""
 
     def __init__(self, runner: ManualRunner) -> None:
         self.runner = runner
@@ -99,7 +99,7 @@ def test_a_moved_offset_is_written_down(broker: Broker) -> None:
 
 
 def test_a_full_disk_does_not_hide_where_to_go_on(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    """It is then that retention takes what is old, and that consumers who are behind ask for what is gone."""
+    """Retention deletes old messages then, and slow consumers ask for deleted ones."""
     send(broker, "T")
 
     def refuse(*arguments: Any, **fields: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker
     ("subscription", "fields"),
     [
         (Subscription("T", "a || b"), {"tags": "b"}),
-        (Subscription("T", "AaAa"), {"tags": "BBBB"}),  # the same hash: consumers look at the text
+        (Subscription("T", "AaAa"), {"tags": "BBBB"}),  # the same hash: consumers compare the text
         (Subscription("T", "u = 'v'", "SQL92"), {"properties": {"u": "v"}}),
         (Subscription("T", ""), {}),
     ],
@@ -381,7 +381,7 @@ def test_progress_beyond_a_queues_end_is_put_back() -> None:
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
     send(broker, "T")
-    for queue_id, queue_offset in ((0, 3), (1, 7), (2, 0)):  # as if messages behind it had not reached the device
+    for queue_id, queue_offset in ((0, 3), (1, 7), (2, 0)):  # as if later messages had not reached the device
         broker.call(UpdateOffset("g", "T", queue_id, queue_offset))
     broker.close()
     with opened(files, runner) as again:
@@ -392,7 +392,7 @@ def test_progress_that_was_never_stored() -> None:
     with opened(store=StoreConfig.tiny(memory_ratio=0)) as broker:
         assert broker.call(QueryOffset("g", "T", 0)) == 0
         send(broker, "T")
-        assert broker.call(QueryOffset("g", "T", 0)) is None  # on disk, as far as anybody knows
+        assert broker.call(QueryOffset("g", "T", 0)) is None  # counts as on disk
     with opened() as broker:
         for _ in range(400):
             send(broker, "T", bytes(600))
@@ -459,7 +459,7 @@ def test_topics_are_made_changed_and_forgotten() -> None:
         broker.delete_topic("TBW102")
     with pytest.raises(MessageIllegalError):
         broker.set_group("no group")
-    broker.abandon()  # topics are saved at once
+    broker.abandon()  # topics are saved immediately
     with opened(files, runner) as again:
         (data,) = again.topic_route("T")
         assert (data.read_queues, data.write_queues, data.permission) == (4, 4, 6)

@@ -38,7 +38,7 @@ KEEP = StoreConfig.tiny(
 
 
 class Shop:
-    """A broker by hand, with a topic of one queue and a producer."""
+    """A broker with a manual clock, and with a topic of one queue and a producer."""
 
     def __init__(self, store: StoreConfig | None = CONFIG, **config: Any) -> None:
         self.files = MemoryFiles()
@@ -66,7 +66,7 @@ class Shop:
         self.open()
 
     def send(self, count: int, topic: str = "orders", **fields: Any) -> None:
-        """Send messages, and let what is due be done after each."""
+        """Send messages, and do due work after each."""
         for _ in range(count):
             self.producer.send(topic, BODY, **fields)
             self.runner.advance(2000)
@@ -83,7 +83,7 @@ class Shop:
         return most
 
     def consume(self, group: str, count: int, topic: str = "orders") -> int:
-        """Consume up to so many messages as a group; return how many came."""
+        """Consume up to ``count`` messages as a group; return their number."""
         done = 0
         with PullConsumer(self.broker, group, consume_from=ConsumeFrom.FIRST, pull_batch_size=1) as consumer:
             consumer.subscribe(topic)
@@ -154,7 +154,7 @@ def test_retries_count_as_unread() -> None:
     consumer.subscribe("orders", lambda message: 1 / 0)
     with consumer:
         shop.send(2)
-    shop.runner.advance(60_000)  # the retries have come to the group's topic, and nothing takes them
+    shop.runner.advance(60_000)  # the retries are in the group's topic, without a reader
     assert len(list(shop.broker.messages("%RETRY%bills"))) == 2
     shop.broker.create_topic("other", 1)
     shop.send(30, "other")
@@ -196,7 +196,7 @@ def test_open_halves_count_as_unread() -> None:
     ends = [half(shop, number) for number in range(4)]
     ends[0](TransactionState.COMMIT)
     ends[2](TransactionState.ROLLBACK)
-    for _ in range(30):  # at once: no check comes in between
+    for _ in range(30):  # without a check in between
         shop.producer.send("orders", BODY)
     shop.broker.store.flush()
     shop.runner.advance(1500)
@@ -237,14 +237,14 @@ def test_a_reset_of_the_group_lets_sends_go_on() -> None:
 
 
 def test_a_refusal_outlives_a_reopening() -> None:
-    """With the settings given or kept, and though the progress was saved with the rest."""
+    """With given or kept settings, although the progress was saved with the rest."""
     shop = Shop(KEEP)
     shop.send(1)
     shop.consume("bills", 1)
     taken = shop.fill()
     shop.reopen()
     assert shop.fill() == 0
-    shop.store_config = None  # what the store keeps
+    shop.store_config = None  # the kept settings
     shop.reopen()
     assert shop.broker.store.config.keep_unconsumed
     assert shop.fill() == 0
@@ -268,7 +268,7 @@ def test_batches_are_refused_and_every_topic_is() -> None:
 
 
 def test_what_lets_messages_be_consumed_is_not_refused() -> None:
-    """Deliveries of delayed messages, retries and ends of transactions, else the log would be full for good."""
+    """Deliveries of delayed messages, retries and ends of transactions, otherwise the log would stay full."""
     shop = Shop(KEEP)
     shop.broker.create_topic("other", 1)
     shop.send(1, delay=60)
@@ -337,7 +337,7 @@ def test_files_stay_by_age_too() -> None:
 
 
 def test_a_store_without_a_broker_keeps_all_and_refuses() -> None:
-    """It can't know what was consumed: neither a tool nor a job deletes what a group still needs."""
+    """It can't know what was consumed, so neither a tool nor a job deletes messages that a group still needs."""
     shop = Shop(KEEP)
     shop.send(1)
     shop.consume("bills", 1)

@@ -1,4 +1,4 @@
-"""Tables are written without the runner's lock, the latest wins, and what is promised at once is durable at once."""
+"""Tables are written without the runner's lock, the latest wins, and promises are kept immediately."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated
 
 
 def test_what_a_disk_refused_is_told_and_written_later(broker: Broker, disk: Gated) -> None:
-    """A disk that refuses is told and what it refused is written later."""
+    """A refused write is logged and repeated later."""
     disk.failure = OSError(errno.ENOSPC, "no space left")
     with pytest.raises(BrokerError, match="no space left"):
         broker.create_topic("T", 3)
@@ -232,7 +232,7 @@ class Turns:
         self.writing.save(self.tables.topics, queues)
 
     def write_aside(self, now: int) -> int | None:
-        """Take the step, and the turn that it submits; gives when the step is due again."""
+        """Take the step, and the turn that it submits; return when the step is due again."""
         self.now = now
         assert self.writing.run_due(now) is None
         wait, done = self.waiting.pop()

@@ -1,4 +1,4 @@
-"""What producers and consumers send: where it goes, what of it is stored, and what is refused."""
+"""What producers and consumers send: where it goes, which parts are stored, and what is refused."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_join_names_what_is_behind(broker: Broker) -> None:
 
 
 def test_join_passes_what_no_filter_takes() -> None:
-    """A held pull tells of such messages only when it ends, which takes longer than this join waits."""
+    """A held pull reports such messages only at its end, which takes longer than this join waits."""
     with Broker.temporary() as broker, Producer(broker) as producer:
         consumer = PushConsumer(broker, "g")
         consumer.subscribe("T", lambda message: None, tags="A")
@@ -364,7 +364,7 @@ def test_iterating_refuses_at_the_call() -> None:
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_a_shutdown_keeps_a_reset_under_way(rmq: Kit, broker: Broker, orderly: bool, is_direct: bool) -> None:
-    """A running instance goes on 10 s after a reset; until then it had stored, or at its end left, its old progress."""
+    """A running instance continues 10 s after a reset; before, it stored its old progress, or left it at its end."""
     broker.create_topic("T", 1)
     consumer = running(broker, [], orderly=orderly)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""A broker among threads: no reader waits for a message that is there, and closing ends what it began."""
+"""A broker among threads: no reader waits for an existing message, and closing ends what the broker started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.broker.parties import HOST
 
 
 class Reader:
-    """Pulls a queue to its end in the thread that wakes it, until all has come."""
+    """Pulls a queue to its end in the thread that wakes it, until everything is read."""
 
     def __init__(self, broker: Broker, queue_id: int, count: int) -> None:
         self.broker, self.queue_id, self.count = broker, queue_id, count
@@ -44,7 +44,7 @@ class Reader:
             )
             self.bodies += [message.body for message in response.messages]
             if response.status is PullStatus.HELD:
-                assert self.ready.wait(30), "a message came, and its reader was not told"
+                assert self.ready.wait(30), "a message was stored, and its reader was not notified"
 
 
 def test_no_message_is_missed_between_looking_and_waiting() -> None:

@@ -1,4 +1,4 @@
-"""Messages that name a time of their own, in a broker that has timers."""
+"""Messages with a delivery time, in a broker with timers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_message_comes_at_its_time(rmq: Kit, broker: Broker) -> None:
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
 def test_what_is_due_is_sent_at_once_or_refused(broker: Broker) -> None:
-    """What is due is sent at once and what cannot be is refused."""
+    """A due message is delivered immediately and an impossible time is refused."""
     timed(broker, TIMER_DELAY_SEC=0)
     assert bodies(broker) == [b"x"]
     with pytest.raises(TimerRefusedError):
@@ -76,7 +76,7 @@ def test_a_deletion(rmq: Kit, broker: Broker) -> None:
     ],
 )
 def test_without_timer_and_relay_a_time_is_refused(broker: Broker, properties: dict[str, object]) -> None:
-    """The error names what to switch on: 4.9 would deliver the message at once."""
+    """The error names the setting to switch on: 4.9 would deliver the message immediately."""
     with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
         timed(broker, b"x", **properties)
     assert broker.store.log.end == 0
@@ -151,7 +151,7 @@ def carried(broker: Broker, queue_id: int = 0) -> None:
 
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
 def test_what_the_relay_delivers_can_be_consumed(rmq: Kit, broker: Broker) -> None:
-    """The target topic is made by the send, and again if it was deleted meanwhile."""
+    """The send creates the target topic, and the delivery creates it again if it was deleted meanwhile."""
     carried(broker)
     assert "T" in broker.topics()
     broker.delete_topic("T")

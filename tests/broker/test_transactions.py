@@ -1,4 +1,4 @@
-"""Half messages in a broker: hidden, ended by their producer, asked about, given up."""
+"""Half messages in a broker: hidden, ended by their producer, asked about, discarded."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -
     rmq.advance(ms=4_000)
     assert len(client.heard) == 1
     broker.call(ChannelClosed("c1"))
-    rmq.advance(ms=60_000)  # no producer is there to be asked; the checks count
+    rmq.advance(ms=60_000)  # no producer can be asked; the checks count
     assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
     assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
@@ -120,7 +120,7 @@ def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -
 def test_a_check_that_reaches_no_producer_does_not_count(
     rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A check that reaches no producer is told and does not count."""
+    """A check that reaches no producer is logged and does not count."""
     prepare(broker)
     before = broker.store.log.end
     rmq.advance(ms=3_600_000)
@@ -205,7 +205,7 @@ def test_a_half_message_outlives_its_broker(rmq: Kit) -> None:
 
 
 def expired(broker: Broker) -> None:
-    """Retention takes all that stands in the log by now."""
+    """Retention deletes everything in the log."""
     store = broker.store
     end = store.log.end
     while store.log.end - end < 2 * store.config.commitlog_file_size:
@@ -236,14 +236,14 @@ def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_
             assert caught.value.code == ResponseCode.SYSTEM_ERROR
         assert again.store.log.end == before
         assert bodies(again) == []
-        runner.advance(200_000)  # the check goes on behind it
+        runner.advance(200_000)  # the check continues after it
         late = prepare(again, 2)
         end(again, late, COMMIT)
         assert bodies(again) == [b"2"]
 
 
 def test_a_message_is_told_of_though_its_half_goes_then(broker: Broker) -> None:
-    """A message is told of though retention takes its half in that moment."""
+    """A message is announced although retention deletes its half at that moment."""
     woken: list[int] = []
     half = prepare(broker)
     assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
@@ -261,7 +261,7 @@ def test_a_message_is_told_of_though_its_half_goes_then(broker: Broker) -> None:
 
 
 def test_what_is_delivered_is_told_of_though_the_end_fails(rmq: Kit, broker: Broker) -> None:
-    """What is delivered is told of though the end fails behind it."""
+    """A delivered message is announced although the end fails afterwards."""
     woken: list[int] = []
     half = prepare(broker)
     assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
@@ -278,7 +278,7 @@ def test_what_is_delivered_is_told_of_though_the_end_fails(rmq: Kit, broker: Bro
     assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
     store.append = append  # type: ignore[method-assign]
     assert (bodies(broker), woken) == ([b"0"], [1])
-    end(broker, half, COMMIT)  # once more
+    end(broker, half, COMMIT)  # again
     assert bodies(broker) == [b"0"]
     rmq.advance(ms=3_600_000)
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []

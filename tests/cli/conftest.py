@@ -20,7 +20,7 @@ def project_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(
     tmp_path: Path, project_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Shell:
-    """Commands in a folder of their own, with the project's store in ``store``."""
+    """Commands in their own folder, with the project's store in ``store``."""
     shutil.copytree(project_store, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")

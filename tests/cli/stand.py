@@ -16,7 +16,7 @@ from tests.reference import COMPACT, unpack_compact
 
 
 class Answer(NamedTuple):
-    """What a command left: its exit status, and what it printed and said."""
+    """The result of a command: its exit status, rows and messages."""
 
     status: int
     out: str

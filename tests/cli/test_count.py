@@ -1,4 +1,4 @@
-"""``topics``, ``stats`` and ``count``, held against ``dump`` and ``queues``."""
+"""``topics``, ``stats`` and ``count``, compared with ``dump`` and ``queues``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands are given."""
+"""The input of commands."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ END = {"commit": {"op": "commit", "id": "h"}, "rollback": {"op": "rollback", "id
 
 
 class Load:
-    """Runs operations on one store and keeps what was said."""
+    """Runs operations on one store and keeps the messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ def load(tmp_path: Path) -> Load:
     return Load(tmp_path / "store")
 
 
-# --- what is put
+# --- messages
 
 
 def test_defaults_of_a_message(load: Load) -> None:
@@ -162,7 +162,7 @@ def test_a_batch(load: Load) -> None:
     assert (answer["phys"], answer["wrote_bytes"], answer["msg_num"]) == (0, one.size + two.size, 2)
 
 
-# --- what is refused
+# --- refusals
 
 BATCH = {"op": "batch", "topic": "T", "queueId": 0, "messages": [{"body": "b"}]}
 REFUSED = {
@@ -288,7 +288,7 @@ def test_a_delayed_half_waits_as_in_the_original(load: Load) -> None:
 
 
 def test_a_final_message_that_is_refused_gets_no_op(load: Load) -> None:
-    # With the longer topic of its own the record no longer fits a file.
+    # With its longer own topic the record no longer fits into a file.
     config = StoreConfig.tiny(commitlog_file_size=1024)
     topic, fixed = "T" * 127, record.FIXED_SIZE + len(HALF_TOPIC) + record.BLANK_SIZE
     half = {**HALF, "topic": topic, "body": ""}
@@ -343,7 +343,7 @@ def test_time_cannot_go_back(load: Load) -> None:
     [
         (0, 999, None),
         (0, 1000, 1000),
-        (50, 1050, None),  # looked at every 100 ms
+        (50, 1050, None),  # checked every 100 ms
         (50, 1099, None),
         (50, 1100, 1100),
         (50, 5000, 1100),  # on the way
@@ -382,7 +382,7 @@ def test_what_waits_from_an_earlier_run_is_delivered(load: Load) -> None:
     load({**PUT, "delayLevel": 2, "at_ms": AT})
     load({**PUT, "at_ms": AT + 4999})
     assert len(load.messages()) == 2
-    load(PUT)  # nobody looks before the first at_ms
+    load(PUT)  # nothing is checked before the first at_ms
     assert len(load.messages()) == 3
     load({"op": "persist", "at_ms": AT + 5000})
     assert [message.body for message in load.messages()[3:]] == [b"b"]
@@ -498,7 +498,7 @@ def test_messages_get_the_bitmap_of_the_filters_that_match(
 ) -> None:
     load(*operations, FILTER, *operations, config=WITH_EXT)
     assert bitmaps(load, queue_id) == [None] * len(expected) + expected
-    load(*operations, config=WITH_EXT)  # the file tells of the filter
+    load(*operations, config=WITH_EXT)  # the file has the filter
     assert bitmaps(load, queue_id) == [None] * len(expected) + 2 * expected
 
 
@@ -511,7 +511,7 @@ def test_a_filter_that_is_replaced_by_none_makes_no_bitmaps(load: Load) -> None:
 
 
 def test_unreadable_filters_are_told_before_opening(load: Load) -> None:
-    """Filters that cannot be read are told before anything is opened."""
+    """Unreadable filters are reported before anything is opened."""
     load(FILTER, PUT, config=WITH_EXT)
     for name in ("consumerFilter.json", "consumerFilter.json.bak"):
         path = load.path / "config" / name

@@ -1,4 +1,4 @@
-"""``dump`` of logs that were made by hand, sound and damaged."""
+"""``dump`` of constructed logs, sound and damaged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 class Log:
-    """A store that has nothing but a log."""
+    """A store with only a log."""
 
     def __init__(self, folder: Path, file_size: int = FILE_SIZE, begin: int = 0) -> None:
         self.store = folder
@@ -71,7 +71,7 @@ class Log:
             (folder / f"{self.begin + start:020d}").write_bytes(part.ljust(self.file_size, b"\0"))
 
     def dump(self, *words: str) -> tuple[int, list[Row], str]:
-        """Write the log and dump it: exit status, rows, what was said."""
+        """Write the log and dump it: exit status, rows, messages."""
         self.write()
         return dump(self.store, *words)
 

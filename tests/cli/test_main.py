@@ -1,4 +1,4 @@
-"""The frame of the command line: arguments, exit statuses, what is loaded."""
+"""The frame of the command line: arguments, exit statuses, loaded modules."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -
     assert (seen[0].begin, seen[0].end) == (word, word)
 
 
-# --- as a program of its own
+# --- as a separate program
 
 
 def test_help_loads_nothing_slow() -> None:

@@ -1,4 +1,4 @@
-"""``recover --dry-run``, ``salvage``, ``snapshot``, ``restore``, and what is said where opening would cut."""
+"""``recover --dry-run``, ``salvage``, ``snapshot``, ``restore``, and messages if opening would cut."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_salvage_prints_every_other_message_and_the_gap(run: Run, damaged: tuple
 
 
 def test_salvage_into_a_new_store(run: Run, damaged: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Everything but the queue offsets behind the gap, which are closed up, is as it was."""
+    """Everything is unchanged, except that queue offsets after the gap close it."""
     copy, row = damaged
     new = tmp_path / "new"
     status, printed, err = run("salvage", copy, "--into", new)

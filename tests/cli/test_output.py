@@ -1,4 +1,4 @@
-"""Rows as JSON lines and as tables, and what is said on standard error."""
+"""Rows as JSON lines and as tables, and messages on standard error."""
 
 from __future__ import annotations
 

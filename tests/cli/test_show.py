@@ -1,4 +1,4 @@
-"""``show`` and ``tail``: which messages, in which order, with which bodies; held against ``dump``."""
+"""``show`` and ``tail``: which messages, in which order, with which bodies; compared with ``dump``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FROM_MS, TO_MS = 1_795_150_493_000, 1_795_150_498_000
 
 
 def dumped(shell: Shell) -> list[Row]:
-    """The message rows of ``dump``, which another test holds against a real broker."""
+    """The message rows of ``dump``, which another test compares with a real broker."""
     return [row for row in shell("dump", "store").rows if row["type"] == "message"]
 
 

@@ -1,4 +1,4 @@
-"""The commands on whole stores: what they refuse, and what they say of damage."""
+"""The commands on whole stores: refusals, and messages about damage."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_folder_that_is_no_queue_is_damage(run: Run, copy: Path) -> None:
     assert printed[0]["damage"][0]["file"] == f"consumequeue/{'t' * 128}"
 
 
-# --- what is no store
+# --- paths without a store
 
 ON_STORES = ("dump", "queues", "queue", "query", "ask", "verify", "recover", "broker-conf")
 MORE = {"queue": ["T", "0"], "query": ["--id", "x"]}

@@ -1,4 +1,4 @@
-"""Shares of queues, and groups whose instances differ. All cases of the original stand in ``tests/golden``."""
+"""Shares of queues, and groups whose instances differ. ``tests/golden`` has all cases of RocketMQ."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
     ("broker", "counts"), [("r@b", True), ("r@b@", True), ("r@", False), ("r@@b", False), ("@b", False)]
 )
 def test_a_machine_room_stands_before_the_only_at(broker: str, counts: bool) -> None:
-    """A machine room stands before the only at as 4.9 splits names."""
+    """The machine room is the text before the only @, because 4.9 splits names there."""
     assert bool(allocate_by_machine_room({"r"})("c", queues(1, broker), ["c"])) is counts
 
 
@@ -136,7 +136,7 @@ def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(allocation, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
     ring = allocation._ring.__wrapped__(("a", "b"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
-    # a holds no node any more, so its second occurrence begins at 0 again, and takes the place back
+    # a has no node left, so its second occurrence starts at 0 again, and takes the place back
     ring = allocation._ring.__wrapped__(("a", "b", "a"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["a"]] * 2)
 

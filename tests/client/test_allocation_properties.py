@@ -1,4 +1,4 @@
-"""What holds for shares of queues, whatever the queues and clients."""
+"""Properties of allocation for any queues and clients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STRATEGIES: dict[str, AllocationStrategy] = {
 def test_each_queue_has_one_owner_in_any_order_of_asking(
     strategy: AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
 ) -> None:
-    """Each queue has exactly one owner, however many clients ask and in whatever order."""
+    """Each queue has exactly one owner, for any number and order of clients."""
     shares = []
     for client in clients:
         shares += own_share(client, data.draw(st.permutations(queues)), data.draw(st.permutations(clients)), strategy)

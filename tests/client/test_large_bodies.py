@@ -150,7 +150,7 @@ def test_a_queue_that_went_elsewhere_is_forgotten() -> None:
 
 
 def test_a_body_with_lost_parts_is_given_up_and_told() -> None:
-    """A body whose other parts were lost is given up and told."""
+    """A body whose other parts were lost is dropped and reported."""
     assembler = BodyAssembler()
     stream = parts()
     for part in stream[:3]:
@@ -161,7 +161,7 @@ def test_a_body_with_lost_parts_is_given_up_and_told() -> None:
     (lost,) = assembler.give_up(1003)
     assert (lost.body_id, lost.size, lost.parts) == ("id-1", 1024, 11)
     assert lost.places == (("T", 0, 0), ("T", 0, 1), ("T", 0, 2))
-    assert assembler.give_up(1 << 60) == []  # what is complete waits for its done
+    assert assembler.give_up(1 << 60) == []  # a complete body waits for its done
 
 
 # --- what cannot be trusted
@@ -220,7 +220,7 @@ def test_other_bytes_for_a_part_that_is_there_are_refused() -> None:
 
 
 def test_a_whole_without_its_checksum_is_dropped() -> None:
-    """A whole without its checksum is dropped and may come again."""
+    """A body without its checksum is dropped and can be delivered again."""
     assembler = BodyAssembler()
     stream = parts()
     assembler.add(Delivered(stream[0].properties, b"?" * len(stream[0].body)))

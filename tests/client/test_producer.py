@@ -1,4 +1,4 @@
-"""Producers: where sends go, what is tried again, what is refused, and their life."""
+"""Producers: destinations of sends, retries, refusals, and the producer's life."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def broker() -> Iterator[Broker]:
 
 
 class Cluster:
-    """A route over brokers of which sends may fail first: ``fail(broker_name)`` tells how."""
+    """A route over brokers whose sends can fail first: ``fail(broker_name)`` returns how."""
 
     def __init__(self, *brokers: Broker, fail: Callable[[str], Exception | None] = lambda name: None) -> None:
         self.brokers = {broker.name: broker for broker in brokers}
@@ -394,7 +394,7 @@ def test_awaited(broker: Broker) -> None:
     assert bodies(broker) == [b"x"]
 
 
-# ---- as a user meets it
+# ---- from the user's side
 
 
 def test_queue_and_selector_exclude_each_other(broker: Broker) -> None:

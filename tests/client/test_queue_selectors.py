@@ -1,4 +1,4 @@
-"""Which queue a message is sent to. The original's choices by hash stand in ``tests/golden``."""
+"""Choice of a message's queue. ``tests/golden`` has RocketMQ's choices by hash."""
 
 from __future__ import annotations
 

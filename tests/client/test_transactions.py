@@ -1,4 +1,4 @@
-"""Producers of transactions: what is delivered, when the local transaction runs, who is asked."""
+"""Producers of transactions: deliveries, the time of the local transaction, and the producer that is asked."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_is_unknown_is_asked_about_until_it_is_discarded(shop: Shop) -> Non
 
 
 def test_a_producer_made_after_a_restart_is_asked(shop: Shop) -> None:
-    """It joined with its first send alone, so that its halves were given up unasked (issue 14, 1.14)."""
+    """It used to join only with its first send, so its halves were discarded without a question (issue 14, 1.14)."""
     with shop.producer(execute=says(UNKNOWN)) as before:
         before.send_in_transaction(Message("T", b"sent before"))
     shop.answers[b"sent before"] = COMMIT

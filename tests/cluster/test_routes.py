@@ -1,4 +1,4 @@
-"""Several brokers behind one route: what clients know of them, and when."""
+"""Several brokers behind one route: what clients know about them, and when."""
 
 from __future__ import annotations
 

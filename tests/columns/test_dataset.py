@@ -1,4 +1,4 @@
-"""A store as a dataset: what engines push down is what filtering afterwards gives."""
+"""A store as a dataset: pushed-down filters select the same rows as filtering afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as Parquet, CSV and JSON lines: what is in them, and an export that goes on where it was."""
+"""Messages as Parquet, CSV and JSON lines: their content, and an export that continues where it was."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = StoreConfig.tiny()
 
 
 def fill(folder: Path, numbers: range) -> None:
-    """Messages of an hour each in two topics of two queues; every seventh body is no text."""
+    """Messages of an hour each in two topics of two queues; every seventh body is not text."""
     clock = ManualClock(START_MS + 3_600_000 * numbers.start)
     with MessageStore.open(folder, CONFIG, clock=clock) as store:
         for number in numbers:
@@ -130,7 +130,7 @@ for left[0] in range(5):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Exports in five processes, the first of which dies at the first call that lasts, the second at the second, …"""
+"""Exports in five processes, the first of which dies at the first lasting call, the second at the second, …"""
 
 
 @pytest.mark.parametrize("name", OUTS)

@@ -1,4 +1,4 @@
-"""A store as a stream of record batches: what settings choose, what is read for it, by which processes."""
+"""A store as a stream of record batches: what settings select, which files are read, and by which processes."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_what_is_not_wanted_is_not_read(path: Path, tmp_path: Path, settings: An
 
 
 def test_rows_are_left_out_before_bodies_are_looked_at(path: Path, tmp_path: Path) -> None:
-    """A damaged body is no error of a read that does not want it."""
+    """A damaged body is not an error for a read without bodies."""
     shutil.copytree(path, tmp_path / "s")
     place = reader(path, filter=pc.field("tags") == "t1").read_all().column("physicalOffset")[5].as_py()
     file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"

@@ -1,4 +1,4 @@
-"""Where records begin, found by chains in lock step, held against one chain."""
+"""Starts of records, found by chains in lock step, compared with one chain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PIECES = st.one_of(
 
 
 def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
-    """The starts, and whether something is there that is no record."""
+    """Return the starts, and whether there are other bytes."""
     found: list[int] = []
     at = 0
     while at < end:

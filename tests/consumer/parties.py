@@ -1,4 +1,4 @@
-"""Consumers of the kit, and a seam for what it can't serve: its faults are of sends, processes and the broker only."""
+"""Consumers of the kit, and a seam for other faults than the kit's, which are of sends, processes and the broker."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Seam:
 
 
 def seam_of(rmq: Kit) -> Seam:
-    """The seam of a new process, whose listeners may fail."""
+    """The seam of a new process, whose listeners can fail."""
     seam: Seam = rmq.app("g", Seam, fail_fast=False).state
     return seam
 
@@ -73,7 +73,7 @@ def subscribed(
     filters: dict[str, Any] | None = None,
     **settings: Any,
 ) -> PushConsumer:
-    """A consumer of one topic, in a process of its own or, started, behind the seam of one. Its listener may fail."""
+    """A consumer of one topic, in its own process or, if started, behind such a seam. Its listener can fail."""
     made = PushConsumer(route, group, **settings) if route else rmq.consumer(group, fail_fast=False, **settings)
     made.subscribe(topic, listener, **filters or {})
     return made.start() if route else made
@@ -84,7 +84,7 @@ def send(rmq: Kit, *bodies: str, topic: str = "t", **fields: Any) -> list[SendRe
 
 
 def bodies(rmq: Kit, process: str | None = None, group: str = "g") -> list[str]:
-    """What the listeners of a group were given, in order, or those of one process: "g" is the first, then "g-2"."""
+    """Bodies that the listeners of a group got, in order, or those of one process: "g" is the first, then "g-2"."""
     return [one.body.decode() for one in rmq.delivered(group) if process in (None, one.process)]
 
 
@@ -120,5 +120,5 @@ def assigned(consumer: PushConsumer | PullConsumer, topic: str = "t") -> list[in
 
 
 def newest_takes_all(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> Sequence[MessageQueue]:
-    """A strategy by which each further instance takes all queues over."""
+    """A strategy by which each new instance takes over all queues."""
     return queues if client_id == max(clients) else ()

@@ -1,4 +1,4 @@
-"""Broadcasting: each instance gets all messages, and keeps its progress in a file of its own."""
+"""Broadcasting: each instance gets all messages, and keeps its progress in its own file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_progress_that_no_file_takes_is_written_later(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("start", list(ConsumeFrom))
 def test_the_message_that_makes_its_topic_comes(rmq: Kit, start: ConsumeFrom) -> None:
-    """The first send to a new topic made queues whose first message never came (issue 14, 2.4)."""
+    """The first send to a new topic made queues whose first message was never delivered (issue 14, 2.4)."""
     broadcasting(rmq, topic="new", consume_from=start)
     send(rmq, "before the first rebalance", topic="new", queue=0)
     rmq.advance(seconds=1)

@@ -113,7 +113,7 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> N
 
 
 def test_dead_letter_ends_an_orderly_message_at_once(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    """``raise DeadLetter`` was retried for ever by an orderly consumer (issue 14, 1.10)."""
+    """an orderly consumer retried ``raise DeadLetter`` forever (issue 14, 1.10)."""
 
     def listen(message: DeliveredMessage) -> None:
         if message.body == b"bad":
@@ -217,7 +217,7 @@ def test_a_queue_lost_in_mid_message_is_kept_by_its_lock(one_queue: Kit, locked:
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: bool) -> None:
-    """After 20 s, and not at all where the queue has come back meanwhile."""
+    """After 20 s, and not at all if the queue has returned meanwhile."""
     seam = seam_of(one_queue)
     ordered(one_queue, Noted(one_queue, {"1": 40}), route=seam, strategy=newest_takes_all)
     send(one_queue, "1", "2")
@@ -244,7 +244,7 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
     ordered(one_queue, listener, route=seam)
     one_queue.advance(seconds=4)
     del seam.asked[:]
-    one_queue.advance(hours=1)  # nothing is to do: the lock is older than it is trusted
+    one_queue.advance(hours=1)  # nothing to do: the lock is older than it is trusted
     assert [request for request in seam.asked if isinstance(request, LockQueues)] == []
     listener.since()
     send(one_queue, "a")
@@ -261,7 +261,7 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
 
 
 def test_after_a_lost_lock_a_client_goes_on_behind_others(one_queue: Kit) -> None:
-    """It hears nothing for minutes, and another has consumed meanwhile."""
+    """It is cut off for minutes, and another instance consumes meanwhile."""
     seam = seam_of(one_queue)
     first = ordered(one_queue, route=seam)
     send(one_queue, "1")

@@ -23,7 +23,7 @@ def orders_in_order(rmq: Kit, lock_queues: bool = True) -> None:
         def charge(message: DeliveredMessage) -> None:
             queue = message.queue.queue_id
             other = at_work.get(queue)
-            assert other is None, f"{other} and {process.label} have queue {queue} at once"
+            assert other is None, f"{other} and {process.label} have queue {queue} at the same time"
             at_work[queue] = process.label
             try:
                 rmq.checkpoint("at work")

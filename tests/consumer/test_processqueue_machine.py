@@ -1,4 +1,4 @@
-"""The process queue against a plain sorted dict, whatever is pulled, begun, ended and put back."""
+"""The process queue against a plain sorted dict, for any order of pulls, begins, ends and returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @rule(gaps=st.lists(st.integers(1, 4), max_size=6), back=st.integers(0, 3), size=st.integers(0, 9))
     def pull(self, gaps: list[int], back: int, size: int) -> None:
-        """What was filtered out leaves gaps; what comes a second time is left out."""
+        """Filtered messages leave gaps; messages pulled twice are ignored."""
         queue_offset = max(-1, self.largest - back)
         offsets = []
         for gap in gaps:
@@ -56,7 +56,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @rule(gap=st.integers(-1, 3), size=st.integers(0, 9))
     def begin(self, gap: int, size: int) -> None:
-        """One that is pulled and begins at once, unless others come before it or it was held before."""
+        """Pull a message and begin it directly, unless others precede it or it was held before."""
         queue_offset = max(0, self.largest + gap)
         bounds = (1, queue_offset + 3)
         message = self.real.begin(record(queue_offset, size), bounds)

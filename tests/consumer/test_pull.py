@@ -91,7 +91,7 @@ def test_a_subscribed_consumer_shares_queues(filled: Kit) -> None:
 
 
 def test_a_poll_gives_messages_of_one_queue(filled: Kit) -> None:
-    """Polls give messages of one queue and pass over the others."""
+    """Polls return messages of one queue and skip the others."""
     consumer = reader(filled, pull_batch_size=4)
     consumer.subscribe("t", tags="b")
     consumer.start()
@@ -120,7 +120,7 @@ class CountedLock:
 
 
 class PassesOver(Seam):
-    """Answers pulls as a broker that looks at three messages at a time, and finds none that is asked for."""
+    """Answers pulls like a broker that checks three messages at a time, and finds no match."""
 
     def call(self, request: Request[Any], /) -> Any:
         if isinstance(request, PullMessage) and request.queue_offset < 9:
@@ -130,7 +130,7 @@ class PassesOver(Seam):
 
 
 def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks at the same queue others may have it."""
+    """Between two looks at the same queue others can have it."""
     lock = CountedLock(filled.runner.lock)
     seam = PassesOver(filled.route)
     consumer = PullConsumer(seam, "g")
@@ -161,7 +161,7 @@ def test_each_poll_commits_what_the_ones_before_gave(filled: Kit) -> None:
 
 
 def test_what_was_polled_and_not_dealt_with_comes_again(filled: Kit) -> None:
-    """Leaving the block by an exception (Ctrl-C, say) tells that the messages of the last poll were not."""
+    """Leaving the block by an exception (Ctrl-C, say) means that the messages of the last poll were not."""
     consumer = reader(filled)
     consumer.assign(QUEUES[:1])
 
@@ -182,7 +182,7 @@ def test_what_was_polled_and_not_dealt_with_comes_again(filled: Kit) -> None:
 
 @pytest.mark.parametrize("left_by", ["break", "exception"])
 def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
-    """What the loop was not given comes with the next poll, here or elsewhere (issue 14, 1.7)."""
+    """Messages that the loop did not get come with the next poll, here or elsewhere (issue 14, 1.7)."""
     consumer = reader(filled)
     consumer.assign(QUEUES)
     handled: list[bytes] = []

@@ -42,7 +42,7 @@ def reader(broker: Broker) -> Iterator[PullConsumer]:
 async def test_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
     producer = Producer(broker, "writers")
     polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
-    for _ in range(100):  # the loop goes on
+    for _ in range(100):  # the loop continues
         await asyncio.sleep(0)
     assert not polling.done()
     await producer.send_async("T", b"1")

@@ -93,7 +93,7 @@ def test_only_tags_that_are_asked_for(four_queues: Kit) -> None:
     send(four_queues, "d")
     four_queues.advance(seconds=20)
     assert sorted(bodies(four_queues)) == ["a", "c"]
-    assert sum(four_queues.offsets("g").values()) == 4  # what was passed over counts as consumed
+    assert sum(four_queues.offsets("g").values()) == 4  # skipped messages count as consumed
 
 
 def test_sql(one_queue: Kit) -> None:
@@ -288,7 +288,7 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
 def test_progress_passes_what_the_filter_drops_behind_a_message(one_queue: Kit) -> None:
     consumer = subscribed(one_queue, filters={"tags": "a"})
     send(one_queue, "a", tags="a")
-    send(one_queue, "b", tags="b")  # comes with the same pull, behind what the listener gets
+    send(one_queue, "b", tags="b")  # comes with the same pull, after the listener's message
     one_queue.advance(seconds=30)
     assert consumer.progress("t") == {T0: 2}
     assert stored(one_queue) == 2
@@ -317,7 +317,7 @@ def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None
     assert stored(one_queue) == 2
     seam.cut()
     one_queue.advance(seconds=1)
-    assert stored(one_queue) == 3  # what is not stored is tried again
+    assert stored(one_queue) == 3  # an unstored message is tried again
 
 
 def test_progress_travels_with_pulls(one_queue: Kit) -> None:
@@ -371,7 +371,7 @@ def test_where_nothing_is_stored_the_setting_decides(one_queue: Kit, begin: Cons
 
 
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
-    """The queue is let go, the corrected offset stored after 10 s, the queue taken again at the next rebalance."""
+    """The queue is dropped, the corrected offset stored after 10 s, the queue taken again by the next rebalance."""
     send(one_queue, "a", "b")
     one_queue.broker.call(UpdateOffset("g", "t", 0, 99))
     consumer = subscribed(one_queue)
@@ -490,7 +490,7 @@ def test_what_was_open_is_looked_at_on_the_grid_of_20_seconds(one_queue: Kit) ->
 
 
 def test_instances_that_differ_leave_queues_unowned(four_queues: Kit) -> None:
-    """The trap as it is: one of four queues of B is read, as A alone is what the other one subscribes to."""
+    """The trap: one of four queues of B is read, because the other instance subscribes to A only."""
     four_queues.broker.create_topic("B", 2)
     subscribed(four_queues)
     second = subscribed(four_queues)
@@ -783,7 +783,7 @@ def test_a_shutdown_ends_though_a_listener_does_not(interrupted: bool, monkeypat
                     consumer.shutdown()
         else:
             assert consumer.shutdown(timeout=0.01) is False
-        assert broker.consumer_offset("g", "t", 0) == 1  # the second comes again
+        assert broker.consumer_offset("g", "t", 0) == 1  # the second is delivered again
         assert broker.call(ConsumerIds("g")) == ()
         release.set()
 
@@ -869,7 +869,7 @@ def test_a_pull_that_fails_is_tried_again_after_3_seconds(one_queue: Kit) -> Non
 
 @pytest.mark.parametrize("has_another", [False, True])
 def test_a_forgotten_client_finds_out_by_itself(one_queue: Kit, has_another: bool) -> None:
-    """Its pull is answered, and it asks again: at once where the group has others, else at its next heartbeat."""
+    """Its pull is answered, and it asks again: now if the group has other members, else at its next heartbeat."""
     consumer = subscribed(one_queue)
     if has_another:
         subscribed(one_queue)

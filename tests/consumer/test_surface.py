@@ -1,4 +1,4 @@
-"""Consumers as a user meets them: subscribing, contexts, settings, what misuse says."""
+"""Consumers from the user's side: subscribing, contexts, settings, errors of misuse."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_predicate_lets_messages_pass_as_consumed(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
 def test_a_predicate_and_a_batch_agree_on_what_is_consumed(one_queue: Kit, answer: int | Exception) -> None:
-    """The listener counts the messages that it was given, which are not all of the batch."""
+    """The listener counts the messages that it got, which are not all of the batch."""
     calls: list[list[str]] = []
 
     def listen(messages: list[DeliveredMessage]) -> int | None:

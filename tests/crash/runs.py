@@ -58,7 +58,7 @@ class BusyFiles(RecordingFiles):
 
 @dataclass
 class Recorded:
-    """A run: what it did to its files, and what it promised when."""
+    """A run: its changes of files, and its promises with their times."""
 
     seed: str
     config: StoreConfig
@@ -68,21 +68,21 @@ class Recorded:
     """What was appended, by physical offset."""
     trace: list[Event] = field(default_factory=list)
     promised: list[tuple[int, int]] = field(default_factory=list)
-    """From so many events on everything below this physical offset is durable."""
+    """From this number of events on everything below this physical offset is durable."""
     deleted: list[tuple[int, int]] = field(default_factory=list)
-    """From so many events on everything below this physical offset may be gone."""
+    """From this number of events on everything below this physical offset may be deleted."""
     older: dict[int, bytes] = field(default_factory=dict)
     """What the log may hold until the run has opened it."""
     opened_at: int = 0
     """So many events opening took."""
     opened: list[int] = field(default_factory=list)
-    """After so many events it was opened, each time."""
+    """Numbers of events after which it was opened."""
     closed: list[int] = field(default_factory=list)
-    """After so many events it was closed."""
+    """Numbers of events after which it was closed."""
     vouched: int | None = None
-    """From so many events on there is a checkpoint."""
+    """Number of events from which there is a checkpoint."""
     rotten: list[tuple[int, int]] = field(default_factory=list)
-    """From so many events to so many it was damaged, as no crash does."""
+    """Ranges of events with damage that no crash causes."""
 
     def promised_at(self, crash_point: int) -> int:
         return max((end for events, end in self.promised if events <= crash_point), default=0)
@@ -98,7 +98,7 @@ class Recorded:
 
 
 class Run:
-    """Does anything to a store, and notes what is promised."""
+    """Does anything to a store, and records its promises."""
 
     def __init__(self, seed: str, before: tuple[Recorded, Image] | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -132,7 +132,7 @@ class Run:
         self.promise(self.store.log.end)
         self.recorded.opened.append(len(self.files.trace))
 
-    # --- what is noted
+    # --- recording
 
     def promise(self, physical_end: int) -> None:
         self.recorded.promised.append((len(self.files.trace), physical_end))
@@ -218,7 +218,7 @@ class Run:
             if not self.store.appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
                 if self.rng.random() < 0.5:
-                    self.store.find_by_key("TopicA", "key1")  # what was submitted goes to queues and index
+                    self.store.find_by_key("TopicA", "key1")  # writes submitted messages to queues and index
 
         self.files.meanwhile = meanwhile
         try:
@@ -284,7 +284,7 @@ class Run:
         self.waiting.clear()
 
     def threads(self) -> None:
-        """Producers beside each other, whose flushes are shared."""
+        """Parallel producers that share flushes."""
         store, count = self.store, 3
 
         def produce(seed: int) -> None:
@@ -391,7 +391,7 @@ def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None
 def _go_on(
     store: MessageStore, found: list[StoredMessage], expected: dict[int, bytes], promised: int, image: Image
 ) -> None:
-    """Append to queues: the count goes on behind what is there, and behind what was promised."""
+    """Append to queues: the count continues after existing and promised messages."""
     last: dict[tuple[str, int], int] = {}
     floor: dict[tuple[str, int], int] = {}
     for message in found:
@@ -419,7 +419,7 @@ def _go_on(
 
 
 def assert_settled(files: RecordingFiles) -> None:
-    """All that was done to ``files`` is on the device: whatever the crash, all is there."""
+    """Everything done to ``files`` is on the device, so no crash loses any of it."""
     images = CrashImages(files.trace)
     for seed in range(20):
         image = images.image(seed, len(files.trace))
@@ -433,7 +433,7 @@ class CrashError(AssertionError):
 
 
 def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
-    """``count`` points of a run, half of them behind what is rare: a name or the checkpoint changes. Ascending.
+    """``count`` points of a run, half of them after rare events: a name or the checkpoint changes. Ascending.
 
     And each at which it had just been opened or closed.
     """
@@ -450,7 +450,7 @@ def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
 def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
     """Check an image of a crash at each of `crash_points`, one in ten thoroughly.
 
-    Returns those that a life can go on from.
+    Return those from which a life can continue.
     """
     images = []
     every = CrashImages(recorded.trace, recorded.contents)
@@ -466,7 +466,7 @@ def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
 
 
 def check_lives(seed: str, counts: Sequence[int]) -> int:
-    """A run, and further ones that begin with what a crash of the one before left; how many images were checked."""
+    """Make a run, and others that start from a crash of the one before; return the number of checked images."""
     recorded = record(f"{seed} life 1")
     for life, count in enumerate(counts, 1):
         images = check_images(recorded, f"{seed} crash {life}", count)
@@ -477,7 +477,7 @@ def check_lives(seed: str, counts: Sequence[int]) -> int:
 
 
 def main(images: int) -> int:
-    """Check so many images, until one fails: ``python -m tests.crash.runs 1000``."""
+    """Check this many images, until one fails: ``python -m tests.crash.runs 1000``."""
     done = number = 0
     while done < images:
         try:

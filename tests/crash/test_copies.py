@@ -1,4 +1,4 @@
-"""When the power fails while a snapshot is made, a store is rescued, or what a recovery cuts is kept aside."""
+"""Power failures during a snapshot, a rescue, or the copying of bytes that a recovery cuts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGET = "/snapshots/of today/one"
 
 
 def crashes(found: Contents, do: Callable[[Files], object], count: int = examples(120)) -> list[Image]:
-    """Images of crashes while something is done to a store, and many of one behind it."""
+    """Images of crashes during an action on a store, and many after it."""
     on_disk: Contents = {ROOT: None, **{f"{ROOT}/{path}": data for path, data in sorted(found.items())}}
     files = RecordingFiles()
     Image(0, 0, on_disk, ()).write_to(files)
@@ -74,7 +74,7 @@ def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[.
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
-    """Files are linked of which nothing was flushed, and a queue has lost all its messages."""
+    """Linked files were never flushed, and a queue has lost all its messages."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:

@@ -135,7 +135,7 @@ def spoil(subject: Subject, rng: random.Random) -> Spoilt:
 
 
 def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
-    """Whether nothing that is derived from a record, or can be checked in it, tells the two apart."""
+    """Return whether neither derived data nor checks of a record distinguish the two."""
     if (before.size, before.body_crc, before.stored_body) != (after.size, after.body_crc, after.stored_body):
         return before.stored_body == after.stored_body == b"" and before.size == after.size
     if before.physical_offset != after.physical_offset:
@@ -166,7 +166,7 @@ def can_be_known(subject: Subject, spoilt: Spoilt) -> bool:
         return False
     part = spoilt.path.split("/")[0]
     if part in ("consumequeue_ext", "checkpoint"):
-        # Bitmaps, and what lies behind the last unit; any times that are not after the last record.
+        # Bitmaps, and bytes after the last unit; any times that are not after the last record.
         return after is not None and len(after) != len(before)
     if not subject.clean:
         return part == "commitlog" and after is not None and len(after) != len(before)
@@ -209,7 +209,7 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
 
 
 def check_case(subject: Subject, spoilt: Spoilt) -> None:
-    """One damaged store: verify, open, recover, go on."""
+    """One damaged store: verify, open, recover, continue."""
     files = in_memory(spoilt.found)
     config = subject.config
     before = contents(files)
@@ -283,7 +283,7 @@ def has_address(error: RmqError) -> None:
 
 
 def check_opened(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
-    """Opening does what the last exit calls for; what it refuses it leaves as it is."""
+    """Opening does what the last exit requires; a refused store stays as it is."""
     before = contents(files)
     try:
         store = opened(files, subject.config)
@@ -396,7 +396,7 @@ def test_much_damage_anywhere(slow_budget: SlowBudget) -> None:
 
 @cache
 def real_subject(folder: Path) -> Subject:
-    """The store of a golden folder, brought to rest where it was left by a crash or damaged."""
+    """The store of a golden folder, recovered if a crash left it or it is damaged."""
     config = StoreConfig.from_row(rows(folder, "config")[0])
     files = in_memory(from_disk(folder / "store"))
     opened(files, config, thorough=True).close()

@@ -1,4 +1,4 @@
-"""Every call to the operating system that a run makes fails once, each in a run of its own.
+"""Every call to the operating system that a run makes fails once, each in its own run.
 
 Whatever fails: the error reaches the caller with its address (or, of work by time, the log), what was acknowledged is
 served, the store goes on or says that it cannot, and opened anew on healthy files it is sound. After a flush that
@@ -42,7 +42,7 @@ CALLS = (
 
 
 class Session:
-    """Does the same things to a store each time, of which one call fails."""
+    """Does the same things to a store each time, while one call fails."""
 
     def __init__(self, config: StoreConfig, failing: tuple[str, int, int] | None = None) -> None:
         self.rng = random.Random(1)
@@ -55,7 +55,7 @@ class Session:
         self.store: MessageStore | None = None
         self.raised: list[Exception] = []
         self.stopped = False
-        """Whether the store has said that it takes nothing any more."""
+        """Whether the store has reported that it accepts nothing more."""
 
     def run(self) -> None:
         steps = ["open", *14 * ["append"], "flush", *2 * ["append", "batch", "time"], "close", "open", *10 * ["append"]]
@@ -80,7 +80,7 @@ class Session:
         return self.store
 
     def promise(self, physical_end: int) -> None:
-        assert not self.stopped, "a store that has given up acknowledges"
+        assert not self.stopped, "a stopped store acknowledges"
         self.recorded.promised.append((len(self.disk.trace), physical_end))
 
     def note(self, results: list[AppendResult]) -> None:
@@ -97,7 +97,7 @@ class Session:
         if self.store is not None:
             return
         self.store = MessageStore.open(ROOT, self.recorded.config, files=self.files, clock=self.clock)
-        # What no caller was told of may be there nevertheless.
+        # Unacknowledged messages can be there nevertheless.
         log = {m.physical_offset: bytes(m.raw) for m in self.store}
         missing = self.recorded.records.keys() - log.keys()
         assert all(at < self.store.log.begin for at in missing), "acknowledged, and not there"
@@ -201,7 +201,7 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
         session.run()
     what = f"{call} {number} {errno.errorcode[code]}"
     if session.raised:
-        error, *later = session.raised  # before and after it the store goes on, or says that it cannot
+        error, *later = session.raised  # before and after it the store continues, or says that it cannot
         assert all("reopen it" in str(one) for one in later), what  # a failed flush of queues or index sticks
         cause = error.cause if isinstance(error, FlushFailedError) else error
         assert isinstance(cause, StoreIOError)
@@ -229,7 +229,7 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
 
 
 def call_is_told(call: str) -> bool:
-    """Links are tried, and what they would have saved is copied: nobody need be told that there are none."""
+    """Links are tried, and else files are copied without a message."""
     return call != "link"
 
 

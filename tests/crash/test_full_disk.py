@@ -1,4 +1,4 @@
-"""A full disk: an error to the producer that names file and cause, never a signal; the store is intact and goes on.
+"""A full disk: an error to the producer that names file and cause, never a signal; the store is intact and continues.
 
 On real small file systems (mounted where that is allowed), where blocks really run out under a mapping, and simulated.
 """
@@ -45,7 +45,7 @@ CONFIG = StoreConfig(
     flush_thorough_interval_s=0.01,
     flush_interval_consumequeue_s=0.01,
     flush_thorough_interval_consumequeue_s=0.05,
-    # The disk itself shall be met, not the ratios that keep off it.
+    # The disk itself must fill up, before the ratios refuse messages.
     disk_max_used_ratio=100,
     disk_force_clean_ratio=100,
     disk_refuse_ratio=100,
@@ -145,7 +145,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
 @real
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_a_full_disk_is_an_error_and_the_store_goes_on(disk: Path, durability: Literal["async", "sync"]) -> None:
-    """Several times full and not full: each time an error, each time the same store goes on."""
+    """Several times full and not full: each time an error, each time the same store continues."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     config = replace(CONFIG, durability=durability)
@@ -192,7 +192,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
                         read += 1
                     queue_offset = result.next_offset
                 except StoreIOError:
-                    continue  # what a reader waits for can't be written now
+                    continue  # entries for a reader can't be written now
                 except Exception as error:
                     errors.append(error)
                     return
@@ -216,7 +216,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
 
 
 def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], count: int) -> None:
-    """Append so many more, or until the disk is full; then make room by ending."""
+    """Append this many more, or until the disk is full; the end makes room."""
     for number in range(max(results) + 1, max(results) + 1 + count):
         try:
             results[number] = store.append(Message(f"T{number % 3}", body(number), keys=f"k{number}"), number % 2)
@@ -227,7 +227,7 @@ def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], 
 @real
 @pytest.mark.parametrize("kind", ["ext4-1024", "ext4-4096", "tmpfs"])
 def test_no_signal_kills_a_writer_whatever_runs_out_when(kind: str, tmp_path: Path) -> None:
-    """A process of its own, so that a signal is seen; it takes the room away from itself at any moment."""
+    """A separate process, so that a signal is noticed; it fills its own disk at any moment."""
     with small_file_system(kind, tmp_path) as disk:
         write_greedily(disk)
 
@@ -294,7 +294,7 @@ for attempt in range(6):
             number += 1
             refused += 1
     (disk / "ballast").unlink()
-    if sys.argv[2] == "tmpfs":  # which gives pages to whoever reads holes, as verify does
+    if sys.argv[2] == "tmpfs":  # on which reading holes, as in verify, takes pages
         mount("-o", "remount,size=64m", disk)
     check_served(store, results)
     store.close()
@@ -310,7 +310,7 @@ print(refused, taken)
 
 @real
 def test_a_store_opens_on_a_full_disk_and_writes_later(tmp_path: Path) -> None:
-    """Not on tmpfs, which gives a page to whoever reads a hole through a mapping, and a signal if it has none."""
+    """Not on tmpfs, where reading a hole through a mapping takes a page, or ends in a signal if there is none."""
     with small_file_system("ext4-4096", tmp_path) as disk:
         open_when_full(disk)
 
@@ -321,7 +321,7 @@ def open_when_full(disk: Path) -> None:
     store = MessageStore.open(path, CONFIG)
     fill_disk(disk, leave=MIB)
     append_until_full(store, results)
-    store.abandon()  # what is derived may not find room any more
+    store.abandon()  # derived entries may not find room
     fill_disk(disk, "more")
     with MessageStore.open(path, read_only=True) as reader:
         assert sum(1 for _ in reader) == len(results)
@@ -339,7 +339,7 @@ def open_when_full(disk: Path) -> None:
 
 
 class BoundedFiles(MemoryFiles):
-    """Files in memory that have so many blocks of 512 bytes behind them and no more.
+    """Files in memory with a limited number of blocks of 512 bytes.
 
     A write to a block that was not reserved is what kills a process on a real disk; `check_blocks` finds it.
     """
@@ -373,7 +373,7 @@ class BoundedFiles(MemoryFiles):
             }
 
     def check_blocks(self) -> None:
-        """Every byte that is not zero has a block behind it."""
+        """Every byte that is not zero has a block."""
         for path, file in self._files.items():
             if not isinstance(file, File):
                 continue
@@ -384,7 +384,7 @@ class BoundedFiles(MemoryFiles):
 
 
 def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
-    """One store whose disk fills up and gets room again; how often it was refused."""
+    """Fill the disk of one store and make room again; return how often it was refused."""
     rng = random.Random(seed)
     files = BoundedFiles(rng.randrange(20, 120))
     results: dict[int, AppendResult] = {}
@@ -415,7 +415,7 @@ def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
         assert body(one).startswith(found.body)
         served = store.read(f"T{one % 3}", one % 2, result.queue_offset, 1).messages
         assert [message.physical_offset for message in served] == [result.physical_offset]
-    assert len(list(store)) == len(results), "a refused message stands in the log"
+    assert len(list(store)) == len(results), "a refused message is in the log"
     store.close()
     files.check_blocks()
     assert verify(ROOT, config, files).sound
@@ -440,7 +440,7 @@ def test_many_full_disks(slow_budget: SlowBudget) -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="blocks are not reserved here")
 def test_blocks_are_reserved_behind_whole_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks smaller than pages, a write to a page of which a part has none ends the process."""
+    """With blocks smaller than pages, a write to a page without all of its blocks ends the process."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda _, begin, length: asked.append((begin, begin + length)))
     files, page = DiskFiles(), mmap.PAGESIZE

@@ -14,7 +14,7 @@ from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
 
 LIVES = tuple(examples(count) for count in (40, 35, 25))
-"""Images of each life of a store; a life begins with what a crash of the one before left."""
+"""Images of each life of a store; a life starts from a crash of the one before."""
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -35,7 +35,7 @@ def test_a_store_survives_very_many_crashes(slow_budget: SlowBudget) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_producers_beside_each_other(number: int) -> None:
-    """In threads of their own: how they take turns differs from run to run."""
+    """In separate threads, whose order differs from run to run."""
     run = Run(f"threads {number}")
     for what in (Run.append, Run.threads, Run.flush, Run.threads, Run.pass_time):
         run.step(what)

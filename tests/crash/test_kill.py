@@ -1,4 +1,4 @@
-"""A writer that is killed under load: whatever it said is acknowledged is there, the rest is whole or not there.
+"""A writer that is killed under load: everything it acknowledged is there, the rest is whole or missing.
 
 A process of its own appends from several threads and tells, unbuffered, of each message that was acknowledged; it is
 killed with no warning after some of them. `kill` spares the page cache, so this holds in async too.
@@ -96,7 +96,7 @@ MODES = ("async", "sync", "pipelined")
 
 
 def body_of(life: int, thread: int, number: int) -> bytes:
-    """The body of a message by who wrote it: lengths vary, so that files end anywhere."""
+    """Return a message's body by its writer: lengths vary, so that files end anywhere."""
     rng = random.Random(life * 1_000_003 + thread * 10_007 + number)
     return b"%d %d %d " % (life, thread, number) + rng.randbytes(rng.choice([0, 10, 200, 1200]))
 
@@ -116,7 +116,7 @@ class Acknowledged:
 
 
 def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> list[Acknowledged]:
-    """Let a writer run until it has told of so many messages, kill it, and read what else it has told of."""
+    """Let a writer run until it has acknowledged this many messages, kill it, and read its further acknowledgements."""
     assert librmq.__file__ is not None
     root = Path(__file__).parent.parent.parent
     paths = [str(Path(librmq.__file__).parent.parent), str(root)]
@@ -142,7 +142,7 @@ def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> l
 
 
 def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = False) -> None:
-    """Open what the killed process left: nothing acknowledged is lost, all is whole, and it goes on."""
+    """Open the store of the killed process: nothing acknowledged is lost, everything is whole, and it works."""
     with MessageStore.open(path, CONFIG, thorough=thorough) as store:
         found = {}
         for message in store:
@@ -181,7 +181,7 @@ def test_what_a_killed_writer_acknowledged_is_there(tmp_path: Path, mode: str) -
 
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    """The store lives on from kill to kill, up to some, and then begins anew."""
+    """The store lives on from kill to kill, and starts again after some."""
     path: Path | None = None
     acknowledged: list[Acknowledged] = []
     for kill in slow_budget.rounds(100, "kills", at_least=6):
@@ -194,7 +194,7 @@ def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
 
 
 def test_a_message_that_is_missing_would_be_noticed(tmp_path: Path) -> None:
-    """The check itself can fail: a byte changed in what was acknowledged, a message too many in the list."""
+    """The check itself can fail: a changed byte in an acknowledged message, an additional message in the list."""
     path = tmp_path / "store"
     acknowledged = live(path, "async", 0, 30)
     check(path, acknowledged)

@@ -98,7 +98,7 @@ def everything(store: Path) -> dict[str, bytes]:
 
 
 def assert_refused(store: Path, holder: str) -> None:
-    """A second writer is refused at once, told by whom, and has changed nothing."""
+    """A second writer gets an error immediately, which names the first, and changes nothing."""
     before = everything(store)
     with pytest.raises(StoreLockedError) as raised:
         MessageStore.open(store, CONFIG)
@@ -216,7 +216,7 @@ def test_a_forked_child_holds_no_lock(store: Path) -> None:
 
 @pytest.mark.parametrize("change", ["deleted", "replaced"])
 def test_a_writer_with_a_replaced_lock_acknowledges_nothing(store: Path, change: str) -> None:
-    """Repair 1.6: who locks the new file writes beside it."""
+    """Repair 1.6: a process that locks the new file writes beside it."""
     with MessageStore.open(store, CONFIG) as writer:
         writer.append(Message("t", b"2"))
         (store / "lock").unlink()

@@ -58,7 +58,7 @@ def check(seed: int, count: int, kills: int) -> None:
                 first[number] = delivered.store_timestamp_ms
                 order.append(due[number])
     assert len(first) == count
-    if not kills:  # after a kill what was due meanwhile comes at once
+    if not kills:  # after a kill overdue messages come immediately
         assert all(at - due[number] <= 2_000 for number, at in first.items())
         assert all(later - earlier > -2_000 for earlier, later in itertools.pairwise(order))
     store.close()

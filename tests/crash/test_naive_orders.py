@@ -26,7 +26,7 @@ class Crash(BaseException):
 
 
 class Shop:
-    """Orders in SQLite, messages in a store; dies after so many steps."""
+    """Orders in SQLite, messages in a store; dies after this many steps."""
 
     def __init__(self, path: Path, dies_after: int) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class Shop:
         self.store.append(Message("orders", b"o-1"))
 
     def restart(self) -> None:
-        """The process comes again after a crash; whoever is asked about a half looks into the database."""
+        """Restart the process after a crash; questions about a half are answered from the database."""
         self.database.close()
         self.files = died(self.files)
         self.steps_left = 1_000

@@ -207,7 +207,7 @@ def test_entries_that_are_taken_back_are_gone() -> None:
     header = index.files[0].file.buffer[:40]
     index.append(20, START_MS, (4, 5))
     index.flush()
-    index.files[0].file.buffer[:40] = header  # whoever wrote them died before they counted
+    index.files[0].file.buffer[:40] = header  # their writer died before they counted
     files.flush(index.files[0].file)
     index_of(files, START_MS + 1).flush()
     assert find_flaw(index.files[0]) is None

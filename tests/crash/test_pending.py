@@ -34,7 +34,7 @@ def outcome(number: int) -> str:
 
 @dataclass
 class Broker:
-    """Transactions and delays of one store, and producers that answer what they are asked."""
+    """Transactions and delays of one store, and producers that answer questions."""
 
     files: Files
     clock: ManualClock
@@ -80,7 +80,7 @@ class Broker:
 
 @dataclass
 class Life:
-    """What a run did, and from which event on what was promised."""
+    """The events of a run, and the event from which each promise holds."""
 
     files: RecordingFiles
     prepared: list[tuple[int, int]] = field(default_factory=list)
@@ -120,7 +120,7 @@ def live(seed: str, steps: int = 40) -> Life:
             broker.answering = rng.random() < 0.5
             broker.pass_time(rng.choice([100, 1_000, 7_000, 70_000]))
         else:
-            broker.tables.persist(clock.now_ms())  # what stands in the tables can be saved at any time
+            broker.tables.persist(clock.now_ms())  # tables can be saved at any time
     life.ended_ms = clock.now_ms()
     return life
 
@@ -173,7 +173,7 @@ def test_what_is_pending_survives_many_power_failures(slow_budget: SlowBudget) -
 
 @pytest.mark.parametrize("number", range(3))
 def test_what_is_pending_survives_a_kill_at_any_write(number: int) -> None:
-    """Every event of the trace in turn: what was written is there, on the device or not."""
+    """Every event of the trace in turn: all writes are there, on the device or not."""
     seed = f"kill {number}"
     life = live(seed, steps=25)
     for crash_point in range(0, len(life.files.trace) + 1, 7):
@@ -183,7 +183,7 @@ def test_what_is_pending_survives_a_kill_at_any_write(number: int) -> None:
 
 
 def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
-    """Do again what a run did to its files, up to an event."""
+    """Repeat a run's changes of files, up to an event."""
     open_files = {}
     for event in life.files.trace[:crash_point]:
         if event.call == "make_folder":
@@ -207,7 +207,7 @@ def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 @pytest.mark.parametrize("point", ["half", "decided", "final", "op", "asked", "answered", "checked"])
 def test_a_kill_at_each_step(point: str, end: str) -> None:
-    """The outcome is that of the local transaction, however far the broker has come."""
+    """The outcome is that of the local transaction, at any stage of the broker."""
     number = 1 if end == "commit" else 0
     assert outcome(number) == end
     files = MemoryFiles()

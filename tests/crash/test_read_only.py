@@ -1,4 +1,4 @@
-"""A reader in this process beside a writer in another: it sees what is acknowledged at once, and disturbs nobody."""
+"""A reader in this process beside a writer in another: it sees acknowledged messages, and disturbs no writer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Writer:
-    """A writer in a process of its own."""
+    """A writer in its own process."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
@@ -121,13 +121,13 @@ def read_all(store: MessageStore, queue_id: int) -> list[StoredMessage]:
         queue_offset = found.next_offset
 
 
-# ---------------------------------------------------------------------------------------------------- what is seen
+# ---------------------------------------------------------------------------------------------------- visible messages
 
 
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_a_message_is_there_when_its_acknowledgement_is(path: Path, writers: list[Writer], ext: bool) -> None:
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
-    with open_reader(path) as reader:  # there is no message yet, so that nothing tells the sizes of files
+    with open_reader(path) as reader:  # there is no message yet, so the sizes of files are unknown
         assert reader.read("T", 0, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
         for number in range(400):
             ((place, size, queue_offset),) = writer.tell("append", number, number + 1)
@@ -165,7 +165,7 @@ def test_a_queue_shows_what_its_writer_counts(path: Path, writers: list[Writer])
             assert reader.log.end == done[-1][0] + done[-1][1]
 
 
-# ------------------------------------------------------------------------------------------------ what is not changed
+# ------------------------------------------------------------------------------------------------ unchanged files
 
 
 def test_no_byte_is_changed_and_no_name(path: Path, writers: list[Writer]) -> None:
@@ -315,7 +315,7 @@ def test_retention_takes_files_away_under_a_reader(path: Path, writers: list[Wri
 
 
 def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:
-    """The reader asks for what is about to go: it gets it whole, or is told where to go on."""
+    """The reader asks for messages that are being deleted: it gets them whole, or the next offset."""
     writers.append(writer := Writer(path, max_total_size=3 * CONFIG.commitlog_file_size))
     with open_reader(path) as reader:
         positions = [0, 0, 0]
@@ -342,7 +342,7 @@ def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[
 
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
-    """Order and content exact, nothing twice, nothing in part, whatever moment the reader looks at."""
+    """Order and content exact, nothing twice, nothing in part, at any moment of the reader."""
     count = 3 * examples(1000)
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
     with open_reader(path) as reader:

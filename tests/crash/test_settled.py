@@ -55,7 +55,7 @@ def test_what_was_flushed(config: StoreConfig) -> None:
 @configs
 @pytest.mark.parametrize("expiring", [False, True])
 def test_what_was_closed(config: StoreConfig, expiring: bool) -> None:
-    """Once the marker is gone, all is there."""
+    """Once the marker is gone, everything is there."""
     files = BusyFiles()
     store = filled(files, config, 200)
     if expiring:
@@ -75,7 +75,7 @@ def test_what_was_closed(config: StoreConfig, expiring: bool) -> None:
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
 def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -> None:
-    """Of whoever died nothing may be on the device; what the next one opens, it vouches for."""
+    """The dead writer may have flushed nothing; the next one vouches for what it opens."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -114,7 +114,7 @@ def test_what_was_deleted_by_whoever_died(config: StoreConfig) -> None:
     ],
 )
 def test_what_was_deleted_as_it_was_opened(name: str, thorough: bool) -> None:
-    """Else a crash that comes after the store was closed would bring it back."""
+    """Otherwise a crash after the store was closed would restore it."""
     files = BusyFiles()
     store = filled(files, SMALL_EXT, 5)
     store.flush()
@@ -155,7 +155,7 @@ def test_a_crash_while_the_whole_index_is_made_again(at: int) -> None:
 
 @configs
 def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
-    """Nor records without their entries: what is derived goes behind what it was derived from."""
+    """Nor records without their entries: records are deleted before derived data."""
     files = BusyFiles()
     store = filled(files, config, 200)
     store.flush()
@@ -174,7 +174,7 @@ def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
 
 
 def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
-    """No flush failed: the file could not be opened for it. So nothing is given up, and the next one takes it along."""
+    """No flush failed: the file could not be opened for it. So nothing is lost, and the next flush includes it."""
     disk = BusyFiles()
     files = FailingFiles(disk)
     config = replace(SMALL, mapped_files=1)
@@ -200,7 +200,7 @@ def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 20)
     store.log.flush()
-    files.fail("flush", 2)  # behind another of the log's last file
+    files.fail("flush", 2)  # after another of the log's last file
     with pytest.raises(StoreIOError, match="/consumequeue/"):
         store.flush()
     for _ in range(80):
@@ -242,7 +242,7 @@ def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
 @configs
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_was_opened_expires_before_the_first_append(config: StoreConfig, closed: bool) -> None:
-    """Opening brings all to the device, so that retention needs no flush of an append first."""
+    """Opening flushes everything, so that retention needs no flush of an append first."""
     files = BusyFiles()
     store = filled(files, config, 200)
     begin = store.log.begin

@@ -1,4 +1,4 @@
-"""Real signals whose handlers raise, at random moments of everything that changes a store: none is left unsound."""
+"""Real signals whose handlers raise, at random moments of all changes of a store: none leaves it unsound."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Alarm(Exception):
 
 @contextmanager
 def alarms(chance: random.Random, pace: list[float]) -> Iterator[Callable[[], int]]:
-    """Signals that raise `Alarm` while librmq runs, after random times; gives how many have."""
+    """Send signals that raise `Alarm` while librmq runs, at random times; return the number that did."""
     handled = 0
 
     def set_timer() -> None:
@@ -69,7 +69,7 @@ def message(chance: random.Random, number: int, topic: str | None = None) -> Mes
 
 
 def use(store: MessageStore, chance: random.Random, numbers: Iterator[int], stored: dict[str, int]) -> None:
-    """Change the store in one of the ways there are; ``stored`` gets what was acknowledged."""
+    """Change the store in one of the possible ways; ``stored`` gets acknowledged messages."""
     what = chance.randrange(12)
     if what < 6:
         one = message(chance, next(numbers))
@@ -91,7 +91,7 @@ def use(store: MessageStore, chance: random.Random, numbers: Iterator[int], stor
 
 
 def check(store: MessageStore, stored: dict[str, int], found_at: dict[str, int]) -> None:
-    """Queue offsets have no gap, all that was acknowledged is there once, in log, queues and index."""
+    """Queue offsets have no gap, everything acknowledged is there once, in log, queues and index."""
     found: dict[str, int] = {}
     offsets: dict[tuple[str, int], int] = {}
     for one in store:

@@ -1,4 +1,4 @@
-"""Snapshots of a broker that goes on sending, delivering and consuming meanwhile.
+"""Snapshots of a broker that continues to send, deliver and consume.
 
 What was acknowledged before the call is consumed once the snapshot is opened, unless the group was through with it
 when the snapshot was made, and whatever is sent afterwards comes too.
@@ -70,7 +70,7 @@ class World:
 
 
 class Meddling(DiskFiles):
-    """Real files that do something else before one of the calls by which a snapshot reads."""
+    """Real files that do something else before one of a snapshot's calls."""
 
     def __init__(self, at: int, meddle: Callable[[], None]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Meddling(DiskFiles):
 
 
 def check(folder: Path, wanted: set[str], now_ms: int) -> None:
-    """Open what a snapshot left: all that is wanted comes, and all that is sent."""
+    """Open a snapshot: all expected messages are delivered, and only sent ones."""
     assert verify(folder, CONFIG).sound
     progress_within_queues(folder)
     world = World(folder, now_ms)
@@ -106,7 +106,7 @@ def progress_within_queues(folder: Path) -> None:
 
 
 def snapshot_with(tmp_path: Path, at: int) -> int:
-    """Make a snapshot, with much going on before its call number ``at``; how many calls there are."""
+    """Make a snapshot, with much activity before its call number ``at``; return the number of calls."""
     shutil.rmtree(tmp_path, ignore_errors=True)
     world = World(tmp_path / "store", START_MS)
     acknowledged = set(world.send(20))
@@ -132,14 +132,14 @@ def snapshot_with(tmp_path: Path, at: int) -> int:
 
 @pytest.mark.slow
 def test_a_snapshot_in_use_loses_no_message(tmp_path: Path) -> None:
-    """Much goes on before each call by which the snapshot lists a folder."""
+    """There is much activity before each call by which the snapshot lists a folder."""
     calls = snapshot_with(tmp_path / "0", 0)
     for at in range(1, calls + 1, 1 + calls // 12):
         snapshot_with(tmp_path / str(at), at)
 
 
 class Load:
-    """A producer and a consumer that refuses some messages once, in threads of their own."""
+    """A producer and a consumer that refuses some messages once, in separate threads."""
 
     def __init__(self, folder: Path) -> None:
         self.broker = Broker.open(folder, store_config=CONFIG)
@@ -180,7 +180,7 @@ class Load:
 
 @pytest.mark.slow
 def test_snapshots_under_load(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    """A producer and a consumer go on in threads; each snapshot is sound, and has all that it must."""
+    """A producer and a consumer continue in threads; each snapshot is sound and complete."""
     load: Load | None = None
     try:
         for number in slow_budget.rounds(1_000, "snapshots under load"):

@@ -1,4 +1,4 @@
-"""The threaded broker under everything at once, killed again and again: in the end every group has had every message.
+"""The threaded broker under all loads together, killed repeatedly: in the end every group got every message.
 
 A process of its own has a broker with threads, several producers, and groups whose instances come and go. It tells,
 unbuffered, of each message that was acknowledged (``s``) and of each that a group has consumed (``c``), and is killed
@@ -124,7 +124,7 @@ main()
 
 
 class Life:
-    """A process that does all that, and what it has told."""
+    """A process that does all this, and its output."""
 
     def __init__(self, path: Path, life: int, seed: str) -> None:
         assert librmq.__file__ is not None
@@ -145,9 +145,9 @@ class Life:
         self._rest = b""
 
     def read(self, timeout: float | None = None) -> bool:
-        """Take in what it tells next; False at its end."""
+        """Read its next line; return False at the end."""
         if not select.select([self.out], [], [], timeout)[0]:
-            raise AssertionError(f"nothing was told for {timeout} s; the last was {self.told[-3:]}")
+            raise AssertionError(f"no output for {timeout} s; the last was {self.told[-3:]}")
         part = os.read(self.out, 1 << 16)
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
@@ -163,7 +163,7 @@ class Life:
         return bool(part)
 
     def kill(self, after: int) -> None:
-        """Kill it when it has told of so many messages consumed."""
+        """Kill it when it has reported this many consumed messages."""
         while sum(map(Counter.total, self.consumed.values())) < after:
             assert self.read(60), f"it ended by itself: {self.process.wait()}"
         self.process.send_signal(signal.SIGKILL)
@@ -191,7 +191,7 @@ def soak(path: Path, seed: str) -> tuple[int, int, int]:
     consumed: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
     kills = rng.choice([1, 2, 3])
 
-    reached: Counter[int] = Counter()  # by queue, how far the orderly group has come
+    reached: Counter[int] = Counter()  # by queue, the progress of the orderly group
 
     def take(life: Life) -> None:
         sent.update(life.sent)

@@ -1,4 +1,4 @@
-"""Writers, readers, retention, flushes, snapshots and close at once: nothing acknowledged is lost, nothing is torn.
+"""Writers, readers, retention, flushes, snapshots and close in parallel: nothing acknowledged is lost, nothing is torn.
 
 The interpreter switches threads as often as it can. That the stress would find a lock that is missing is shown by
 taking each of them away.
@@ -81,7 +81,7 @@ def body_of(writer: int, number: int) -> bytes:
 
 @dataclass
 class Stress:
-    """One run; ``failures`` are what no thread may meet."""
+    """One run; ``failures`` are errors that no thread may get."""
 
     files: Files
     path: str
@@ -141,7 +141,7 @@ class Stress:
         except BaseException as error:
             self.failures.append(error)
         finally:
-            for _ in range(self.close_after):  # whoever waits for appends waits no more
+            for _ in range(self.close_after):  # threads that wait for appends stop waiting
                 self._appended.release()
 
     def _write(self, writer: int) -> None:
@@ -300,7 +300,7 @@ def nobody_misses_the_lock(seeds: range) -> bool:
 
 
 def test_a_lock_that_is_missing_is_found() -> None:
-    """In a process of its own, since threads may be left that never end."""
+    """In a separate process, because some threads may never end."""
     program = "import os; from tests.crash import test_threads as t; os._exit(t.nobody_misses_the_lock(range(20)))"
     roots = [Path(librmq.__file__ or "").parent.parent, Path(__file__).parent.parent.parent]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}

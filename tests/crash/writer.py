@@ -1,4 +1,4 @@
-"""A writer in a process of its own: does what it is told, a line of JSON a step, and says what came of it."""
+"""A writer in its own process: reads a step from each line of JSON, and prints the result."""
 
 from __future__ import annotations
 

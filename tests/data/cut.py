@@ -1,4 +1,4 @@
-"""Cuts ``tests/data`` out of a whole folder of reference data; the same folder gives the same bytes.
+"""Cuts ``tests/data`` out of a whole folder of reference data; the same folder yields the same bytes.
 
 ``python -m tests.data.cut ../shared/golden tests/data``
 """
@@ -25,14 +25,14 @@ Row = dict[str, Any]
 
 
 def spread(rows: list[T], wanted: int) -> list[T]:
-    """At most ``wanted`` of ``rows``, evenly over all of them, the first and the last among them."""
+    """Return at most ``wanted`` of ``rows``, evenly spaced, including the first and the last."""
     if len(rows) <= wanted:
         return rows
     return [rows[number * (len(rows) - 1) // max(1, wanted - 1)] for number in range(wanted)]
 
 
 def spread_each(rows: list[T], group: Callable[[T], Hashable], wanted: int) -> list[T]:
-    """At most ``wanted`` of each group, in the order of ``rows``."""
+    """Return at most ``wanted`` of each group, in the order of ``rows``."""
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(group(row), []).append(number)

@@ -1,4 +1,4 @@
-"""What waits in a store: told from its files, beside a writer and without one."""
+"""Waiting messages of a store, read from its files, beside a writer and without one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_
 
 
 class Store:
-    """A store in memory, with whatever may wait in it."""
+    """A store in memory, with all kinds of waiting messages."""
 
     def __init__(self, config: StoreConfig = SMALL) -> None:
         self.files = MemoryFiles()

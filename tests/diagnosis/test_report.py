@@ -1,4 +1,4 @@
-"""The page: what a store's texts may not do on it, and that it needs nothing from elsewhere."""
+"""The page: texts of a store can't inject anything, and it needs no other files."""
 
 from __future__ import annotations
 

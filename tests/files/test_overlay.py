@@ -1,4 +1,4 @@
-"""Trying out on the disk what shall not change it."""
+"""Trials of operations without changes on the disk."""
 
 from __future__ import annotations
 

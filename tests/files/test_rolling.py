@@ -19,7 +19,7 @@ SIZE = 64
 
 
 class Recording(MemoryFiles):
-    """Files that note what was asked of them, and fail where they are told to."""
+    """Files that record calls, and fail on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_no_more_files_are_mapped_than_the_pool_allows() -> None:
     for n in range(6):
         assert queue.file(n * SIZE).buffer[0] == n
     assert len(queue.mapped) == 2
-    held.buffer[0] = 77  # whoever holds a file keeps it
+    held.buffer[0] = 77  # a holder of a file keeps it
     assert queue.file(0).buffer[0] == 77
     queue.unmap_all()
     assert not queue.mapped

@@ -1,4 +1,4 @@
-"""Random filter expressions and properties: few names, so that rules meet, and values on the edges."""
+"""Random filter expressions and properties: few names, so that rules combine, and values at limits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def properties(random: Random) -> dict[str, str] | None:
 
 
 def expression(random: Random, dialect: str, depth: int = 4) -> str:
-    """Most compile; those that do not are a test of their own."""
+    """Most compile; the others are another test's."""
     return _condition(random, dialect, depth)
 
 

@@ -123,7 +123,7 @@ def test_bitmaps_never_lose_a_message() -> None:
     empty = bytes(14)
     bloom = registrations.bloom
     assert not first.may_match(empty, 1_001, bloom)
-    assert first.may_match(empty, 1_000, bloom)  # stored before the registration: nobody asked
+    assert first.may_match(empty, 1_000, bloom)  # stored before the registration
     assert first.may_match(empty, None, bloom)
     assert first.may_match(None, 2_000, bloom)
     assert first.may_match(bytes(8), 2_000, bloom)

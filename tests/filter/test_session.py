@@ -26,7 +26,7 @@ def fake_java(folder: Path, modules: str) -> Path:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No Java but what the test names."""
+    """No Java except the one in the test."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(module, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""The language case by case, as SPEC and source have it; findings and explanations; what the API promises."""
+"""The language case by case, by specification and source; findings and explanations; promises of the API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_arrow(sql: SqlFilter, properties: dict[str, str]) -> bool:
 @pytest.mark.parametrize(
     ("expression", "properties", "expected"),
     [
-        # equality and what is missing
+        # equality and missing properties
         ("a = 'x'", {}, UNKNOWN),
         ("'x' = a", {}, False),
         ("'x' <> a", {}, True),
@@ -126,7 +126,7 @@ def in_arrow(sql: SqlFilter, properties: dict[str, str]) -> bool:
         ("NOT (m = 'x' OR t > 5)", {"t": "5", "m": "y"}, True),
         ("a = 'y' AND b > 5", {"a": "x", "b": "x"}, False),
         ("a = 'x' OR b > 5", {"a": "x", "b": "x"}, True),
-        # after a null, the right of an order is not looked at
+        # after a null, the right side of an order is ignored
         ("a > -(b > 5)", {"b": "x"}, UNKNOWN),
         ("a > -(b > 5) OR b = 'x'", {"b": "x"}, True),
         ("-a > -(b > 5) OR b = 'x'", {"b": "x"}, True),

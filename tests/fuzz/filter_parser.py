@@ -1,4 +1,4 @@
-"""A fuzzer on the parser of filter expressions, and what it holds of any text.
+"""A fuzzer on the parser of filter expressions, and its properties for any text.
 
 From the root of the checkout: ``python -m tests.fuzz.filter_parser [libFuzzer options]``, such as
 ``-max_total_time=60``; it needs the package ``atheris``, which leads it by what the code covers. Without atheris
@@ -51,7 +51,7 @@ def check(text: str, dialect: Dialect = "4.9") -> bool:
     assert all(0 <= node.start <= node.end <= len(text) for node in nodes)
     if selector.ignored_from is not None:
         assert 0 < selector.ignored_from < len(text)
-        whole = parse(text[: selector.ignored_from], dialect)  # what is ignored makes no difference
+        whole = parse(text[: selector.ignored_from], dialect)  # the ignored text makes no difference
         assert [type(node) for node in postorder(whole.root)] == [type(node) for node in nodes]
     matches = compile_match(reduce(selector.root))
     for message in MESSAGES:
@@ -91,7 +91,7 @@ def _changed(random: Random, text: str, dialect: str) -> str:
             return f"{text[:at]}{random.choice(PIECES)}{text[at:]}"
         case 1:  # a part falls out
             return text[:at] + text[min(to, at + 9) :]
-        case 2:  # a part stands twice
+        case 2:  # a part occurs twice
             return text[:to] + text[at:]
         case 3:  # a part is put in parentheses
             return f"{text[:at]}({text[at:to]}){text[to:]}"

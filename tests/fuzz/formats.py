@@ -1,4 +1,4 @@
-"""A fuzzer on everything that decodes bytes, and what it holds of any bytes: an error of librmq or a value, soon.
+"""A fuzzer of everything that decodes bytes: any bytes lead to an error of librmq or a value, soon.
 
 From the root of the checkout: ``python -m tests.fuzz.formats TARGET [libFuzzer options] [folders]``, such as ``record
 -max_total_time=60``; it needs the package ``atheris``, which leads it by what the code covers. It begins with the
@@ -42,7 +42,7 @@ def record(data: bytes) -> None:
     if size:
         message = StoredMessage(data[:size])
         _look_at(message)
-        with suppress(RecordError, MessageIllegalError):  # a topic that is no UTF-8 may be too long as UTF-8
+        with suppress(RecordError, MessageIllegalError):  # a topic that is not UTF-8 can be too long as UTF-8
             found = decode_record(data[:size])
             assert decode_record(encode_record(found)) == found or not found.topic.isascii()
     with suppress(RecordError):
@@ -54,7 +54,7 @@ def record(data: bytes) -> None:
 
 
 def _look_at(message: Any) -> None:
-    """Everything that a message tells of itself."""
+    """All attributes of a message."""
     from librmq.errors import RecordError
 
     assert message.size == len(message.raw)
@@ -320,7 +320,7 @@ def seeds(target: str) -> list[bytes]:
 
 
 def mutants(target: str, random: Random) -> Iterator[bytes]:
-    """Bytes near to what is kept, without end."""
+    """Bytes similar to the kept ones, without end."""
     kept = seeds(target)
     while True:
         data = bytearray(random.choice(kept))

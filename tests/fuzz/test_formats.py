@@ -26,7 +26,7 @@ ROUND = 20
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is damaged may be told of as often as it likes."""
+    """Damage can be reported any number of times."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

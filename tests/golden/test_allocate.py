@@ -1,4 +1,4 @@
-"""``allocate``, held against what the original answered."""
+"""``allocate``, compared with the answers of RocketMQ."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, row: Row | st
         (CHOICE | {"arg_type": "Double", "arg": 2}, {"result": ["T", "b", 0]}),
         (CHOICE | {"mqs": None}, {"error_type": "NullPointerException"}),
         (SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "AVG"}, {"error_type": "IllegalArgumentException"}),
-        # A negative number of nodes is refused before any queue is looked at, a list that is null when it is used.
+        # A negative number of nodes is refused before any queue is read, a null list when it is used.
         (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": -1}, {"error_type": "IllegalArgumentException"}),
         (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": 0}, {"result": []}),
         (FAR | {"inner": "CONFIG", "config": None}, {"result": []}),

@@ -93,7 +93,7 @@ def send(broker: Broker, row: Row, topic: str, queue_id: int, *without: str, **f
 
 
 def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
-    """Let a consumer fail on what ``row`` was made of; the id that stands for the first record's, None if unknown."""
+    """Let a consumer fail on the message of ``row``; return the id of the first record, None if unknown."""
     properties = row["properties"]
     times, origin = row["reconsumeTimes"], properties["ORIGIN_MESSAGE_ID"]
     source = next(
@@ -134,7 +134,7 @@ def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
             topic, properties, raw = row["topic"], row["properties"], row["properties_raw"]
             is_copy = "REAL_TOPIC" in properties and topic not in (SCHEDULE_TOPIC, HALF_TOPIC)
             if "CLUSTER" not in properties or is_copy or "TRANSACTION_CHECK_TIMES" in properties:
-                continue  # what the broker wrote by itself, by time
+                continue  # scheduled writes of the broker
             sent_to = properties.get("REAL_TOPIC", topic)
             if sent_to not in broker.topics() and not sent_to.startswith("%"):
                 broker.create_topic(sent_to, 64)

@@ -1,4 +1,4 @@
-"""Config files of real brokers are read, and left as they are."""
+"""Config files of real brokers are read, and stay unchanged."""
 
 from __future__ import annotations
 

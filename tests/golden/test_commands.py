@@ -1,4 +1,4 @@
-"""What commands print, held against what the original reported of the same stores; field order counts."""
+"""Output of commands, compared with RocketMQ's reports about the same stores; the order of fields counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTION_FIELDS = {
 
 
 class Commands:
-    """Runs commands in this process, on stores with ``settings`` where it is not asked for others."""
+    """Runs commands in this process, on stores with ``settings`` unless the call has others."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
@@ -64,7 +64,7 @@ def commands(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Commands:
-    """With the settings of the store at hand, where its files don't tell them."""
+    """With the settings of the present store, if its files don't show them."""
     commands = Commands(capsys, monkeypatch)
     if "folder" in request.fixturenames:
         folder: Path = request.getfixturevalue("folder")
@@ -77,7 +77,7 @@ def commands(
 
 
 def inferred(store: Path) -> StoreConfig | None:
-    """What the files of a store tell of its settings; None where they are damaged."""
+    """Return the settings that a store's files show; None if they are damaged."""
     try:
         return infer_config(str(store), DiskFiles())
     except CorruptionError:
@@ -106,7 +106,7 @@ def settled(folder: Path, store_copy: StoreCopy, commands: Commands) -> Path:
 
 
 def contents(store: Path) -> dict[str, str]:
-    """Every file of a store and a hash of what is in it."""
+    """Return every file of a store with a hash of its content."""
     return {
         str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in sorted(store.rglob("*"))
@@ -126,7 +126,7 @@ def queue_rows(folder: Path) -> list[str]:
 def entries(folder: Path) -> dict[tuple[str, int], list[Row]]:
     """The entries of each queue as they should be: with the tags codes of their records.
 
-    The original leaves an entry as it is when its record changes behind its back. Where it lost entries, and
+    RocketMQ keeps an entry when its record changes unnoticed. Where it lost entries, and
     serves filler in their place, the queue is None: librmq has them.
     """
     codes = {row["phys"]: (row["dispatch_tags_code"], row["dispatch_tags_code_hex"]) for row in rows(folder, "message")}
@@ -225,7 +225,7 @@ def test_query_by_key(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_all_times(folder: Path, row: Row) -> bool:
-    """Whether an index query has no bounds: recovering, the original rounds times anew, and may lose older keys."""
+    """Whether an index query has no bounds: during a recovery RocketMQ rounds times again, and can lose older keys."""
     return int(row["begin"]) <= 0 and int(row["end"]) > rows(folder, "message")[-1]["store_timestamp"]
 
 
@@ -272,7 +272,7 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
     assert len(answers) == len(expected)
     there = {row["phys"] for row in rows(folder, "message")}
     for answer, wanted in zip(map(json.loads, answers), expected, strict=True):
-        if wanted["type"] == "index_query":  # the original indexes keys again when it recovers; librmq does so once
+        if wanted["type"] == "index_query":  # a recovery of RocketMQ indexes keys again; librmq indexes them once
             if is_of_all_times(folder, wanted) and len(wanted["phys_offsets"]) < wanted["max_num"]:
                 for name in ("phys_offsets", "query_message_phys"):
                     sound = [place for place in dict.fromkeys(wanted[name]) if place in there]
@@ -284,7 +284,7 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
 def is_of_what_is_gone(folder: Path, row: Row) -> bool:
     """Whether the answer to a question depends on messages of a queue that are gone with their files.
 
-    Their times are those of the file system, and what stands at 0 is the first file that is left.
+    Their times are those of the file system, and the time at 0 is that of the first remaining file.
     """
     of_queue = entries(folder).get((row["topic"], row["queue_id"]), [])
     begin = rows(folder, "store")[1]["min_phy_offset"]

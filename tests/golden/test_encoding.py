@@ -65,7 +65,7 @@ def test_message_id() -> None:
 def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = encoding("uniq_id")
     for row in rows:
-        # When it was evaluated is only known to be soon after: the same millisecond counts as a month ago.
+        # It was evaluated soon after, at an unknown time: the same millisecond counts as a month ago.
         at_ms = row["created_between_ms_to"]
         answers = [decode_unique_id(row["uniq_id"], now_ms) for now_ms in (at_ms, at_ms + 1)]
         assert row["nearly_time_ms_utc_evaluated_now"] in [answer.timestamp_ms for answer in answers]
@@ -165,7 +165,7 @@ def test_message_encode() -> None:
         assert record_format.encode_record(record) == raw
         assert record.size == expected["store_size"]
         assert record_format.store_timestamp_ms(raw) == expected["store_timestamp"]
-        # The checksum given to the encoder was that of the body before it compressed it.
+        # The encoder got the checksum of the uncompressed body.
         compressed = row["need_compress"] and message.sys_flag & record_format.COMPRESSED
         assert message.stored_body == (record_format.compress_body(body) if compressed else body)
         assert message.body_crc == record_format.body_checksum(body)

@@ -141,7 +141,7 @@ def test_subscriptions() -> None:
 def test_registrations_are_read_and_written_again(folder: Any) -> None:
     path = folder / "store" / "config" / "consumerFilter.json"
     if not path.exists():
-        return  # a store on which nobody ever filtered
+        return  # a store without filters
     recorded = java_json.loads(path.read_text("utf-8"))
     entries = [data for topic in recorded["filterDataByTopic"].values() for data in topic["groupFilterData"].values()]
     now_ms = max([data["bornTime"] for data in entries], default=0) + 60_000

@@ -48,7 +48,7 @@ every_way = pytest.mark.parametrize("append", [one_by_one, by_64, at_once])
 
 
 def hashes(topic: str, sys_flag: int, unique_key: str | None, keys: str | None) -> list[int]:
-    """The hashes of a record, as the original's builder asks for them."""
+    """The hashes of a record, in the order of RocketMQ's builder."""
     if sys_flag & 12 == 12:  # rolled back
         return []
     names = [] if unique_key is None else [unique_key]
@@ -78,7 +78,7 @@ def records_of_clients(path: Path) -> Iterator[Record]:
 def can_be_foretold(folder: Path) -> bool:
     """Whether the index of a reference is what its records make: it, and they, were not damaged since.
 
-    Where the original recovered, it may have indexed keys again; other tests tell what is found then.
+    After a recovery RocketMQ can have indexed keys again; other tests check the search then.
     """
     (config,) = rows(folder, "config")
     if (folder / "mutation.json").exists():
@@ -90,7 +90,7 @@ def can_be_foretold(folder: Path) -> bool:
             return False
     made = rows(folder, "index_file")
     if any(row["name"] not in stored(folder / "store") for row in made):
-        return True  # files that recovering made anew begin where records do
+        return True  # files that a recovery made again begin with a record
     wanted = Counter((key, place) for place, _, keys in records_of(folder) for key in keys)
     found = Counter((key, place) for row in made for key, place, *_ in row["entries_hash_phys_timediff_prev"])
     return all(found[pair] <= count for pair, count in wanted.items())
@@ -113,7 +113,7 @@ def open_index(files: MemoryFiles, slots: int, entries: int) -> KeyIndex:
 
 
 def replayed(records: list[Record], append: Append, slots: int, entries: int) -> list[bytes]:
-    """What a fresh index makes of the records."""
+    """Return a fresh index of the records."""
     files = in_memory({})
     append(open_index(files, slots, entries), records)
     return [files.read(os.path.join("/index", entry.name)) for entry in files.list("/index")]
@@ -140,7 +140,7 @@ def test_replayed_bytes(folder: Path, append: Append) -> None:
     if not config["abort_file_present"]:
         assert made == expected
         return
-    # The rows are those of the recovered log: what was cut off it is still in the last files on disk.
+    # The rows are those of the recovered log: the cut records are still in the last files on disk.
     assert made[:-1] == expected[: len(made) - 1]
     begin, end = 40 + 4 * slots, len(made[-1].rstrip(b"\0"))
     assert made[-1][begin:end] == expected[len(made) - 1][begin:end]
@@ -163,7 +163,7 @@ def test_replayed_bytes_of_real_brokers(folder: Path, append: Append) -> None:
 
 @pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_files_alone(folder: Path) -> None:
-    """Where their length tells how many slots and entries they have."""
+    """If their length shows the number of slots and entries."""
     if folder.name.startswith("store-"):
         (config,) = rows(folder, "config")
         if config["max_index_num"] != 4 * config["max_hash_slot_num"] or not can_be_foretold(folder):

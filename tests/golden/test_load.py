@@ -1,4 +1,4 @@
-"""Recorded operations applied again: the rows that they gave, and the files that they left, byte for byte."""
+"""Recorded operations applied again: their rows and their files, byte for byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INDEX_HEADER = 40
 
 
 def recorded(folder: Path) -> list[tuple[Row, Row]]:
-    """Each operation with the time at which it was applied, and the row that it gave."""
+    """Each operation with the time at which it was applied, and its result row."""
     finals, ops = defaultdict(list), defaultdict(list)
     for message in rows(folder, "message"):
         if message["sys_flag"] & TRANSACTION_MASK == TRANSACTION_COMMIT:
@@ -88,7 +88,7 @@ def config_of(folder: Path) -> StoreConfig:
 
 @dataclass
 class Loaded:
-    """What one run gave."""
+    """Results of one run."""
 
     path: Path
     answers: list[Row] = field(default_factory=list)
@@ -113,7 +113,7 @@ def log_bytes(store: Path) -> bytes:
 
 @cache
 def damage(folder: Path) -> tuple[Damage, ...]:
-    """What was done to the reference after it was written, as far as its files tell; parts ahead are of no harm."""
+    """Return later changes of the reference, as far as its files show; parts ahead do no harm."""
     if not (folder / "mutation.json").exists():
         return ()
     verdict = verify(str(folder / "store"), config_of(folder))
@@ -121,7 +121,7 @@ def damage(folder: Path) -> tuple[Damage, ...]:
 
 
 def is_spoilt(folder: Path, part: str) -> bool:
-    """Whether files of the reference that begin so were damaged: they are no measure."""
+    """Return whether files of the reference with this prefix were damaged, so that they can't be compared."""
     return any(Path(item.file).relative_to(folder / "store").is_relative_to(part) for item in damage(folder))
 
 
@@ -136,7 +136,7 @@ def own_end(folder: Path, store: Path, config: StoreConfig) -> int:
 
 
 def is_torn(raw: bytes) -> bool:
-    """Whether a record of the reference was damaged where no checksum tells: no property holds a NUL."""
+    """Return whether a record of the reference has damage without a checksum: no property contains a NUL."""
     return b"\0" in StoredMessage(raw).properties_raw
 
 
@@ -149,7 +149,7 @@ def is_written_beside(message: StoredMessage) -> bool:
 
 
 def masked(record: bytes) -> bytes:
-    """A record without what is free in it: its store time, of an op message the born time too."""
+    """Return a record without its free fields: store time, and the born time of an op message."""
     message = StoredMessage(record)
     if not is_written_beside(message):
         return record
@@ -162,7 +162,7 @@ def masked(record: bytes) -> bytes:
 
 
 def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> set[int]:
-    """Returns the physical offsets of the records whose store time is free."""
+    """Return the physical offsets of the records whose store time is free."""
     free: set[int] = set()
     if not (store / "commitlog").exists():
         return free
@@ -182,7 +182,7 @@ def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> set[int]:
 
 
 def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
-    """Each file of our queues begins as the reference's; what was not written is zero."""
+    """Each file of our queues begins like the reference's; unwritten bytes are zero."""
     files = DiskFiles()
     for topic, queue_id in directory.list_queues(str(store), files):
         ours = sorted(Path(directory.queue_folder(str(store), topic, queue_id)).iterdir())
@@ -197,7 +197,7 @@ def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
 
 
 def assert_same_units(folder: Path, store: Path, free: set[int]) -> None:
-    """Each of our extension files begins as the reference's; what was not written is zero."""
+    """Each of our extension files begins like the reference's; unwritten bytes are zero."""
     free_units = units_of(store, free)
     for path in sorted((store / "consumequeue_ext").rglob("0*0")):
         if path.is_file():
@@ -298,7 +298,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     assert (loaded.path / "abort").exists() is crashed
 
 
-# --- the rest of the operations: what was recorded, at other places
+# --- the rest of the operations: the recorded ones at other places
 
 
 def essence(message: StoredMessage) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ def test_messages_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     assert expected
     if (folder / "mutation.json").exists():
         written = written[written.index(expected[0]) :][: len(expected)]
-    if torn:  # which one of ours that is can't be told
+    if torn:  # ours of these is unknown
         assert sum(a != b for a, b in zip(written, expected, strict=True)) <= len(torn)
         return
     assert written == expected
@@ -432,7 +432,7 @@ TABLES = ("topic", "subgroup", "consumer_offset", "filter", "persist")
 
 @stores
 def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
-    """Free are the order of keys, versions, birth times, and what the broker makes of its own accord."""
+    """Free are the order of keys, versions, birth times, and what the broker makes by itself."""
     pairs = [(operation, answer) for operation, answer in recorded(folder) if operation["op"] in TABLES]
     operations = [operation for operation, _ in pairs]
     loaded = load(tmp_path / "store", config_of(folder), operations)

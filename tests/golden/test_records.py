@@ -1,4 +1,4 @@
-"""Every record in the logs of real brokers: checked, decoded, encoded again, compared with what they reported."""
+"""Every record in the logs of real brokers: checked, decoded, encoded again, compared with the brokers' reports."""
 
 from __future__ import annotations
 

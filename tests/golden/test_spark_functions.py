@@ -47,7 +47,7 @@ def test_every_filter_case_in_sql_text(spark: Any, figure: Callable[[str], None]
 
 
 def test_what_does_not_compile_is_refused_at_once() -> None:
-    """Every expression that does not compile is refused at once."""
+    """Every expression that does not compile is refused immediately."""
     refused = 0
     for file, dialect in DIALECTS:
         for row in jsonl(existing("filter", file)):

@@ -1,4 +1,4 @@
-"""Pipelines over recorded stores, held against the same worked out in plain Python.
+"""Pipelines over recorded stores, compared with the same results in plain Python.
 
 In each of them a worker is killed in the midst of a task.
 """
@@ -41,7 +41,7 @@ Name = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Recorded stores of 4.9, all that have something of their own, as if they were the brokers of a cluster.
+    """Recorded stores of 4.9, all with different content, as the brokers of a cluster.
 
     One of them has lost its queues: all that is in them follows from the log.
     """
@@ -52,7 +52,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         if not path.parent.name.startswith(("store-", "clients-")):
             continue
         # Many are alike: those are left out that have nothing which those before had not.
-        with MessageStore.open(path, read_only=True) as store:  # whose queues may be gone
+        with MessageStore.open(path, read_only=True) as store:  # its queues can be deleted
             topics = {topic for topic, _ in store.queues}
         kinds = {topic.rpartition("%")[0] or (topic if is_system_topic(topic) else "") for topic in topics}
         filters = path / "config" / "consumerFilter.json"
@@ -73,7 +73,7 @@ def a_worker_is_killed(tmp_path: Path) -> Iterator[None]:
 
 
 class Plain:
-    """The messages of the stores, by queue, with everything the pipelines ask for."""
+    """The messages of the stores, by queue, with everything that the pipelines need."""
 
     def __init__(self, paths: list[str]) -> None:
         self.queues: dict[Name, tuple[int, int]] = {}
@@ -302,7 +302,7 @@ def test_pending_timers(stores: list[str], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_dead_letters(plain: Plain) -> None:
-    """Skip where the reference data at hand have no dead letters: nothing would be read, and no worker killed."""
+    """Skip if the reference data have no dead letters: nothing would be read, and no worker killed."""
     if not any(topic.startswith("%DLQ%") for _, topic, _ in plain.messages):
         pytest.skip(f"{ABSENT}no dead letters in {reference().origin}")
 

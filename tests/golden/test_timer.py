@@ -1,4 +1,4 @@
-"""The timer of 5.x: what it makes of recorded puts, and the files that it leaves."""
+"""The timer of 5.x: results of recorded puts, and its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store_config(folder: Path) -> StoreConfig:
 
 
 class Replayed:
-    """The recorded puts, each at its time, and time that goes on as far as in the recording."""
+    """The recorded puts, each at its time, and then the time of the recording."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         puts = rows(folder, "put")

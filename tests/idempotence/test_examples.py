@@ -28,7 +28,7 @@ def example(name: str) -> ModuleType:
 
 @pytest.fixture
 def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engine]:
-    """``shop("mysql")``: an engine, with the tables of the example made anew."""
+    """``shop("mysql")``: an engine, with fresh tables of the example."""
 
     def make(base: str) -> sqlalchemy.Engine:
         place = database(base)
@@ -60,12 +60,12 @@ def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engi
 def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     ways, clock = example("idempotence"), ManualClock(0)
     assert ways.deliver_twice(shop(base), ways.select_for_update_nowait, 0, clock) == 1
-    assert clock.now_ms() == 10_100  # the duplicate was refused, and came again
+    assert clock.now_ms() == 10_100  # the duplicate was refused and delivered again
 
 
 @pytest.mark.parametrize("base", DATABASES[1:])
 def test_a_lock_that_waits_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
-    """The duplicate stands at the lock, or comes when it is free: either way it finds the order paid."""
+    """The duplicate waits for the lock, or arrives when it is free: either way it finds the order paid."""
     ways, engine = example("idempotence"), shop(base)
     with engine.connect() as one, engine.connect() as two:
         first = ways.select_for_update(one, 0)

@@ -1,4 +1,4 @@
-"""How often an effect happens, whatever fails when: each cell of the table in ``docs/dedup.md``."""
+"""How often an effect happens after any failure: each cell of the table in ``docs/dedup.md``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TABLE: Final = table()
 
 
 class Died(BaseException):
-    """The process is gone: whatever it would have done next is not done."""
+    """The process is dead, and does nothing more."""
 
 
 def business_key(message: Delivery) -> str:
@@ -53,7 +53,7 @@ class World(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let the store lose its last records, and what it would lose with them."""
+        """Let the store lose its last records, with their consequences."""
         ...
 
     def effects(self) -> int:
@@ -62,7 +62,7 @@ class World(Protocol):
 
 
 class Faulty:
-    """A store of which some answers fail."""
+    """A store some of whose answers fail."""
 
     blocking = False
 
@@ -139,7 +139,7 @@ class GuardedWorld:
         guard(Delivery("orders", b"x", unique_key=self.unique_key, keys=self.name))
 
     def forget(self) -> None:
-        self.forgotten += 1  # no record of that scope is there
+        self.forgotten += 1  # there is no record of that scope
 
     def effects(self) -> int:
         return self._effects
@@ -313,7 +313,7 @@ def test_how_often_the_effect_happens(
 ) -> None:
     world: World = TransactionalWorld(database(base), name) if base else GuardedWorld(place(store), name)
     HAPPENINGS[what](world)
-    for _ in range(12):  # it comes again, every minute, until it is acknowledged
+    for _ in range(12):  # it is delivered again every minute until it is acknowledged
         try:
             world.deliver()
             break

@@ -31,7 +31,7 @@ _groups = itertools.count()
 
 
 def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int) -> int:
-    """Let some processes work, kill each at a moment of its own, and do the rest; how many were killed.
+    """Let some processes work, kill each at a different moment, and do the rest; return the number of kills.
 
     The rest is done in this process, by a clock that is ahead of all claims.
     """
@@ -83,7 +83,7 @@ def names(effects: Path, group: str) -> list[str]:
 def test_each_kill_costs_at_most_one_effect_too_many(
     place: Callable[[str], Place], name: str, effects: Path, slow_budget: SlowBudget
 ) -> None:
-    """Each is there, and twice only if its process was killed between effect and mark."""
+    """Each effect is there, and twice only if its process was killed between effect and mark."""
     where = place(name)
     where.handle  # noqa: B018 (makes the table)
     url = where.server.url if where.server is not None else str(where.path)

@@ -1,4 +1,4 @@
-"""The guard behind real consumers, under the kit's clock, and under its explored schedules."""
+"""The guard with real consumers, under the kit's clock, and under explored schedules."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
 def test_from_an_outbox_through_a_broker_to_a_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orderly: bool
 ) -> None:
-    """A sender dies behind a send; what it sent is sent again with its unique id, and dropped by the usual key."""
+    """A sender dies after a send; the message is sent again with its unique id, and dropped by the usual key."""
     seen: list[bytes] = []
     path = tmp_path / "shop.db"
     with Kit() as rmq, closing(sqlite3.connect(path)) as shop:

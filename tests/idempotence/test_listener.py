@@ -1,4 +1,4 @@
-"""The guard in front of a listener: what it lets through, what it drops, what it tells."""
+"""The guard in front of a listener: what it passes on, drops and logs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def delivery(number: int = 1, *, topic: str = "orders", tags: str | None = "paid
 
 
 class BrokenStore(MemoryDedupStore):
-    """A store that fails where it is told to."""
+    """A store that fails on request."""
 
     def __init__(self, *broken: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class BrokenStore(MemoryDedupStore):
 
 
 class Guarded:
-    """A listener that remembers what it consumed, behind a guard; ``then`` is what it does besides."""
+    """A listener behind a guard that records what it consumed; ``then`` is an additional action."""
 
     def __init__(self, store: MemoryDedupStore | None = None, **settings: Any) -> None:
         self.seen: list[str] = []
@@ -402,7 +402,7 @@ def test_a_list_is_consumed_one_by_one_up_to_the_first_failure() -> None:
 
 
 class Batches:
-    """A listener of lists behind a guard."""
+    """A guarded listener of lists."""
 
     def __init__(self, **settings: Any) -> None:
         self.seen: list[list[str]] = []
@@ -417,7 +417,7 @@ class Batches:
         return "done"
 
     def hold(self, number: int) -> None:
-        """Let somebody else have a message."""
+        """Let another consumer claim a message."""
         now_ms = self.clock.now_ms()
         self.store.claim(f":orders:billing:paid:ID{number}", "b1", now_ms, now_ms + 1000)
 
@@ -478,7 +478,7 @@ def test_a_list_may_be_consumed_in_part() -> None:
         raise ReconsumeLater("the rest later", delay_level=2, consumed=1)
 
     batches.then = part
-    assert batches.give(1, 2, 3, 4, 5) == 3  # 4 is the first that comes again
+    assert batches.give(1, 2, 3, 4, 5) == 3  # 4 is the first that is delivered again
     batches.then = lambda: None
     assert batches.give(4, 5) is None
     assert batches.seen == [["ID1", "ID3"], ["ID2", "ID4", "ID5"], ["ID4", "ID5"]]
@@ -537,7 +537,7 @@ def test_an_async_list_is_claimed_together() -> None:
     assert guard.counts == DedupCounts(consumed=2)
 
 
-# --- what a listener may return
+# --- results of a listener
 
 
 @pytest.mark.parametrize("batch", [False, True])

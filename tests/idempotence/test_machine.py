@@ -44,7 +44,7 @@ class Ask(NamedTuple):
 
 @types.coroutine
 def paused(call: Callable[[], Any], of_store: bool = True) -> Generator[Ask, Any, Any]:
-    """Let the machine make a call, or fail it, whenever it likes: what a guard does with `asyncio.to_thread`."""
+    """Let the machine make or fail a call at any time, as a guard does with `asyncio.to_thread`."""
     return (yield Ask(call, of_store))
 
 
@@ -108,7 +108,7 @@ class GuardMachine(RuleBasedStateMachine):
         self.did[worker] = True
 
     def _go_on(self, worker: int, take: Callable[[Any], Any]) -> None:
-        """Let the worker's flow go on to its next call."""
+        """Let the worker's flow continue to its next call."""
         try:
             self.asks[worker] = take(self.flows[worker])
             self.asked_at[worker] = self.clock.now_ms()  # a worker may sleep between that and its call
@@ -182,7 +182,7 @@ class GuardMachine(RuleBasedStateMachine):
             self.asks[worker].call()
             self.excuses[self.key_of[worker]] += 1
         self._go_on(worker, lambda flow: flow.throw(Failed()))
-        if worker in self.flows:  # it wants to release
+        if worker in self.flows:  # it is releasing
             answer = self.asks[worker].call()
             self._go_on(worker, lambda flow: flow.send(answer))
             while worker in self.flows:  # and, too late for that, to say so
@@ -192,7 +192,7 @@ class GuardMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.flows))
     @rule(worker=workers, written=st.booleans())
     def lose_the_answer(self, worker: int, written: bool) -> None:
-        """A call of the store fails, having written what it was to write, or not."""
+        """A call of the store fails, before or after its write."""
         worker = self._active(worker)
         if not self.asks[worker].of_store:
             return
@@ -261,7 +261,7 @@ class Unfenced(MemoryDedupStore):
 
 
 class Unchecked(MemoryDedupStore):
-    """Looks first, and claims then, as another may do meanwhile."""
+    """Looks first and then claims, although another can claim meanwhile."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         found = super().claim(key, owner, now_ms, expires_at_ms)
@@ -319,7 +319,7 @@ class TransactionalMachine(RuleBasedStateMachine):
         self.acknowledged: set[int] = set()
 
     def _connect(self) -> Any:
-        """A connection that does not wait for others: a listener that would wait comes again."""
+        """A connection that does not wait for others: a listener that would wait is repeated."""
         connection = self.place.connect()
         if self.place.name == "sqlite":
             connection.execute("PRAGMA busy_timeout = 0")
@@ -349,7 +349,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             first = block.__enter__()
             if first:
                 connection.cursor().execute(f"INSERT INTO effects (name) VALUES ('{self._name(key)}')")
-        except Exception:  # somebody else has it: comes again
+        except Exception:  # another has it: repeated
             with suppress(Exception):
                 connection.rollback()
             connection.close()

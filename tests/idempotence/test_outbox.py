@@ -32,7 +32,7 @@ class Result:
 
 
 class Recorder:
-    """A producer that keeps what it sends; ``then`` is called after each, and gives the status."""
+    """A producer that records its sends; ``then`` is called after each, and returns the status."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -48,7 +48,7 @@ class Recorder:
 
 
 class Post:
-    """An outbox of its own in a database, with a clock and a sender."""
+    """A separate outbox in a database, with a clock and a sender."""
 
     def __init__(self, place: Database, table: str) -> None:
         self.engine = place.engine
@@ -82,11 +82,11 @@ def post(request: pytest.FixtureRequest, database: Callable[[str], Database], na
 
 @pytest.fixture
 def embedded(database: Callable[[str], Database], name: str) -> Post:
-    """On SQLite alone, for what has nothing to do with the database."""
+    """On SQLite alone, for tests that do not depend on the database."""
     return Post(database("sqlite"), "box_" + name.replace("-", "_"))
 
 
-# --- what is added
+# --- adding
 
 
 def test_what_commits_is_sent_and_what_does_not_is_not(post: Post, name: str) -> None:
@@ -184,7 +184,7 @@ def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.L
             post.clock.advance(seconds=1)
             seconds += 1
         waits.append(seconds)
-    assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first at once
+    assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first immediately
     assert sender.failed == 8
     assert "row 1 to orders was not sent, attempt 8" in caplog.text
     post.producer.then = lambda message: SendStatus.SEND_OK
@@ -229,7 +229,7 @@ def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytes
     post.add("one", "two")
     sender = post.sender()
     post.run(sender)
-    assert post.producer.bodies == ["one", "one", "two"]  # and what it had not begun is left to the other
+    assert post.producer.bodies == ["one", "one", "two"]  # and the other sends what it had not begun
     assert (sender.sent, sender.lost, other.sent) == (0, 1, 2)
     assert "row 1 was sent after its claim had expired" in caplog.text
 

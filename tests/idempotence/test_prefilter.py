@@ -17,7 +17,7 @@ NOW, UNTIL, KEPT = 1_000, 601_000, 9_000_000
 
 
 class Counted:
-    """A store that says what it has to say with the statements that every database takes, and counts them."""
+    """A store with the portable statements, which it counts."""
 
     def __init__(self, path: Path, seen: SeenKeys | None) -> None:
         self.statements = 0
@@ -88,7 +88,7 @@ def test_where_it_saves_nothing_it_is_refused(tmp_path: Path) -> None:
 def test_its_memory_is_bounded() -> None:
     seen = SeenKeys(capacity=500, error_rate=0.01)
     fresh = [seen.add(f"k{number}") for number in range(5_000)]
-    assert sum(fresh) < 250  # at most one in twenty is wrongly taken for seen
+    assert sum(fresh) < 250  # at most one in twenty wrongly counts as seen
     assert all(seen.add(f"k{number}") for number in range(4_600, 5_000))  # the last are known
     assert len(seen) <= 1_000
     assert not all(seen.add(f"k{number}") for number in range(500))  # the first are forgotten

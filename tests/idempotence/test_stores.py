@@ -129,14 +129,14 @@ def test_a_listener_paused_beyond_its_claim_fails_its_mark(
         assert seen == ["successor", "paused"]
         assert successor.counts == DedupCounts(consumed=1, taken_over=1)
         assert "another has consumed it too" in caplog.text
-        assert successor(delivery(1)) is True  # its mark stands
+        assert successor(delivery(1)) is True  # its mark counts
         assert successor.counts.duplicates == 1
     else:
         assert "no other consumer has taken it over" in caplog.text
 
 
 def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, key: str) -> None:
-    """A call that is repeated since its answer was lost gives the same."""
+    """A call repeated because its answer was lost returns the same."""
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
     assert store.finish(key, "a1", NOW + 1, KEPT)
@@ -220,7 +220,7 @@ def asked(place: Place, store: DedupStore, made: list[sqlite3.Connection]) -> It
             store.client.echo("the end")
             for command in monitor.listen():
                 if command["client_type"] == "lua":
-                    continue  # what a script does inside
+                    continue  # calls within a script
                 if command["command"] == "ECHO the end":
                     return
                 seen.append(command["command"])
@@ -291,7 +291,7 @@ def test_a_long_key_is_hashed_below_the_limit() -> None:
     assert len(dedup_key("shop", "t" * 400, "billing", None, "k", limit=100)) == 100
 
 
-# --- what can't be reached
+# --- unreachable servers
 
 
 def test_a_server_that_is_not_there_is_told(key: str) -> None:
@@ -374,7 +374,7 @@ def test_a_closed_handle_is_told(tmp_path: Path, key: str) -> None:
 @pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
 @pytest.mark.platform
 def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
-    """Threads of the parent use the stores at each fork: a file's handle says so, a store in memory goes on."""
+    """Threads of the parent use the stores at each fork: a file's handle raises, a store in memory continues."""
     program = """if True:
     import os, sys, threading
     from librmq.idempotence import MemoryDedupStore, SqliteDedupStore
@@ -567,7 +567,7 @@ def test_a_memory_store_forgets_what_was_released(key: str) -> None:
 
 
 def test_purging_is_due_every_minute_or_while_there_is_more() -> None:
-    """Purging is due every minute and at once while there is more."""
+    """Purging is due every minute, and immediately while there is more."""
     store = MemoryDedupStore()
     for number in range(1500):
         store.claim(f"k{number}", "a1", NOW, UNTIL)
@@ -612,7 +612,7 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
 def test_tables_are_brought_up_to_date_by_one_of_many(
     engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several start at the same time; a version that comes later is reached from the one that is there."""
+    """Several start at the same time; a later version is reached from the present one."""
     names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
 
     def all_start() -> None:
@@ -636,7 +636,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 @pytest.mark.parametrize("call", ["claim", "finish", "release", "purge"])
 def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, call: str) -> None:
-    """Neither half a record nor a lock is left, though what the signal's handler raised is kept."""
+    """Neither half a record nor a lock is left, and the error of the signal's handler is kept."""
     kept: list[BaseException] = []
     came, number = True, 0
     while came:

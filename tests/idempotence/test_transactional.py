@@ -128,7 +128,7 @@ def test_a_second_delivery_waits_for_the_first(
             assert first
             thread.start()
             insert(session, name)
-            assert firsts == []  # nobody gets past the record
+            assert firsts == []  # nothing gets past the record
             if not ends_well:
                 raise ZeroDivisionError
     except ZeroDivisionError:

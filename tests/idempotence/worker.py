@@ -58,7 +58,7 @@ def effect(path: str, group: str, name: str) -> None:
 
 
 class Guarded:
-    """Effects in a file, behind a guard."""
+    """Guarded effects in a file."""
 
     def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
         self.guard = DedupListener(

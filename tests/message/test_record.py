@@ -1,4 +1,4 @@
-"""Records, properties, hosts, compressed bodies: made by hand, and every way to refuse them."""
+"""Records, properties, hosts, compressed bodies: constructed, and every way to refuse them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for any values and any bytes: there and back, and nothing but typed errors."""
+"""Properties for any values and any bytes: round trips, and only typed errors."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_rubbish_is_a_typed_error(raw: bytes, position: int, limit: int) -> None
 
 @st.composite
 def near_records(draw: st.DrawFn) -> bytes:
-    """A header that looks right with lengths that need not be, and some bytes behind it."""
+    """A plausible header with arbitrary lengths, and some bytes after it."""
     edges = st.sampled_from((-(2**31), -1, 0, 1, 3, 50, 91, 100, 115, 200, 2**31 - 1)) | st.integers(0, 260)
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2, BLANK_MAGIC)))
     sys_flag = draw(st.sampled_from((0, 1, 16, 32, 48)))
@@ -219,7 +219,7 @@ PIECES = st.lists(
 def test_properties_there_and_back(properties: dict[str, str]) -> None:
     raw = encode_properties(properties)
     assert decode_properties(raw) == properties
-    # Filled in stored order, the map gives that order again, as it does when a broker reads and rewrites it.
+    # A map filled in stored order has that order again, as when a broker rewrites it.
     assert encode_properties(decode_properties(raw)) == raw
 
 

@@ -4,7 +4,7 @@ From the root of the checkout::
 
     python -m tests.mutation store.recovery              # 40 of the mutants of a room, always the same
     python -m tests.mutation --sample 0 filter.reduction     # all of a module's
-    python -m tests.mutation --list message              # what would be broken
+    python -m tests.mutation --list message              # the planned mutants
 
 Mutants are found in the syntax tree, function by function: a condition that always or never holds, a comparison that is
 off by one or turned round, a part of an ``and`` or ``or`` that is left out, a call that is not made. So none of them
@@ -43,10 +43,10 @@ TESTS = {
     "message": ("tests/message", "tests/golden/test_encoding.py"),
     "java": ("tests/java", "tests/filter", "tests/message", "tests/golden/test_encoding.py"),
 }
-"""Tests that tell, by room; what tells most and soonest goes first. Other rooms: the folder of their name."""
+"""Tests that detect mutants, by room, the quickest and best first. Other rooms: the folder of their name."""
 LEFT_OUT = "not slow and not spark"
 SECONDS = 600
-"""A mutant whose tests take longer than this is told: it has made something endless."""
+"""A mutant whose tests take longer than this counts as detected: something became endless."""
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -108,7 +108,7 @@ def _nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST
 
 
 def _broken(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield what could stand in a node's place, each with what it is."""
+    """Yield possible replacements of a node, with their descriptions."""
     if isinstance(node, ast.If | ast.IfExp):
         for value in (True, False):
             yield f"always {value}", _with(node, test=ast.Constant(value))

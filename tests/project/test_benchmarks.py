@@ -1,4 +1,4 @@
-"""The benchmarks run, at a tiny size; what they measure is nobody's concern here."""
+"""The benchmarks run, at a tiny size; their results do not matter here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LIMITS = {
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """A module of ``benchmarks``, found behind everything that is installed."""
+    """A module of ``benchmarks``, found after all installed modules."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(CHECKOUT)])
     return importlib.import_module(f"benchmarks.{name}")
 

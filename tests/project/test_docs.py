@@ -58,7 +58,7 @@ def commands(block: Block) -> list[tuple[str, str]]:
 
 
 def shows(shown: str, real: str) -> bool:
-    """Whether output is as shown: an ellipsis stands for anything, blank lines and ends of lines for nothing."""
+    """Return whether output is as shown: an ellipsis matches anything, blank lines and ends of lines match nothing."""
 
     def plain(text: str) -> str:
         return "\n".join(line.rstrip() for line in text.split("\n") if line.strip())

@@ -1,4 +1,4 @@
-"""What holds files is closed and gives nothing; what runs is shut down, and tells whether all of it has ended."""
+"""`close` of file holders returns None; `shutdown` of running objects returns whether everything has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of broker and clients do what they say."""
+"""The examples of broker and clients work as described."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-import librmq.testing.plugin  # an inner run of pytest forgets what it imports
+import librmq.testing.plugin  # an inner run of pytest forgets its imports
 from librmq.testing import Kit
 from tests.reference import CHECKOUT
 
@@ -29,7 +29,7 @@ def example(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("life", [1, 2])
 def test_a_broker_is_embedded_and_ends_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str], life: int) -> None:
-    """The second time it goes on with what the first one left."""
+    """The second run continues from the first."""
     for _ in range(life):
         capsys.readouterr()
         example("embed_broker").main(str(tmp_path))
@@ -63,7 +63,7 @@ def test_order_and_stock_agree_though_the_shop_dies(tmp_path: Path, capsys: pyte
 
 
 def test_what_never_ran_and_is_asked_about_never_runs(tmp_path: Path) -> None:
-    """The check puts a row where there is none, so that a transaction that is late can't commit any more."""
+    """The check puts a row where there is none, so that a late transaction can't commit."""
     module = example("order_stock")
     with Kit() as rmq:
         shops = [rmq.app(name, lambda broker: module.Shop(broker, tmp_path / "shop.db")) for name in ("one", "two")]
@@ -89,7 +89,7 @@ def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFi
 
 
 def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
-    """It opens and closes it with its lifespan: the next one finds what was stored."""
+    """It opens and closes the broker with its lifespan: the next one finds the stored messages."""
     module = example("fastapi_app")
 
     async def life() -> None:
@@ -104,7 +104,7 @@ def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_fastapi_application_is_tested_by_the_kit() -> None:
-    """Under the clock of the test: what the consumer does happens when the test says so."""
+    """Under the clock of the test, which decides when the consumer runs."""
     module = example("fastapi_app")
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Behind each guarantee stands a test that exists."""
+"""Each guarantee has an existing test."""
 
 from __future__ import annotations
 

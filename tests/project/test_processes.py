@@ -1,4 +1,4 @@
-"""One process owns a store: what a forked child can't do with its parent's handles, and what it leaves alone."""
+"""One process owns a store: a forked child can't use its parent's handles, and does not touch their files."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def worker():
     refused(lambda: producer.send("tasks", b"1"), BrokerUnreachableError)
     refused(lambda: broker.clean_unused_topics(), BrokerUnreachableError)
     refused(lambda: broker.store.append(Message("tasks", b"1")), StoreClosedError)
-    assert reader.poll(0) == []  # told in the log, as an outage is
+    assert reader.poll(0) == []  # logged like an outage
     try:
         Broker.open(sys.argv[1])
     except StoreLockedError as error:

@@ -1,4 +1,4 @@
-"""The checkout itself: its commands, its part of the reference data, and what the tests have in common."""
+"""The checkout itself: its commands, its part of the reference data, and the common parts of the tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_check(*words: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
-    """A program that answers ``tools/python`` as such a Python would, and then says who it is."""
+    """A program that answers ``tools/python`` like such a Python, and then prints its name."""
     script = folder / name
     script.write_text(
         "#!/bin/sh\n"
@@ -64,7 +64,7 @@ def run_finder(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests in a folder in a process of its own, where nothing of this run's is set."""
+    """Run the tests in a folder in a separate process without the environment of this run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, "."],

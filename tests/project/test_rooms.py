@@ -36,7 +36,7 @@ def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """One circle of modules, the first of them again at its end; none where there is none."""
+    """Return one circle of modules, which ends with the first one again; empty if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -86,7 +86,7 @@ def test_the_contract_of_the_layers_fits_on_a_screen() -> None:
 
 
 def test_names_of_tests_are_below_60_characters() -> None:
-    """What such a name does not say stands in the docstring."""
+    """The docstring says what such a name does not."""
     too_long = [
         f"{path.relative_to(CHECKOUT)}: {name}"
         for path in sorted((CHECKOUT / "tests").rglob("*.py"))

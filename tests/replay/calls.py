@@ -1,4 +1,4 @@
-"""Pull consumers and administration of a replay: calls that a recording tells of in words."""
+"""Pull consumers and administration of a replay: calls that a recording describes in words."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Calls:
         return found
 
     def _view(self, event: Row, message_id: str) -> Any:
-        """A message by the id of its place, or of its own; [] for none."""
+        """Return a message by its offset id or unique id; [] for none."""
         if message_id == "record":
             return self._viewed(event, 1)
         if message_id == "end":

@@ -1,4 +1,4 @@
-"""Compares what librmq did with what was recorded, as far as the reference data say that it can be compared.
+"""Compares librmq's run with the recording, as far as the reference data allow.
 
 Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
 offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is; when and
@@ -50,10 +50,10 @@ def differences(played: Played) -> list[Difference]:
 
 
 class Log:
-    """The records of a log, and a name for each that does not tell where it stands."""
+    """The records of a log, and a name for each that does not depend on its place."""
 
     def __init__(self, rows: Iterable[Row], recording: Recording) -> None:
-        """Leave out the messages of the recording that raced, and those given up early where they are given up."""
+        """Leave out the messages of the recording that raced, and those discarded early where they are discarded."""
         raced = recording.raced_halves
         self._together = recording.delivered_together
         self.rows: list[Row] = []
@@ -77,7 +77,7 @@ class Log:
                 self.rows.append(row)
 
     def name(self, physical_offset: int) -> str:
-        """What stands at a physical offset."""
+        """Return the record at a physical offset."""
         return self._names.get(physical_offset, "nothing")
 
     def name_of_id(self, offset_id: str) -> str:
@@ -132,7 +132,7 @@ def _is_dead_letter(row: Row) -> bool:
 
 
 def _is_unordered(row: Row, topic: str) -> bool:
-    """Whether a message stands where concurrent listeners, or answers to checks, happened to put it."""
+    """Return whether concurrent listeners, or answers to checks, decided the place of a message."""
     if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
     was_checked = record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
@@ -152,7 +152,7 @@ def _records(broker: str, theirs: Log, ours: Log) -> Iterator[Difference]:
 
 
 def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
-    """Messages whose order is free stand behind the others, sorted."""
+    """Return the messages with those of free order sorted after the others."""
     queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in log.rows:
         queues[row["topic"], row["queueId"]].append(log.comparable(row))
@@ -199,7 +199,7 @@ def _sends(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
 
 
 def _selectors(played: Played) -> Iterator[Difference]:
-    """From how many queues selectors chose, where that is told."""
+    """Compare the number of queues that selectors chose from, if it is recorded."""
     wanted = [event["queues"] for event in played.recording.of_kind("selector_sees")]
     if wanted and wanted != played.selected_from:
         yield Difference("selector", text=f"{played.selected_from}, recorded {wanted}")
@@ -237,7 +237,7 @@ def _deliveries(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference
 
 
 def _short_deliveries(played: Played) -> Iterator[Difference]:
-    """Those that are told of in brief: by group, each message once, since which instance takes how many is a race."""
+    """Deliveries recorded in brief: by group, each message once, because the share of an instance is a race."""
     recording = played.recording
     group_of = {event["client"]: event["group"] for event in recording.events if event["kind"] == "consumer_start"}
     wanted: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
@@ -282,7 +282,7 @@ def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
 
 
 def _checks(played: Played) -> Iterator[Difference]:
-    """Which messages were asked for, and that all producers take their turns: which one is the first is open."""
+    """Compare the checked messages, and that all producers take turns, starting with any."""
     raced = played.recording.raced_halves
     wanted, found = (
         [event for event in events if event["message"]["properties"][UNIQUE_KEY] not in raced]

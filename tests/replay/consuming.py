@@ -89,7 +89,7 @@ class Consumers:
         return settings
 
     def beat(self, name: str) -> None:
-        """Let a client tell the brokers who it is."""
+        """Send a client's heartbeat to the brokers."""
         if name in self.consumers and self.consumers[name].is_running:
             self.consumers[name].client.beat()
 
@@ -120,7 +120,7 @@ class Consumers:
         return listen
 
     def _delivered(self, name: str, scope: str, message: DeliveredMessage) -> Row | None:
-        """Note a delivery; gives what the recorded listener answered."""
+        """Note a delivery; return the recorded listener's answer."""
         key = scope, message.message_id
         self.stage.played.delivered.append(
             {"client": name, "mq": message.queue, "msg": describe(message, message.queue)}
@@ -131,7 +131,7 @@ class Consumers:
         return known[number] if number < len(known) else None
 
     async def _work(self, name: str, messages: list[DeliveredMessage]) -> None:
-        """Take as long as the listener took, where only its deliveries tell that."""
+        """Take the listener's time, if only its deliveries show it."""
         duration = self.recording.durations.get(name)
         if duration is None:
             return

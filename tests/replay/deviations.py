@@ -257,7 +257,7 @@ def bytes_of_whole_mib(limit_mib: int) -> int:
 
 
 def is_direct(event: Row) -> bool:
-    """Whether a ``deliver`` event is one that an administrator asked for."""
+    """Return whether an administrator requested a ``deliver`` event."""
     return any(message["brokerName"] is None for message in event["msgs"])
 
 

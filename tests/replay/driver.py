@@ -20,7 +20,7 @@ __all__ = ["play"]
 
 
 def play(recording: Recording, before_ms: int = 0) -> Played:
-    """Let librmq do what was done; brokers are started so long before that is told."""
+    """Let librmq repeat the recording; brokers start this long before the recorded start."""
     stage = Stage(recording, before_ms)
     producers, consumers = Producers(stage), Consumers(stage)
     parts = (_Brokers(stage), producers, consumers, Calls(stage), Refusals(stage, producers.producers))
@@ -65,7 +65,7 @@ class _Brokers:
         )
 
     def on_delete_files_manually(self, event: Row) -> None:
-        """Deletes what had gone when the queues were looked at next."""
+        """Delete what was gone at the next look at the queues."""
         store = self.stage.broker(event).store
         following = self.stage.recording.events_from(event["seq"])
         bounds = next(
@@ -78,7 +78,7 @@ class _Brokers:
             if queue is not None
             for message in store.read(bounds["topic"], one["queueId"], one["min"], 1).messages
         ]
-        store.flush()  # what is deleted is settled
+        store.flush()  # the deletion is settled
         store._handle.retention.delete_before(min(offsets))
 
     def on_queue_offsets(self, event: Row) -> None:

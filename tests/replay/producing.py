@@ -1,4 +1,4 @@
-"""Producers of a replay: what was sent, with the unique ids, queues and local transactions of the recording."""
+"""Producers of a replay: sends, with the unique ids, queues and local transactions of the recording."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Producers:
         self.producers.pop(event["client"]).shutdown()
 
     def beat(self, name: str) -> None:
-        """Let a client tell the brokers who it is."""
+        """Send a client's heartbeat to the brokers."""
         if name in self.producers:
             self.producers[name].client.beat()
 
@@ -119,7 +119,7 @@ class Producers:
         return message
 
     def _prepare(self, event: Row, producer: Producer, key: str | None) -> None:
-        """Let the message be stored when it was, by a producer set as it was, whose turns begin where they did."""
+        """Store the message at its time, by a producer with the recorded settings and first turn."""
         stored = self.recording.stored.get(key or "")
         if stored is not None:
             self.stage.play_to(stored.store_timestamp_ms)
@@ -148,7 +148,7 @@ class Producers:
         return None
 
     def _queue_of(self, event: Row) -> tuple[str, int] | None:
-        """Broker and queue where the message of an event came to stand."""
+        """Return broker and queue of an event's message."""
         result = (self.recording.results.get(event["seq"]) or {}).get("result") or {}
         queue = result.get("messageQueue")
         if queue is not None:
@@ -158,7 +158,7 @@ class Producers:
             return None
         return self.recording.broker_settings["brokerName"], stored.queue_id
 
-    # ---- what is told of in brief: the message stands in the log
+    # ---- recorded in brief: the message is in the log
 
     def on_sent(self, event: Row) -> None:
         self._note(event, lambda: self._again(event, self.recording.stored[event["msgId"]], event["queueId"]))
@@ -166,7 +166,7 @@ class Producers:
     def on_sent_big(self, event: Row) -> None:
         key, queue = event["result"]["msgId"], event["result"]["messageQueue"]
         stored = self.recording.stored.get(key)
-        if stored is None:  # deleted with its file: the longest of its topic that is left stands in for it
+        if stored is None:  # deleted with its file: use the longest remaining one of its topic
             of_topic = (one for one in self.recording.stored.values() if one.topic == queue["topic"])
             stored = max(of_topic, key=lambda one: one.size)
         self._note(event, lambda: self._again(event, stored, queue["queueId"], key))
@@ -221,7 +221,7 @@ def _state(answer: Row) -> TransactionState | None:
 
 
 def _compress_from(stored: StoredMessage) -> int:
-    """From which size on its producer compressed, as far as a message tells."""
+    """Return the size from which its producer compressed, as far as a message shows it."""
     size = len(stored.body)
     if stored.sys_flag & record.COMPRESSED:
         return min(_COMPRESS_FROM, size)
@@ -230,7 +230,7 @@ def _compress_from(stored: StoredMessage) -> int:
 
 @contextmanager
 def _turn_of_its_own(producer: Producer, topic: str) -> Iterator[None]:
-    """The original counts turns by thread, and asynchronous sends run on threads of their own."""
+    """RocketMQ counts turns by thread, and asynchronous sends run on other threads."""
     kept = producer._topics.pop(topic, None)
     yield
     if kept is not None:

@@ -1,4 +1,4 @@
-"""A recorded run of real brokers and clients: what a folder ``clients-*`` holds, as values.
+"""A recorded run of real brokers and clients: the content of a folder ``clients-*``, as values.
 
 ``README.md`` of the reference data explains the files. What is asked for by message here is found by its unique id.
 """
@@ -32,7 +32,7 @@ NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
 _TICK_MS: Final = 100
 _AWAIT_MS: Final = 1_000  # so long the scenarios wait for listeners, where they do
-"""So often brokers look for what is due."""
+"""Interval at which brokers do due work."""
 _STARTS: Final = ("broker_started", "broker_started_again")
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
 _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
@@ -119,7 +119,7 @@ class Recording:
 
     @cached_property
     def progress_events(self) -> list[Row]:
-        """The events that tell what a broker knew, with ``progress``: topic, group, queue and offset."""
+        """The events with a broker's knowledge, with ``progress``: topic, group, queue and offset."""
         found = []
         for event in self.events:
             if event["kind"] == "consumer_offsets_in_memory":
@@ -158,7 +158,7 @@ class Recording:
 
     @cached_property
     def default_queues(self) -> dict[str, int]:
-        """How many queues the producer of a message wants for a topic that it makes."""
+        """Return the number of queues that the producer of a message requests for a topic that it creates."""
         found = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
             if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and row["header"].get("i"):
@@ -167,7 +167,7 @@ class Recording:
         return found
 
     def openings(self, before_ms: int) -> list[tuple[int, str]]:
-        """When brokers were started, and which: ``before_ms`` before that is told.
+        """The brokers' starts: ``before_ms`` before the recorded ones.
 
         But where half messages are checked, which happens at intervals from the start on, then so that the first pass
         comes when it came.
@@ -191,7 +191,7 @@ class Recording:
 
     @cached_property
     def check_passes(self) -> list[int]:
-        """When half messages were put back: the passes of the check, as far as they did something."""
+        """Times at which half messages were copied: the passes of the check that did something."""
         put_back = [
             row["storeTimestamp"]
             for row in self.messages
@@ -208,7 +208,7 @@ class Recording:
         return sum(measured) / len(measured) if measured else set_ms
 
     def time_of(self, event: Row) -> int:
-        """When an event is to be repeated: those that are told of afterwards when they were."""
+        """Time of an event's repetition; for those recorded afterwards, their own time."""
         at_ms: int = event["at_ms"]
         if event["kind"] == "broker_shutdown":
             return self._written_until(event)
@@ -220,7 +220,7 @@ class Recording:
     def _written_until(self, shutdown: Row) -> int:
         """When a broker that was shut down wrote for the last time; 0 if that was before.
 
-        To shut it down takes seconds, in which it hears nobody any more, but still delivers what was delayed.
+        To shut it down takes seconds, in which it answers no calls, but still delivers delayed messages.
         """
         begun = max(event["at_ms"] for event in self.events if event["seq"] < shutdown["seq"])
         written = (message.store_timestamp_ms for message in self.log(self.stores[self.broker_of(shutdown)]))
@@ -229,14 +229,14 @@ class Recording:
 
     @cached_property
     def heartbeats(self) -> list[tuple[int, str]]:
-        """When clients told who they are after a broker was started again, and which."""
+        """The clients' heartbeats after a broker was restarted."""
         again = [event["at_ms"] for event in self.events if event["kind"] in _STARTS][1:]
         if not again:
             return []
         return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
 
     def introduced(self, start: Row) -> int | None:
-        """When a producer first told brokers of itself, if that was after its start and before it sent anything."""
+        """Time of a producer's first heartbeat, if after its start and before its first send."""
         name = start["client"]
         begun = next((e["at_ms"] for e in self.events_from(start["seq"]) if e["client"] == name and e != start), NEVER)
         told = (row["at_ms"] for row in self.requests("HEART_BEAT") if row["client"] == name)
@@ -245,14 +245,14 @@ class Recording:
 
     @cached_property
     def raced_halves(self) -> frozenset[str]:
-        """The half messages, by unique id, that a check gave up and committed all the same: a race of the original."""
+        """The half messages, by unique id, that a check discarded although they were committed: a race of RocketMQ."""
         given_up = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["topic"] == CHECK_MAX_TIME_TOPIC}
         final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & record.TRANSACTION_MASK}
         return frozenset(key for key in given_up & final if key is not None)
 
     @cached_property
     def given_up_early(self) -> frozenset[str]:
-        """The half messages, by unique id, that a pass gave up when it met the copies that it had put back itself."""
+        """The half messages, by unique id, that a pass discarded at its own copies."""
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         put_back: dict[str, int] = {}
         found = set()
@@ -304,7 +304,7 @@ class Recording:
 
     @cached_property
     def pull_consumers(self) -> dict[str, dict[str, str]]:
-        """The clients that poll, each with what its first pull asked for."""
+        """The polling clients, each with its first pull."""
         polling = {event["client"] for event in self.events if event["kind"] in ("poll", "assign")}
         found: dict[str, dict[str, str]] = {}
         for row in self.requests("PULL_MESSAGE"):
@@ -333,7 +333,7 @@ class Recording:
 
     @cached_property
     def left(self) -> dict[str, int]:
-        """When each client told that it leaves its group."""
+        """Time at which each client left its group."""
         return {row["client"]: row["at_ms"] for row in self.requests("UNREGISTER_CLIENT")}
 
     @cached_property
@@ -342,7 +342,7 @@ class Recording:
         return [int(row["header"]["timestamp"]) for row in self.requests("SEARCH_OFFSET_BY_TIMESTAMP")]
 
     def requests(self, name: str) -> Iterator[Row]:
-        """What clients asked, as far as it was kept."""
+        """The clients' questions, as far as they were recorded."""
         return (row for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == name and row["dir"] == "out")
 
     @cached_property
@@ -353,7 +353,7 @@ class Recording:
 
     @cached_property
     def store_hosts(self) -> dict[str, Host]:
-        """The address of each broker, as message ids tell it."""
+        """The address of each broker, from message ids."""
         found: dict[str, Host] = {}
         for event in self.events:
             result = event.get("result")
@@ -382,7 +382,7 @@ class Recording:
     def answers(self) -> dict[tuple[str, str], list[Row]]:
         """What listeners answered, by group and unique id: of each delivery in turn the ``return`` event.
 
-        Where instances of a group get all, by client and unique id. ``position`` tells which message of a batch.
+        For broadcasting groups by client and unique id. ``position`` is that of a message in a batch.
         """
         group_of: dict[str, str] = {}
         calls: dict[tuple[str, int], Row] = {}
@@ -414,9 +414,9 @@ class Recording:
 
     @cached_property
     def durations(self) -> dict[str, int]:
-        """How long (ms) the listener of a client takes, where it is not told: its deliveries one after the other.
+        """Return the time (ms) of a client's listener if it is not recorded, from its consecutive deliveries.
 
-        Those of whom several begin within 20 ms take no time.
+        Listeners that begin several within 20 ms take no time.
         """
         found = {}
         times: dict[str, list[int]] = defaultdict(list)
@@ -429,7 +429,7 @@ class Recording:
         return found
 
     def release(self, client: str) -> Row | None:
-        """The event that lets a listener go on which had stopped at its first message, if no return tells of it."""
+        """The event that continues a listener which stopped at its first message, if no return is recorded."""
         if client not in self.durations:
             return None
         return next((e for e in self.events if e["kind"] == "release" and e["client"] == client), None)
@@ -445,7 +445,7 @@ class Recording:
 
     @cached_property
     def checks(self) -> dict[str, list[Row]]:
-        """What producers answered when they were asked for a transaction: by unique id, in turn."""
+        """The producers' answers to checks: by unique id, in order."""
         found: dict[str, list[Row]] = defaultdict(list)
         asked: dict[tuple[str, str, int], str] = {}
         for event in self.events:
@@ -456,7 +456,7 @@ class Recording:
                 found[asked[event["client"], event["body"], event["n"]]].append(event)
         return found
 
-    # ---- what was left
+    # ---- remains
 
     def log(self, store: str) -> list[StoredMessage]:
         """The records of a broker's log."""

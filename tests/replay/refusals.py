@@ -1,4 +1,4 @@
-"""Calls of a replay that were refused, or that a recording tells of in words alone: made up from these words."""
+"""Calls of a replay that were refused, or that a recording only describes in words: made up from these words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROPERTY: Final = re.compile(r"one property of (\d+) characters")
 
 
 class Refusals:
-    """Each ``on_kind`` repeats an event; what comes of it is noted under its ``seq``."""
+    """Each ``on_kind`` repeats an event; its result is noted under its ``seq``."""
 
     def __init__(self, stage: Stage, producers: dict[str, Producer]) -> None:
         self.stage = stage

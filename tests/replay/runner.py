@@ -1,4 +1,4 @@
-"""A runner by hand that follows a recording: listeners end when the recorded ones did."""
+"""A manual runner that follows a recording: listeners end when the recorded ones did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ReplayRunner(ManualRunner):
-    """Coroutines wait for events of the recording, named by their ``seq``; `resume` lets one go on."""
+    """Coroutines wait for events of the recording, named by their ``seq``; `resume` continues one."""
 
     def __init__(self, now_ms: int) -> None:
         super().__init__(ManualClock(now_ms))
@@ -34,13 +34,13 @@ class ReplayRunner(ManualRunner):
         self.manual_clock.move_to(max(at_ms, self.now_ms()))
 
     def resume(self, seq: int) -> None:
-        """The event has happened: whoever waits for it goes on."""
+        """Note that the event has happened, and continue what waits for it."""
         self.reached = max(self.reached, seq)
         for work, coroutine in self._waiting.pop(seq, []):
             self._go_on(work, coroutine)
 
     def begin_at(self, queue: tuple[str, int], queues: list[tuple[str, int]]) -> None:
-        """A producer that has no queue in turn begins at this one of a topic's, each given by broker and number."""
+        """A producer without a next queue starts at this one of a topic, given by broker and number."""
         self._first_queue, self._queues = queue, queues
 
     def choose(self, kind: str, options: Sequence[T]) -> T:

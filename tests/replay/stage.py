@@ -1,4 +1,4 @@
-"""What the parts of a replay share: the recording, brokers under a clock moved by hand, and what librmq did."""
+"""What the parts of a replay share: the recording, brokers under a manual clock, and librmq's results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Played:
     sent: dict[int, SendResult | RmqError] = field(default_factory=dict)
     """By the ``seq`` of the event that sent."""
     selected_from: list[int] = field(default_factory=list)
-    """How many queues each selector was given."""
+    """Number of queues that each selector got."""
     delivered: list[Row] = field(default_factory=list)
     """Rows like ``deliver`` events, of one message each; ``msg`` is it."""
     polled: list[Row] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Played:
     held: dict[str, Row] = field(default_factory=dict)
     """By client: the most that its process queues held, as in ``cached`` events."""
     seen: dict[int, Any] = field(default_factory=dict)
-    """What was observed or answered, by the ``seq`` of the event that tells what the original showed."""
+    """Observations and answers, by the ``seq`` of the event with RocketMQ's."""
     progress: list[tuple[int, str, Table]] = field(default_factory=list)
     """What each broker knew of progress, again and again: when, which broker, what."""
     logs: dict[str, list[StoredMessage]] = field(default_factory=dict)
@@ -85,14 +85,14 @@ class Stage:
         return self.played.files[""]
 
     def broker(self, event: Row) -> Broker:
-        """The broker that an event is about; opened, if nothing told of its start."""
+        """The broker that an event is about; opened, if no start was recorded."""
         name = self.recording.broker_of(event)
         if name not in self.brokers:
             self.open(name)
         return self.brokers[name]
 
     def open(self, name: str) -> None:
-        """Start a broker with the recorded settings, on what it had."""
+        """Start a broker with the recorded settings, on its store."""
         told = self.recording.broker_settings
         store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
         transactions = TransactionConfig(
@@ -133,7 +133,7 @@ class Stage:
             broker.close()
 
     def play_to(self, at_ms: int) -> None:
-        """Let time pass, and note on the way what the brokers know of progress."""
+        """Let time pass, and note the brokers' progress on the way."""
         while self.runner.now_ms() < at_ms:
             self.runner.play_to(min(at_ms, self.runner.now_ms() + _EVERY_MS))
             self._note_progress()
@@ -141,14 +141,14 @@ class Stage:
         self._note_progress()
 
     def _note_progress(self) -> None:
-        """Note what the brokers know of progress."""
+        """Note the brokers' progress."""
         now_ms = self.runner.now_ms()
         for name, broker in self.brokers.items():
             if not broker.dead:
                 self.played.progress.append((now_ms, name, self._progress(broker)))
 
     def _progress(self, broker: Broker) -> Table:
-        """What a broker knows of the progress that the recording tells of."""
+        """Return a broker's state of the recorded progress."""
         table = {}
         for topic, group, queue_id in self._progress_of:
             queue_offset = broker.consumer_offset(group, topic, queue_id)

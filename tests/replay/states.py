@@ -64,7 +64,7 @@ def _is_told_apart(delivered: Offsets, group: str, topic: str, queue_id: int, on
 
 
 def _delivered_offsets(played: Played) -> Offsets:
-    """Which messages each group was given, by either, by group, topic and queue."""
+    """The messages that each group got, in both runs, by group, topic and queue."""
     group_of = {event["client"]: event["group"] for event in played.recording.of_kind("consumer_start")}
     found: dict[tuple[str, str, int], set[int]] = defaultdict(set)
     for event in played.recording.of_kind("deliver"):
@@ -122,7 +122,7 @@ _LASTING_MS: Final = 5_000
 
 
 def _held(played: Played) -> Iterator[Difference]:
-    """The most that a client's queues held of what is limited: flow control."""
+    """The most that a client's queues held of limited amounts: flow control."""
     recording = played.recording
     group_of = {event["client"]: event["group"] for event in recording.of_kind("consumer_start")}
     wanted: dict[str, dict[str, int]] = {}
@@ -133,7 +133,7 @@ def _held(played: Played) -> Iterator[Difference]:
         settings = recording.client_settings(group_of[client])
         want = {what: most[what] for limit, what in _LIMITS.items() if limit in settings}
         have = {what: played.held[client][what] for what in want}
-        is_slow = bool(recording.durations.get(client))  # else the samples miss what is there for a moment
+        is_slow = bool(recording.durations.get(client))  # otherwise the samples miss short-lived messages
         if want != have if is_slow else any(have[what] < want[what] for what in want):
             yield Difference("held", client=client, text=unlike(want, have))
 
@@ -221,7 +221,7 @@ _CONFIGURATION: Final = (
 
 
 def _rows(want: Any, have: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Row by row what a file says, in both versions, without times."""
+    """Return the rows of a file, in both versions, without times."""
     want, have = want or {}, have or {}
     table = next((key for key in (*want, *have) if key != "dataVersion"), "")
     one, other = want.get(table, {}), have.get(table, {})

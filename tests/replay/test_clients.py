@@ -27,10 +27,10 @@ def test_a_recorded_run_is_repeated(folder: Path) -> None:
 
 
 def phases(recording: Recording) -> Iterator[int]:
-    """How long before it is told the broker may have been started.
+    """Time before the recorded start at which the broker may have started.
 
     From then on it looks every 5 s at the pulls that it holds, and passes over messages that its filter does not take.
-    When that is does not show, and decides what is delivered where instances of a group want different things.
+    It is not recorded, and decides deliveries if instances of a group have different subscriptions.
     """
     yield 500
     if recording.has_differing_instances:

@@ -23,7 +23,7 @@ def lose_a_record(played: Played) -> None:
 
 
 def deliver_twice(played: Played) -> None:
-    """A listener was given a message once more."""
+    """A listener got a message again."""
     played.delivered.append(played.delivered[0])
 
 
@@ -46,7 +46,7 @@ def send_elsewhere(played: Played) -> None:
 
 
 def allocate_nothing(played: Played) -> None:
-    """Nobody was given any queue."""
+    """No instance got a queue."""
     played.allocated.clear()
 
 
@@ -62,7 +62,7 @@ FAULTS: list[Callable[[Played], None]] = [
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    """A run with sends and with listeners that are told of in full."""
+    """A run with sends, and with listeners recorded in full."""
     for parameter in folders("clients-"):
         folder: Any = parameter.values[0]
         if folder is not None and {"send", "deliver", "allocate"} <= {e["kind"] for e in Recording(folder).events}:

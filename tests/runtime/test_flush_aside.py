@@ -1,4 +1,4 @@
-"""Progress is saved behind a flush: when, beside what, and again after which failures."""
+"""Progress is saved after a flush: when, beside which turns, and again after which failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from librmq.runtime.flush_aside import FlushAside
 
 
 class Owner:
-    """Something with progress: ``at`` is what it has reached, ``saved`` what is noted of it."""
+    """Something with progress: ``at`` is the reached progress, ``saved`` the noted one."""
 
     def __init__(self, *, runs_aside: bool) -> None:
         self.at = self.saved = self.now = 0
@@ -72,7 +72,7 @@ def test_what_changes_during_a_flush_is_saved_by_the_next() -> None:
     owner.at = 2
     assert owner.run(5001) is None
     owner.now = 5010
-    assert owner.flushed() == 5010, "the step looks at what changed meanwhile"
+    assert owner.flushed() == 5010, "the step checks for later changes"
     assert owner.saved == 1
     assert owner.run(5010) == 10010
     owner.run(10010)
@@ -124,7 +124,7 @@ def test_a_flush_that_a_save_has_overtaken_does_nothing() -> None:
     owner.run(5000)
     owner.at = 2
     owner.saver.save()
-    owner.error = full()  # which a second flush would meet
+    owner.error = full()  # a second flush would get this error
     owner.flushed()
     assert owner.saved == 2
 

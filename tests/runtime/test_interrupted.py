@@ -1,4 +1,4 @@
-"""Ctrl-C in the main thread, by a real signal at any call: whatever comes next runs all the same."""
+"""Ctrl-C in the main thread, by a real signal at any call: later work still runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def places() -> Iterator[int]:
 
 @contextmanager
 def having_workers(count: int) -> Iterator[ThreadRunner]:
-    """A runner with so many workers, which are there in the end too."""
+    """A runner with this many workers, which still exist at the end."""
     runner = ThreadRunner()
 
     def all_work() -> None:
@@ -58,7 +58,7 @@ def released(ran: threading.Semaphore, now_ms: int) -> None:
 @pytest.mark.parametrize("in_ms", [None, 2])
 @pytest.mark.parametrize("has_clock", [False, True])
 def test_a_step_that_was_or_is_woken_again_runs(workers: int, in_ms: int | None, has_clock: bool) -> None:
-    """Once it counts as due it need not be woken again."""
+    """Once it counts as due, it need not be woken again."""
     for number in places():
         with having_workers(workers) as runner:
             ran = threading.Semaphore(0)

@@ -92,7 +92,7 @@ def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, capl
 
 
 def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
-    """An outcome that cannot be applied is logged and others go on."""
+    """An outcome that cannot be applied is logged and others continue."""
 
     def done(result: object, error: Exception | None) -> None:
         raise ValueError("of the outcome")
@@ -185,7 +185,7 @@ def test_work_that_waits_for_each_other_runs_at_once(runner: ThreadRunner) -> No
 
     submit(lambda: together.wait(30), 8)
     for _ in range(3):
-        submit(lambda: None, 2_000)  # swift listeners, of which one worker does all
+        submit(lambda: None, 2_000)  # fast listeners, all of which one worker runs
         submit(lambda: together.wait(30), 8)
 
 

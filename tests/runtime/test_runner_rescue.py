@@ -1,4 +1,4 @@
-"""Threads that run out, are all busy or fail at the edges: what is due is taken all the same, and failures are told."""
+"""Threads that run out, are all busy or fail at the edges: due work is still done, and failures are logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Refusing = Callable[[str], AbstractContextManager[threading.Event]]
 
 
 class Outcomes:
-    """What came of works, and how many have ended."""
+    """Results of work, and the number that has ended."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -48,7 +48,7 @@ class Busy:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
-    """``with refusing("clock") as refused:`` the system has no more threads whose names hold that word."""
+    """``with refusing("clock") as refused:`` the system starts no more threads whose names contain that word."""
     start = threading.Thread.start
 
     @contextmanager
@@ -212,7 +212,7 @@ def test_what_is_due_in_ages_keeps_nothing_else_from_its_time(runner: ThreadRunn
     asleep, stepped = threading.Event(), threading.Event()
     with runner.lock:
         runner.wake(Step("first", lambda now_ms: asleep.set()), runner.now_ms() + 1)
-        runner.wake(Step("in ages", lambda now_ms: None), 1 << 61)  # no system waits for so long at once
+        runner.wake(Step("in ages", lambda now_ms: None), 1 << 61)  # no system waits for so long in one call
     assert asleep.wait(WAIT_S)
     with runner.lock:  # which the clock thread lets go of when it sleeps
         runner.wake(Step("soon", lambda now_ms: stepped.set()), runner.now_ms() + 20)

@@ -1,4 +1,4 @@
-"""The timer: when messages come, what is refused, deleted and put on, and what is left of it on disk."""
+"""The timer: times of deliveries, refusals, deletions and rolls, and its files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_store_without_timers_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("at", "delay", "out", "comes"),
     [
-        (0, 1, -1_000, 0),  # its slot has passed when it comes to the wheel: at once
+        (0, 1, -1_000, 0),  # its slot has passed when it reaches the wheel: delivered immediately
         (0, 999, 0, 1_000),
         (0, 1_000, 0, 1_000),
         (0, 1_001, 1_000, 2_000),
@@ -73,7 +73,7 @@ def test_what_reaches_the_wheel_too_late_comes_at_once() -> None:
     wheel.save()
     again = wheel.after_kill()
     again.pass_to(60_000)
-    assert again.delivered() == [(b"late", 5_500)]  # once: what has come is noted, though there is no wheel yet
+    assert again.delivered() == [(b"late", 5_500)]  # once: the delivery is noted, although there is no wheel yet
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_deletion_that_comes_too_late_does_nothing() -> None:
     assert wheel.delivered() == []
 
 
-# --- what can't be delivered
+# --- undeliverable messages
 
 
 # --- on disk

@@ -1,4 +1,4 @@
-"""Transactions against what an outside observer may see, with lost answers, repeated ends, crashes and time.
+"""Transactions compared with an outside observer's expectations, with lost answers, repeated ends, crashes and time.
 
 A message is delivered if and only if its transaction was committed, once, never before and never after a rollback;
 and in the end every transaction that its producer has decided on is decided here too.
@@ -33,7 +33,7 @@ class Local:
 
     number: int
     places: list[Place] = field(default_factory=list)
-    """The coordinates by which it may be ended: those of the send, and those of each question."""
+    """The offsets by which it can be ended: those of the send, and those of each question."""
     outcome: str | None = None
     """What the local transaction came to; None while it runs."""
 
@@ -73,7 +73,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.locals)
     @rule(data=st.data(), outcome=st.sampled_from(["commit", "rollback"]))
     def decide(self, data: st.DataObject, outcome: str) -> None:
-        """The local transaction ends; the broker is not told."""
+        """The local transaction ends; the broker does not hear of it."""
         local = data.draw(st.sampled_from(self.locals))
         local.outcome = local.outcome or outcome
 
@@ -104,7 +104,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(local.outcome for local in self.locals))
     @rule(data=st.data())
     def the_opposite_is_refused(self, data: st.DataObject) -> None:
-        """After an end was acknowledged, its opposite changes nothing; but for what was given up before."""
+        """After an end was acknowledged, its opposite changes nothing; except for halves discarded before."""
         local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
         place = local.places[0]
         self.tell(local, place)
@@ -131,7 +131,7 @@ class TransactionMachine(RuleBasedStateMachine):
 
     @rule()
     def one_turn(self) -> None:
-        """Part of a pass, so that ends come while it goes on."""
+        """Part of a pass, so that ends come during it."""
         due = self.transactions.run_due(self.clock.now_ms())
         if due is not None:
             self.clock.move_to(due)
@@ -151,7 +151,7 @@ class TransactionMachine(RuleBasedStateMachine):
             self.files = died(self.files)
         self.open()
 
-    # --- what is seen
+    # --- observations
 
     def of(self, topic: str) -> list[int]:
         return [int(message.body) for message in self.store if message.topic == topic]

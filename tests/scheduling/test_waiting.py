@@ -1,4 +1,4 @@
-"""What delay levels and timers have in common: many at once, what can't be delivered, full disks, settings."""
+"""Delay levels and timers alike: many due messages, undeliverable ones, full disks, settings."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_every_row_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.spark
 def test_the_report_of_two_brokers_one_of_them_damaged(store: Path, tmp_path: Path) -> None:
-    """Equal rows tell their store; what verify finds stands on the page."""
+    """Equal rows tell their store; the findings of verify are on the page."""
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     shared_session()

@@ -1,4 +1,4 @@
-"""What a write by Spark indexes is what a store would, key by key."""
+"""A write by Spark indexes the same keys as a store."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_stream_says_what_is_wrong_with_its_options(
 
 
 def test_a_store_that_is_being_written(tmp_path: Path) -> None:
-    """Every acknowledged message is read, those too whose entries stand in no file yet."""
+    """Every acknowledged message is read, including those whose entries are in no file yet."""
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "live", StoreConfig.tiny(), clock=clock) as store:
         fill(store, clock, 95)
@@ -292,7 +292,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
-    """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
+    """Tasks alone: a damaged entry is reported with its file; one without a record is lost data."""
     from librmq.columns.parts import DataLossError, Part, Slice
     from librmq.columns.read import Reading, default_columns
     from librmq.consumequeue import ENTRY

@@ -1,4 +1,4 @@
-"""Streams: limits, restarts, what comes later, what is lost; each message once in an idempotent sink."""
+"""Streams: limits, restarts, later queues, lost data; each message once in an idempotent sink."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_limits_restarts_and_what_comes_later(tmp_path: Path) -> None:
         fill(store, "B", 30, 3)  # a topic that was not there
         run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
         assert sink.numbers() == list(range(33))
-    # A batch that was begun and not finished is asked for again.
+    # An unfinished batch is requested again.
     last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda one: int(one.name))
     last.unlink()
     last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def test_loss_is_reported(tmp_path: Path) -> None:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_a_stream_that_is_killed_again_and_again(tmp_path: Path) -> None:
-    """Over a store that goes on being written, each message is once in a sink that takes a batch once."""
+    """Over a store with a running writer, each message is once in a sink that takes a batch once."""
     path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     dice = random.Random(7)
     clock = ManualClock(START_MS)

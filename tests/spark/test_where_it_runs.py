@@ -37,7 +37,7 @@ from librmq.spark.pipelines import run
 
 
 def steps(spark, folder):
-    """A store is written, read, filtered, streamed, looked into; what is wrong is told."""
+    """A store is written, read, filtered, streamed, examined; problems are reported."""
     path = folder + "/store"
     rows = spark.range(40, numPartitions=4).select(
         F.col("id").cast("string").alias("body"), F.lit("t").alias("tags"), F.concat(F.lit("k"), "id").alias("keys"),
@@ -112,7 +112,7 @@ steps(spark, sys.argv[1])
 
 
 def run(tmp_path: Path, script: str, *arguments: str, **variables: str) -> str:
-    """Run a script in a process of its own, and return what it wrote to standard error."""
+    """Run a script in a separate process, and return its standard error."""
     done = subprocess.run(
         [sys.executable, "-c", STEPS + script, str(tmp_path), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **variables},
@@ -141,14 +141,14 @@ assert spark.read.format("rocketmq").load(path).count() == 1
 
 
 def test_an_environment_that_is_not_activated(tmp_path: Path) -> None:
-    """The session finds the data source, and says nothing: neither where a LIMIT ends a task nor at its end."""
+    """The session finds the data source, and prints nothing, neither when a LIMIT ends a task nor at its end."""
     assert "Traceback" not in run(tmp_path, QUIET, PATH=os.defpath)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
 @pytest.mark.parametrize("module", ["pyspark.worker", "pyspark.sql.worker.create_data_source"])
 def test_a_worker_whose_jvm_goes_says_nothing(module: str) -> None:
-    """A worker of the session's Python is asked for as Spark does, and its connection closed."""
+    """Spark's own request for a worker of the session's Python, and its connection closed."""
     shared_session()
     with tempfile.TemporaryDirectory() as folder:
         settings = {"PYTHON_UNIX_DOMAIN_ENABLED": "true", "PYTHON_WORKER_FACTORY_SOCK_DIR": folder}

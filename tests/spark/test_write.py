@@ -1,4 +1,4 @@
-"""Writing: what a store says of the messages, all or nothing, jobs that come again, tasks that fail."""
+"""Writing: the stored messages, all or nothing, repeated jobs, failing tasks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
-    """Only what the attempt wrote whose message reached the driver is brought in."""
+    """Only the records of the attempt whose message reached the driver are added."""
     from pyspark.sql.types import BinaryType, StructField, StructType
 
     path = new_store(tmp_path / "store", 0)
@@ -244,7 +244,7 @@ def stage(
 
 @pytest.mark.parametrize("died", [True, False])
 def test_a_job_comes_again_after_its_records_are_gone(tmp_path: Path, died: bool) -> None:
-    """One that died before it showed a record is not done, whatever has been written and deleted there since."""
+    """A job that died before it showed a record is not done, whatever was written and deleted at its place since."""
     path = new_store(tmp_path / "store")
     with MessageStore.open(path) as store:
         while store.log.end < 20_000:
@@ -273,7 +273,7 @@ def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
 
 
 def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
-    """Workers wrote them to a folder of their own: nothing is brought in."""
+    """Workers wrote them to another folder: nothing is added."""
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 2, 10)
@@ -333,7 +333,7 @@ sys.exit(1)
 
 @pytest.mark.slow
 def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
-    """All or none is there after each kill, the store is sound, and the job, come again, is there once."""
+    """After each kill all or nothing is there, the store is sound, and the repeated job is there once."""
     paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
     subprocess.run(
         [sys.executable, "-c", KILLED, *map(str, paths)],
@@ -375,7 +375,7 @@ def test_a_job_id_that_is_no_name_is_refused(tmp_path: Path, job: str) -> None:
 
 
 def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
-    """Neither what else lies in the staging folder nor what a link in its place leads to."""
+    """Neither other files in the staging folder nor the target of a link in its place."""
     path, shared = new_store(tmp_path / "store"), tmp_path / "shared"
     staging = Path(job_folder(str(path), "thesis", str(shared)))
     for kept in (shared / "thesis" / "chapter.log", shared / "t0.log", staging / "notes.txt", staging / "notes.log"):

@@ -1,4 +1,4 @@
-"""Much data at once, past the mapping: what is read back is the same as by `append`."""
+"""Much data written without the mapping reads back the same as by `append`."""
 
 from __future__ import annotations
 

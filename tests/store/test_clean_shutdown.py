@@ -79,7 +79,7 @@ def spoil(files: MemoryFiles, path: str, at: int = 0) -> None:
 
 
 def write_on(files: MemoryFiles) -> None:
-    """Somebody who knows nothing of the file goes on with the store and closes it."""
+    """A writer that ignores the file uses the store and closes it."""
     kept = files.read(f"{ROOT}/{CLOSED}")
     clock = ManualClock(START_MS + 5000)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
@@ -144,7 +144,7 @@ def test_rubbish_is_passed_over(text: bytes) -> None:
 
 
 def test_a_queue_changed_since_closing_is_refused_when_asked() -> None:
-    """A queue that is not as it was closed is refused when it is asked for."""
+    """A queue that differs from its state at the close is refused at its first use."""
     files = in_memory(closed())
     folder = f"{ROOT}/consumequeue/TopicA/0"
     last = [entry.name for entry in files.list(folder)][-1]
@@ -164,7 +164,7 @@ def test_a_queue_that_is_gone_is_made_again() -> None:
 
 
 def test_a_lost_queue_is_made_again_however_old() -> None:
-    """A queue that is gone is made again however old its messages are."""
+    """A deleted queue is rebuilt, for messages of any age."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
         store.append(Message("Old", b"body"))

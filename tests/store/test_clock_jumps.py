@@ -1,4 +1,4 @@
-"""Stores whose clock stands before 1970, or was put back."""
+"""Stores whose clock is before 1970, or was set back."""
 
 from __future__ import annotations
 

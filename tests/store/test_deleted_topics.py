@@ -1,4 +1,4 @@
-"""A topic that was deleted on a broker, and perhaps made again, stays deleted.
+"""A topic that was deleted on a broker, and perhaps created again, stays deleted.
 
 A broker deletes the queue folders of a topic and leaves the records in the log. Made again, the topic counts from 0.
 """

@@ -1,4 +1,4 @@
-"""What kind of store a folder holds, which settings its files tell, which queues it has."""
+"""The kind of store in a folder, the settings that its files show, and its queues."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_settings_of_the_original(folder: Path) -> None:
 def test_a_new_store_has_embedded_sizes() -> None:
     assert directory.infer_config(ROOT, MemoryFiles()) == StoreConfig()
     told = directory.infer_config(ROOT, files_with(sizes=log_files(0, size=64 << 20)))
-    assert told == StoreConfig(**UNLIMITED)  # another's, whose owner may want it all
+    assert told == StoreConfig(**UNLIMITED)  # another tool's store, whose owner may want all of it
 
 
 def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
@@ -223,8 +223,8 @@ def test_each_setting_is_told_by_its_files() -> None:
     [
         (log_files(0, 1000, 2000) | log_files(3000, size=500), 1000),  # cut short
         (log_files(0, 1000) | log_files(2000, size=0), 1000),  # a crash before it had a length
-        (log_files(0, 1000, size=0), 1000),  # names tell
-        (log_files(0, size=700), 700),  # nothing else tells
+        (log_files(0, 1000, size=0), 1000),  # names show it
+        (log_files(0, size=700), 700),  # nothing else shows it
         (log_files(0, size=0), StoreConfig.broker().commitlog_file_size),
         (log_files(700, size=1000), StoreConfig.broker().commitlog_file_size),  # no file of that length starts there
         (log_files(0, size=100), StoreConfig.broker().commitlog_file_size),  # shorter than any record
@@ -296,7 +296,7 @@ def test_any_names_and_lengths_lead_to_settings(sizes: dict[str, int]) -> None:
 
 
 def properties(text: str) -> dict[str, str]:
-    """As ``java.util.Properties`` reads ASCII lines without escapes of its own (but \\uXXXX and \\\\)."""
+    """As ``java.util.Properties`` reads ASCII lines without other escapes (but \\uXXXX and \\\\)."""
     text.encode("ascii")
     pairs = (line.split("=", 1) for line in text.splitlines())
     return {name: json.loads(f'"{value}"') for name, value in pairs}

@@ -1,4 +1,4 @@
-"""Whatever is refused for want of space, and when: queues and index have each record once, and in order."""
+"""After any refusals for lack of space, queues and index have each record once, and in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACTS = st.one_of(
 
 
 class Filling(MemoryFiles):
-    """A disk that has room for a few more files and blocks, if it is told so."""
+    """A disk with room for a few more files and blocks, on request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an append promises: async, sync, pipelined; and what becomes of it when a flush fails or a store is let go."""
+"""What an append promises: async, sync, pipelined; and the outcome when a flush fails or a store is released."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def message(number: int = 0, size: int = 50) -> Message:
 
 
 class HeldFiles(MemoryFiles):
-    """Counts the flushes of the log, and holds them up when told."""
+    """Counts the flushes of the log, and holds them up on request."""
 
     def __init__(self, part: str = "/commitlog/") -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class HeldFiles(MemoryFiles):
 def open_store(
     files: Files, config: StoreConfig = ASYNC, clock: ManualClock | None = None, **more: Any
 ) -> MessageStore:
-    """With a message, flushed, so that the files of the log are there and need not be made."""
+    """With a flushed message, so that the files of the log exist."""
     store = MessageStore.open(ROOT, config, files=files, clock=clock or ManualClock(START_MS), **more)
     if store.log.end == 0:
         store.append(Message("First", b""))
@@ -127,7 +127,7 @@ def test_sync_returns_when_the_message_has_reached_the_device(batch: bool) -> No
         producer.start()
         files.begun.acquire()
         assert returned == []
-        assert store.log.end > before, "it stands in the log already"
+        assert store.log.end > before, "it is already in the log"
         files.go_on.release()
         producer.join()
         assert len(returned) == 1 + batch
@@ -165,7 +165,7 @@ def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def reach(physical_offset: int) -> None:
             if physical_offset > stood:
-                appended.wait()  # so that all eight stand in the log
+                appended.wait()  # so that all eight are in the log
             take(physical_offset)
 
         monkeypatch.setattr(store._handle.durability.commit, "reach", reach)
@@ -352,7 +352,7 @@ def test_a_flush_by_time_that_fails_refuses_the_next_append() -> None:
 
 @pytest.mark.parametrize(("number", "part"), [(2, "consumequeue"), (3, "index"), (4, "checkpoint")])
 def test_a_failed_flush_of_queues_or_index_sticks(number: int, part: str) -> None:
-    """A flush that follows can't know what the kernel dropped; messages are taken all the same, as they are sound."""
+    """A later flush can't know what the kernel dropped; messages are still accepted, because they are sound."""
     files = FailingFiles(MemoryFiles())
     store = open_store(files)
     store.append(message(10))
@@ -566,7 +566,7 @@ def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> No
     assert len(store_threads()) == 1
     end(store)
     assert store_threads() == []
-    store._handle.thread.wake()  # an append that stood in the log before the end
+    store._handle.thread.wake()  # an append that was in the log before the end
     assert store_threads() == []
 
 
@@ -651,7 +651,7 @@ def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str)
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) -> None:
-    """Locks that other threads of the parent held at the fork hold nobody up."""
+    """Locks that other threads of the parent held at the fork block nothing."""
     done = run_python(
         """
         import os, sys, threading
@@ -713,7 +713,7 @@ def test_errors_of_durability_are_errors_of_the_store() -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
 def test_a_closed_store_holds_no_descriptor(tmp_path: Path) -> None:
-    """Nor waits for a collection of garbage to let them go."""
+    """Nor waits for a garbage collection to release them."""
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""What stands in the folder of a store and is no part of one: foreign names, links, pipes, files for folders."""
+"""Foreign content in the folder of a store: foreign names, links, pipes, files for folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.stores import SMALL, filled, served
 
 
 def refused(path: Path) -> str:
-    """Opening is refused by an error of librmq, and nothing is changed; returns what it says."""
+    """Opening is refused by an error of librmq, and nothing is changed; return the message."""
     before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
     for more in ({}, {"read_only": True}, {"thorough": True}):
         with pytest.raises(StoreError) as told:

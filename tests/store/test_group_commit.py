@@ -1,4 +1,4 @@
-"""Group commit: who flushes, for whom, and what is never acknowledged. Flushes wait for events, nothing for time."""
+"""Group commit: which caller flushes for which, what is never acknowledged. Flushes wait for events, not for time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_space() -> StoreIOError:
 
 
 class Device:
-    """A log that grows and whose flushes can be held up. ``flushes`` lists up to where each of them went."""
+    """A log that grows and whose flushes can be held up. ``flushes`` lists the end of each."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -77,7 +77,7 @@ class Waiters:
     def join(self, timeout: float | None = None) -> list[object]:
         for thread in self._threads:
             thread.join(timeout)
-            assert not thread.is_alive(), "he waits for ever"
+            assert not thread.is_alive(), "it waits forever"
         return [self.outcomes[number] for number in range(len(self._threads))]
 
 
@@ -198,7 +198,7 @@ def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
 
 
 def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
-    """Whoever has been flushed for goes on and wakes the next, and those who come meanwhile have their turn behind."""
+    """A flushed waiter continues and wakes the next; later callers queue after them."""
     turns: list[int] = []
     commit = device.commit
     leave = commit._leave
@@ -297,7 +297,7 @@ def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
         assert stopped.is_alive()
         device.go_on.release()
         stopped.join()
-    assert waiters.join() == [100], "what was flushed is flushed"
+    assert waiters.join() == [100], "flushed messages stay flushed"
 
 
 @pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.forget])

@@ -1,4 +1,4 @@
-"""What a store does by time: a pure step under a clock that is moved by hand, and the thread that calls it."""
+"""Scheduled work of a store: a pure step under a manual clock, and the thread that calls it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = StoreConfig.broker()
 
 
 class TouchedFiles(MemoryFiles):
-    """Files in memory that remember what was made ready."""
+    """Files in memory that record preparations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Subject:
     flushes: list[tuple[float, int]] = field(default_factory=list)
     """When and up to where the log was flushed."""
     derived: list[float] = field(default_factory=list)
-    """When what is derived was flushed."""
+    """Times at which derived data was flushed."""
     expired: list[float] = field(default_factory=list)
     expire_next: int | None = None
     flush_error: StoreIOError | None = None
@@ -105,7 +105,7 @@ class Subject:
         return None if self.expire_next is None else now_ms + self.expire_next
 
     def append(self, size: int, entries: int = 1) -> bool:
-        """Append so many bytes; whether whoever calls the step is to be woken."""
+        """Append this many bytes; return whether the caller of the step must be woken."""
         self.log.claim(size)
         self.log.append(b"x" * size)
         self.entries += entries
@@ -119,7 +119,7 @@ class Subject:
         return None if due is None else (due - NOW) / 1000
 
     def run_until(self, seconds: float) -> None:
-        """Run whatever is due, as a thread does that nobody wakes."""
+        """Run everything due, like a thread that nothing wakes."""
         for _ in range(10_000):
             due = self.run()
             if due is None or due > seconds:
@@ -218,7 +218,7 @@ def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject)
 
 
 def test_what_comes_while_retention_works_is_kept_in_mind(subject: Subject) -> None:
-    subject.appended_during_expire = 100  # its append looked at the alarm while it was off
+    subject.appended_during_expire = 100  # its append checked the alarm while it was off
     due = subject.run()
     assert subject.wakes == 0
     assert due == subject.at
@@ -230,7 +230,7 @@ def test_exactly_enough_while_the_alarm_is_off_is_flushed_soon() -> None:
     subject = Subject(StoreConfig(flush_least_bytes=100))
     subject.append(60)
     subject.appended_during_expire = 40
-    assert subject.run() == 0  # at once, to see that it is enough now
+    assert subject.run() == 0  # immediately, to check that it is enough now
     subject.run_until(1)
     assert subject.flushes == [(0.5, 100)]
 
@@ -263,7 +263,7 @@ def test_in_sync_what_nobody_waits_for_is_flushed_at_once() -> None:
     subject.run()
     assert subject.flushes == [(0, 100)]
     subject.appended_during_flush = 50
-    assert not subject.append(100), "whoever waits flushes for himself, and disturbs nobody; the others wake it"
+    assert not subject.append(100), "a waiting caller flushes itself without waking it; the others wake it"
     subject.run()
     subject.run()
     assert subject.flushes == [(0, 100), (0, 200), (0, 250)]
@@ -282,7 +282,7 @@ def test_after_a_failed_flush_nothing_is_due(subject: Subject, caplog: pytest.Lo
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-# --------------------------------------------------------------------------------------------------- what is derived
+# --------------------------------------------------------------------------------------------------- derived data
 
 
 def test_two_pages_of_entries_are_flushed_after_a_second(subject: Subject) -> None:
@@ -358,7 +358,7 @@ def test_a_failure_of_retention_is_told_and_tried_again(subject: Subject, caplog
     assert subject.run() == 0.5
     assert "delete" in caplog.text
     subject.run_until(5)
-    assert subject.commit.flushed == ENOUGH, "flushing goes on"
+    assert subject.commit.flushed == ENOUGH, "flushing continues"
     subject.expire_error = None
     subject.run_until(10)
     subject.run()
@@ -383,7 +383,7 @@ def test_more_between_two_flushes_makes_more_ready(subject: Subject, waiting: in
     subject.append(waiting)
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
-    assert len(subject.files.touched) <= 2, "in few parts: a busy producer lets nobody in between"
+    assert len(subject.files.touched) <= 2, "in few parts, because a busy producer lets nothing in between"
     assert all(end - begin <= 32 << 20 for _, begin, end in subject.files.touched), "too much at a time"
     assert subject.append(ahead // 2)
 
@@ -429,7 +429,7 @@ def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCap
 
 
 def test_any_order_of_appends_is_flushed_in_time() -> None:
-    """Whoever appends, calls the step when told, and lets time pass, finds nothing older than 10 s unflushed."""
+    """If the step is called whenever it asks, nothing older than 10 s stays unflushed."""
     for seed in range(30):
         rng = random.Random(seed)
         subject = Subject(StoreConfig(commitlog_file_size=1 << 20, max_message_size=1 << 12))
@@ -469,7 +469,7 @@ class Calls:
 
 
 class WaitingClock(SystemClock):
-    """Tells what is waited for, and waits until woken."""
+    """Records the wait, and waits until woken."""
 
     def __init__(self) -> None:
         self.waits: list[float | None] = []

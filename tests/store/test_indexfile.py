@@ -1,4 +1,4 @@
-"""Index files by themselves: bytes, limits, damage, what a reader or a successor sees between two writes."""
+"""Index files by themselves: bytes, limits, damage, the view of a reader or a successor between two writes."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_few_files_are_mapped_at_a_time(tmp_path: Path) -> None:
 
 
 class CountingFiles(MemoryFiles):
-    """Counts flushes, and refuses to allocate or flush when told so."""
+    """Counts flushes, and refuses to allocate or flush on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -652,7 +652,7 @@ def test_a_write_that_ends_while_somebody_looks_hides_nothing(monkeypatch: pytes
 
     two_more = [(300, BEGIN, HASHES[1:2]), (400, BEGIN, HASHES[1:2])]
     with_two().append_many(two_more)
-    writes, last = 0, writes  # the header is the last of so many
+    writes, last = 0, writes  # the header is the last of these
     index = with_two()
     (file,) = index.files
     header = IndexFile.header
@@ -674,7 +674,7 @@ def test_a_write_that_ends_while_somebody_looks_hides_nothing(monkeypatch: pytes
 
 
 def test_a_wrong_count_destroys_nothing() -> None:
-    """A damaged header that counts too few: entries behind it are no rest of a write that died."""
+    """A damaged header that counts too few: entries after it are not the rest of a write that died."""
     files = memory()
     with open_index(files, entries=64) as index:
         index.append_many([(n, BEGIN, HASHES) for n in range(8)])

@@ -270,7 +270,7 @@ def damage_told(file: str, *kinds: str) -> Iterator[None]:
 
 
 def use_all(data: bytes, writable: bool) -> None:
-    """Do whatever can be done with an index whose newest file holds ``data``."""
+    """Do everything that is possible with an index whose newest file holds ``data``."""
     files = MemoryFiles()
     files.make_folder("/index")
     files.write("/index/20231114221320000", SOUND.files[0].data())

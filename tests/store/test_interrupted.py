@@ -60,7 +60,7 @@ def taken(store: MessageStore) -> list[StoredMessage]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
-    """What was appended before and after is there once, in a row; the store closes cleanly and is sound."""
+    """Messages appended before and after are there once, consecutively; the store closes cleanly and is sound."""
     number, came = 0, True
     while came and number < 400:
         files = MemoryFiles()
@@ -94,7 +94,7 @@ def test_an_interrupted_open_leaves_no_lock() -> None:
         came = next(at_each_call(act, first=number))
         if came:
             while opened:
-                opened.pop().close()  # the signal came behind the open
+                opened.pop().close()  # the signal came after the open
             MessageStore.open("/s", files=files).close()
         number += 1 + number // 10
     opened.pop().close()

@@ -1,4 +1,4 @@
-"""A store keeps what its files do not tell of its configuration."""
+"""A store keeps the settings that its files do not show."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_delay_levels_go_along(tmp_path: Path) -> None:
         found = infer_config(str(tmp_path / name), DiskFiles())
         assert found.message_delay_level == LEVELS
         assert f"messageDelayLevel={LEVELS}" in broker_conf(str(tmp_path / name), found)
-    (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # whatever is in it, the store opens
+    (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # the store opens with any content
     assert infer_config(str(tmp_path / "store"), DiskFiles()).message_delay_level == StoreConfig().message_delay_level
 
 
@@ -87,7 +87,7 @@ def test_no_store_is_trimmed_for_the_size_of_its_files(kept: bool) -> None:
 
 
 def test_a_store_reopens_with_its_own_sizes_and_retention() -> None:
-    """Before its first message too, when no file tells its sizes."""
+    """Before its first message too, when no file shows its sizes."""
     files = MemoryFiles()
     config = StoreConfig.tiny(max_total_size=1 << 20, file_reserved_hours=5, enable_consumequeue_ext=True)
     for path, given in (("/told", config), ("/new", None)):

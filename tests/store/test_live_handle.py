@@ -65,7 +65,7 @@ def test_open_waits_for_another_writer(tmp_path: Path) -> None:
 
     def lock(self: DiskFiles, path: str) -> FileLock:
         if closing.ident is None:
-            closing.start()  # only now: the lock is held when it is first tried, or just given back
+            closing.start()  # only now: the lock is held when it is first tried, or just released
         return tried(self, path)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_the_repr_says_what_a_handle_is_good_for() -> None:
 
 
 def test_a_deletion_by_retention_is_no_write() -> None:
-    """A producer that comes meanwhile waits for the file that goes; a broker does not take the store for stuck."""
+    """A producer waits meanwhile for the deletion; a broker does not consider the store stuck."""
     seen: list[bool] = []
 
     class Watched(MemoryFiles):

@@ -1,4 +1,4 @@
-"""Filters on a store: bitmaps when messages arrive; reads that look at entries first, at messages where they must."""
+"""Filters on a store: bitmaps when messages arrive; reads that check entries first, and messages only if necessary."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def priced(price: object, region: str | None = None, tags: str | None = None) ->
 
 
 def read_all(store: MessageStore, matching: MessageFilter | None) -> list[int]:
-    """The queue offsets of all messages that a reader gets who goes on where each read ends."""
+    """Return the queue offsets of all messages for a reader that continues where each read ends."""
     found: list[int] = []
     queue_offset = 0
     while True:
@@ -68,7 +68,7 @@ def read_all(store: MessageStore, matching: MessageFilter | None) -> list[int]:
 
 
 def unit_of(store: MessageStore, message: StoredMessage) -> ExtUnit:
-    store.read(message.topic, message.queue_id, 0, 1)  # brings what was collected to the queues
+    store.read(message.topic, message.queue_id, 0, 1)  # writes collected entries to the queues
     queue = store.queues[message.topic, message.queue_id]
     entry = queue.entry(message.queue_offset)
     assert entry is not None
@@ -194,7 +194,7 @@ def test_groups_come_and_go_while_messages_arrive() -> None:
 
 
 def filled(filters: Registrations | None) -> MemoryFiles:
-    """A store left by a process that died; nothing was flushed but what stands in the files."""
+    """A store left by a process that died; only the content of the files was flushed."""
     files = MemoryFiles()
     store = opened(files, filters)
     for number in range(40):
@@ -250,7 +250,7 @@ def test_the_bitmap_is_looked_at_before_the_log(log_reads: Counter) -> None:
         ):
             assert read_all(store, store.matching(registration=("T", group))) == list(expected)
             assert log_reads() == len(expected), group
-        # The same expressions without the bits: every message is looked at.
+        # The same expressions without the bits: every message is evaluated.
         for group in ("cheap", "failing"):
             read_all(store, store.matching(sql=GROUPS[group]))
             assert log_reads() == 100
@@ -318,7 +318,7 @@ def test_a_changed_filter_is_not_judged_by_new_bits() -> None:
         assert read_all(store, old) == [0]
         new = store.matching(registration=("T", "cheap"))
         assert read_all(store, new) == [1]
-        assert not filters.register("T", "cheap", "price >", SQL92, 3, clock.now_ms())  # ends what there was
+        assert not filters.register("T", "cheap", "price >", SQL92, 3, clock.now_ms())  # ends the former registration
         store.append(priced(95))
         assert read_all(store, new) == [1, 2]
 
@@ -379,7 +379,7 @@ def test_tags_exactly_and_by_code() -> None:
 
 
 def test_32_bits_of_a_code_are_compared() -> None:
-    """As the original does, also where a delivery time stands in place of a code."""
+    """As in RocketMQ, also with a delivery time in place of a code."""
     by_code = ByTags(TagFilter("C"), exact=False)
     codes = np.array([67, 67 + (5 << 32), 68, 67 - (1 << 32)], np.int64)
     assert by_code.match_entries(codes, None).tolist() == [True, True, False, True]

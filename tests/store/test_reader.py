@@ -1,4 +1,4 @@
-"""A store that is only read, beside whoever writes to it: everything that was acknowledged is seen, nothing in part."""
+"""A store that is only read, beside its writer: everything acknowledged is visible, nothing in part."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def first_message(store: MessageStore, queue: ConsumeQueue) -> int | None:
 
 
 def agree(reader: MessageStore, writer: MessageStore) -> None:
-    """The reader shows what the writer does, and serves it."""
-    writer.find_by_key("T", "k")  # brings its queues up to date
+    """The reader agrees with the writer, and serves its messages."""
+    writer.find_by_key("T", "k")  # updates its queues
     reader.refresh()
     assert shown(reader) == shown(writer)
     assert served(reader) == served(writer)
@@ -189,7 +189,7 @@ def test_a_reader_goes_with_its_writer_on_disk(seed: int, tmp_path: Path) -> Non
 def test_nothing_is_changed(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(3), 200)
     before = contents(pair.files)
-    agree(pair.reader, pair.writer)  # which brings the writer's queues up to date
+    agree(pair.reader, pair.writer)  # which updates the writer's queues
     changed = contents(pair.files)
     assert {path for path in before.keys() | changed.keys() if before.get(path) != changed.get(path)} <= {
         path for path in changed if path.startswith(("consumequeue", "index"))
@@ -210,7 +210,7 @@ def test_there_is_nothing_new_without_a_change(pair: Pair) -> None:
     assert pair.reader.refresh()
     assert not pair.reader.refresh()
     pair.writer.close()
-    assert pair.reader.refresh()  # nobody writes any more
+    assert pair.reader.refresh()  # there is no writer any more
     assert not pair.reader.refresh()
     pair.writer = pair.open_writer()
     assert pair.reader.refresh()
@@ -230,7 +230,7 @@ def test_what_a_writer_left_who_came_and_went_is_seen(pair: Pair) -> None:
 
 
 def test_who_goes_through_a_queue_comes_to_its_end_of_now(pair: Pair) -> None:
-    """Not to the end of what was known of it, with which the first messages came."""
+    """Not to the known end, with which the first messages came."""
     for number in range(3):
         pair.writer.append(Message("TopicA", b"%d" % number))
         assert [message.body for message in pair.reader.messages("TopicA")] == [b"0", b"1", b"2"][: number + 1]
@@ -249,7 +249,7 @@ def test_messages_and_queues_that_were_given_out_stay(pair: Pair) -> None:
 
 
 def test_only_what_was_asked_for_again_is_read_again(pair: Pair) -> None:
-    """A read that finds messages does not look at the lock or the folders."""
+    """A read that finds messages does not check the lock or the folders."""
 
     class Counted(MemoryFiles):
         looks = 0
@@ -277,7 +277,7 @@ def test_only_what_was_asked_for_again_is_read_again(pair: Pair) -> None:
 @configs
 @pytest.mark.parametrize("told", [True, False], ids=["with settings", "without"])
 def test_a_reader_that_is_there_first(config: StoreConfig, told: bool) -> None:
-    """Sizes that nobody told it are told by the files when they come."""
+    """Sizes that were not given are taken from the files when these appear."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     writer = MessageStore.open(ROOT, config, files=files, clock=clock)
     reader = MessageStore.open(ROOT, config if told else None, files=files, clock=clock, read_only=True)
@@ -324,7 +324,7 @@ def test_a_wrong_length_is_told(pair: Pair) -> None:
         pair.open_reader()
 
 
-# --------------------------------------------------------------------------------------------- what is half written
+# --------------------------------------------------------------------------------------------- half-written data
 
 
 def records() -> list[bytes]:
@@ -341,7 +341,7 @@ def records() -> list[bytes]:
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_a_record_that_is_just_being_copied_is_not_served(number: int, fresh: bool) -> None:
-    """From its first byte to its last: whoever looks sees nothing, or all of it."""
+    """From its first byte to its last: a reader sees nothing, or all of it."""
     pair = Pair()
     pair.writer.append(Message("TopicA", b"before", keys="k"))
     end = pair.writer.log.end
@@ -387,7 +387,7 @@ def test_rubbish_behind_the_end_is_no_damage(pair: Pair) -> None:
     assert len(list(pair.reader)) == 2
 
 
-# ------------------------------------------------------------------- queues and index that are behind, or half written
+# ------------------------------------------------------------------- queues and index that lag or are half written
 
 
 def lanes_only(pair: Pair) -> None:
@@ -494,7 +494,7 @@ def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
 
 
 def test_a_queue_that_is_ahead_of_what_is_known_of_the_log(pair: Pair) -> None:
-    """It was not looked at before, and shows no message of which the log is not known yet; none is passed over."""
+    """It was not used before, and shows no message beyond the known log; none is skipped."""
     for number in range(4):
         pair.writer.append(Message("TopicA", b"%d" % number))
     pair.reader.refresh()
@@ -563,7 +563,7 @@ def test_retention_is_survived(config: StoreConfig) -> None:
 
 
 class Meanwhile(MemoryFiles):
-    """Does something once, behind a listing of a folder or before a file is opened."""
+    """Does something once, after a listing of a folder or before the opening of a file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -667,7 +667,7 @@ def test_a_log_that_is_cut_beside_the_reader(pair: Pair) -> None:
     agree(pair.reader, pair.writer)
 
 
-# ------------------------------------------------------------------------------------------------ nobody writes
+# ------------------------------------------------------------------------------------------------ without a writer
 
 
 def torn(found: Contents) -> Contents:
@@ -833,7 +833,7 @@ def test_corruption_beside_a_writer_is_raised_once_it_stays(pair: Pair) -> None:
 
 
 def test_many_threads_read_beside_a_writer(tmp_path: Path) -> None:
-    """Each follows a queue of its own accord: in order, without a hole, without a message twice."""
+    """Each follows a queue independently: in order, without a hole, without a message twice."""
     folder, count = str(tmp_path / "store"), 4000
     config = StoreConfig.tiny(max_total_size=64 << 20)
     failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Queues and index held against the log: what differs is told, and with ``mend`` rewritten."""
+"""Queues and index compared with the log: differences are reported, and with ``mend`` rewritten."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int)
 
 @pytest.mark.parametrize("at", [0, 6])
 def test_the_queue_tells_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
-    """A misaddressed record at either end is told by the queue."""
+    """A misaddressed record at either end is found by the queue."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
     parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", 40))
@@ -252,7 +252,7 @@ def test_zeros_in_a_queue_are_no_entry_of_the_first_record(parts: Parts) -> None
 
 @pytest.mark.parametrize("what", ["tags code", "time", "one unit twice", "out of order"])
 def test_units_are_those_of_their_records(what: str) -> None:
-    """Records of one moment and one tag have units alike, which are told by their order."""
+    """Records of one moment and one tag have equal units, which their order distinguishes."""
     parts = Parts(ext=True)
     for n in range(4):
         parts.record(n, store_timestamp_ms=START_MS)
@@ -347,7 +347,7 @@ def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) ->
 
 
 def test_an_index_file_that_is_not_full_though_another_follows(parts: Parts) -> None:
-    """Its last entries did not reach the device, nor did those of the file behind it, but its header."""
+    """Its last entries did not reach the device, nor did those of the next file, but its header."""
     places = [parts.record(n) for n in range(20)]
     parts.reconcile()
     first, second = parts.index.files

@@ -1,4 +1,4 @@
-"""What opening makes of a store that was not closed, or that lacks what can be made again."""
+"""Opening of a store that was not closed, or that lacks derived data."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 
 @configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
-    """Killed between any two writes, a store recovers every record that was whole, and goes on."""
+    """Killed between any two writes, a store recovers every record that was whole, and continues."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -238,7 +238,7 @@ def test_the_queues_tell_that_the_log_went_on() -> None:
 
 
 def test_later_files_tell_that_the_log_went_on() -> None:
-    """Zeros end it before them, and there are no queues."""
+    """Zeros end the log before them, and there are no queues."""
     found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
     with opened(in_memory(found), read_only=True) as store:
         records = [message.physical_offset for message in store]
@@ -250,7 +250,7 @@ def test_later_files_tell_that_the_log_went_on() -> None:
 
 
 def test_zeros_in_properties_are_no_damage_while_open() -> None:
-    """After a crash they would be: then they are where words were not written."""
+    """After a crash they would be: words that were not written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
         place = store.append(Message("TopicA", b""), properties_raw=b"a\1b\2cc\1" + bytes(1000)).physical_offset
@@ -266,7 +266,7 @@ def test_zeros_in_properties_are_no_damage_while_open() -> None:
     [
         (1100, 500, b"", True),  # within a word: no write ends there, and brokers take the record
         (1104, 496, b"", False),
-        (1104, 496, b"\xff", True),  # of a write that was under way nothing stands behind it
+        (1104, 496, b"\xff", True),  # nothing follows a running write
         (1104, 100, b"", True),
         (1024, 512, b"", False),  # a sector is not there
         (1024, 512, b"\xff", False),
@@ -297,7 +297,7 @@ def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behin
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 @pytest.mark.parametrize("thorough", [False, True])
 def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: bool) -> None:
-    """As in 4.9: its properties do not tell them any more, but they were written when they did."""
+    """As in 4.9: its properties no longer have them, but they were written before."""
     config = replace(config, max_index_num=5)  # so that the index file with its keys is full, and vouched for
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
@@ -319,7 +319,7 @@ def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: boo
 
 
 class CountingFiles(MemoryFiles):
-    """Files of which a flush takes all at once, as on Linux; counts how often each is opened."""
+    """Files that one flush includes, as on Linux; counts how often each is opened."""
 
     def __init__(self, found: Contents) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
-    store.flush()  # what is deleted is settled
+    store.flush()  # the deletion is settled
     retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}
@@ -399,7 +399,7 @@ def test_files_made_ahead_go_with_a_crash_but_for_one() -> None:
 
 @pytest.mark.parametrize("there", [0, 2, 4, 7])
 def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> None:
-    """Of the blank's 8 bytes so many are there; the sector holds the end of the record before it."""
+    """This many of the blank's 8 bytes are there; the sector has the end of the record before it."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
         store.append(Message("TopicA", b"a" * 1500))
@@ -420,7 +420,7 @@ def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> N
     assert verify(ROOT, SMALL, files).sound
 
 
-# ------------------------------------------------------------------------------------------------ what is derived
+# ------------------------------------------------------------------------------------------------ derived data
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -450,7 +450,7 @@ def test_an_index_file_that_nobody_vouched_for_is_made_again(full: bool) -> None
 
 @configs
 def test_the_queue_of_the_last_record_is_missed(config: StoreConfig) -> None:
-    """Of a store that a broker closed, as what stands behind the dispatched end was never dispatched."""
+    """In a store that a broker closed, because records after the dispatched end were never dispatched."""
     found = filled(config, 80)
     with opened(in_memory(found), config, read_only=True) as store:
         records = [message for message in store if has_queue_entry(message.sys_flag)]
@@ -615,7 +615,7 @@ def test_recovery_and_verify_agree_on_the_unit_before() -> None:
 
 
 def test_of_index_files_of_one_end_the_first_is_vouched_for() -> None:
-    """Log and queues are vouched for far behind it."""
+    """The checkpoint covers log and queues far beyond it."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -664,7 +664,7 @@ def spoil_header(data: bytes) -> bytes:
 def test_thorough_recovery_remakes_what_cannot_be_opened(
     part: str, spoil: Callable[[bytes], bytes], which: int
 ) -> None:
-    """Thoroughly recovering makes again what can not be opened."""
+    """A thorough recovery rebuilds what can't be opened."""
     found = filled(SMALL_EXT, 80, seed=6)
     wanted = records_of(found, SMALL_EXT)
     path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
@@ -718,7 +718,7 @@ def test_foreign_names_are_not_removed(name: str) -> None:
 
 
 def test_recovering_an_open_store_mends_it() -> None:
-    """Recovering an open store mends what was spoilt meanwhile."""
+    """Recovering an open store repairs later damage."""
     files = in_memory(filled(SMALL, 60))
     with opened(files) as store:
         assert store.recover() == []
@@ -781,7 +781,7 @@ def test_files_of_length_zero_are_cleared_away(name: str) -> None:
 
 
 def test_of_queue_files_that_were_about_to_go_the_rest_goes() -> None:
-    """Power is lost while retention deletes the files of a queue, none of whose messages is left: its offsets stay."""
+    """Power is lost while retention deletes the files of a queue, without remaining messages: its offsets stay."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -812,7 +812,7 @@ def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
 
 
 def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
-    """Damage in an old log file is met while the index is made again: opening tells, recovering cuts."""
+    """A rebuild of the index meets damage in an old log file: opening reports it, recovering cuts."""
     found = filled(SMALL, 120)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
     assert len(paths) > 5
@@ -832,7 +832,7 @@ def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
 
 
 def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
-    """An old record names no queue, which is met where a lost queue is made again."""
+    """The rebuild of a lost queue meets an old record with an impossible queue."""
     found = filled(SMALL, 120)
     with opened(in_memory(found), read_only=True) as store:
         records = list(store)
@@ -878,7 +878,7 @@ def test_index_files_behind_an_empty_one_go_the_last_first() -> None:
 
 
 def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """It says what was cut, and how long it took; a clean opening says nothing."""
+    """It logs the cut and its duration; a clean opening logs nothing."""
     found = filled(SMALL, 60, clean=False)
     files = in_memory(found)
     with opened(files) as store:

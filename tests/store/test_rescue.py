@@ -32,7 +32,7 @@ def spoil(folder: Path, physical_offset: int, at: int) -> None:
 
 
 def consumed(folder: Path, group: str) -> list[bytes]:
-    """What a group is given that starts on a store."""
+    """Return the messages for a group that starts on a store."""
     runner, seen = ManualRunner(ManualClock(START_MS + 10**9)), []
     with Broker.open(folder, runner=runner) as broker:
         consumer = PushConsumer(broker, group)
@@ -44,7 +44,7 @@ def consumed(folder: Path, group: str) -> list[bytes]:
 
 
 def store_of(folder: Path, count: int = 500) -> list[int]:
-    """A store with messages in one queue, of which a group has consumed 250; where their records are."""
+    """A store with messages in one queue, of which a group has consumed 250; the places of their records."""
     runner = ManualRunner(ManualClock(START_MS))
     with Broker.open(folder, store_config=CONFIG, runner=runner) as broker:
         broker.create_topic("T", 1)
@@ -111,7 +111,7 @@ def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> No
 
 
 def test_progress_of_a_remade_topic_is_that_of_the_later(tmp_path: Path) -> None:
-    """Progress of a topic made again is that of the later one."""
+    """Progress of a topic created again is that of the later one."""
     store_of(tmp_path / "old", 20)
     with MessageStore.open(tmp_path / "old", CONFIG) as store:
         store.queues["T", 0].clear()

@@ -1,4 +1,4 @@
-"""What retention deletes and when, what stays, and what a crash in the middle of it leaves."""
+"""What retention deletes and when, what stays, and the state after a crash during it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_settings(config: StoreConfig = SMALL, **changes: Any) -> StoreConfig:
 
 
 class Kept:
-    """A store whose files of the log are filled at given times, four records a file."""
+    """A store whose files of the log are filled at given times, four records in each."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ def test_rounds_of_ten_files() -> None:
         seen.append(now - MIDNIGHT)
         now = due
     assert seen == [10_000 * number + 100 * file for number in range(3) for file in range(10)][:24]
-    assert kept.run(now) == now + 10_000  # the disk is looked at, be there something to delete or not
+    assert kept.run(now) == now + 10_000  # the disk is checked, with or without something to delete
     assert kept.deleted == []
 
 
@@ -455,7 +455,7 @@ def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
     assert kept.log_files == [2, 3]
 
 
-# ----------------------------------------------------------------------------------------------------- what stays
+# ----------------------------------------------------------------------------------------------------- remaining files
 
 
 def test_the_newest_file_stays_whatever_happens() -> None:
@@ -602,7 +602,7 @@ def test_nothing_is_flushed_where_nothing_is_deleted() -> None:
 
 
 def test_log_and_queues_are_durable_before_a_deletion() -> None:
-    """Without `settled`: the log, then all queues, then each deletion before the next, then what follows."""
+    """Without `settled`: the log, then all queues, then each deletion before the next, then derived files."""
     files = RecordingFiles()
     kept = Kept(by_files(*[MIDNIGHT] * 12), files=files)
     kept.append([MIDNIGHT] * 4)
@@ -786,7 +786,7 @@ def test_settings_of_a_row_are_taken() -> None:
 
 
 def apply(files: MemoryFiles, event: Event) -> None:
-    """Do once more what was recorded."""
+    """Repeat the recorded calls."""
     if event.call == "make_folder":
         files.make_folder(event.path)
     elif event.call == "create":
@@ -800,7 +800,7 @@ def apply(files: MemoryFiles, event: Event) -> None:
 
 
 def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str, int], int], what: object) -> None:
-    """As it was left, and as it is after opening: sound, all messages led to, offsets kept, writable."""
+    """The store before and after opening: sound, all messages reachable, offsets kept, writable."""
     verdict = verify(ROOT, config, files)
     assert verdict.sound, (what, verdict.damage)
     with opened(files, config) as store:
@@ -815,7 +815,7 @@ def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str
             entries = queue.entries(queue.stored_begin)
             files_of_queue = -(-len(entries) // 8)
             gone = int((entries["physical_offset"] < begin).sum())
-            assert gone < 8 or files_of_queue == 1, (what, topic, queue_id)  # what was left has gone
+            assert gone < 8 or files_of_queue == 1, (what, topic, queue_id)  # the rest is deleted
             assert store.append(Message(topic, b"more"), queue_id).queue_offset == offsets[topic, queue_id]
     verdict = verify(ROOT, config, files)
     assert verdict.sound, (what, verdict.damage)

@@ -1,4 +1,4 @@
-"""Retention against a plain model: what goes and what stays, through appends, time, full disks, kills."""
+"""Retention compared with a plain model, through appends, time, full disks, kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASES = {False: SMALL, True: SMALL_EXT}
 
 
 class RetentionMachine(RuleBasedStateMachine):
-    """Keeps for each record of the log where it is and when it was stored, and how far each queue has come."""
+    """Keeps for each record of the log where it is and when it was stored, and the end of each queue."""
 
     @initialize(
         ext=st.booleans(),
@@ -134,7 +134,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 15))
     def run_when_due(self, times: int) -> None:
-        """Nothing would have gone in between."""
+        """Nothing would have been deleted in between."""
         for _ in range(times):
             due = self.run_now()
             now = self.clock.now_ms()
@@ -174,12 +174,12 @@ class RetentionMachine(RuleBasedStateMachine):
         self.files = died(self.files)
         self.files.disk_used_ratio = used
         self.open()
-        # Index files that no checkpoint vouches for are made again; log and queues lack nothing.
+        # Index files that the checkpoint does not cover are rebuilt; log and queues lack nothing.
         assert not [damage for damage in self.store.recovered if "/index" not in damage.file]
 
     @rule()
     def look(self) -> None:
-        """At what is derived; a rule, so that retention also meets records that are not in their queues yet."""
+        """Check derived data; a rule, so that retention also meets records that are not in their queues yet."""
         served(self.store)
         for topic, following in self.next.items():
             queue = self.store.queues[topic, 0]

@@ -1,4 +1,4 @@
-"""Records behind damage, what recovery cuts and keeps, and when opening refuses to cut."""
+"""Records after damage, cuts that recovery keeps, and refusals of opening to cut."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_record_that_names_another_place_is_put_right() -> None:
 
 
 def test_what_only_looks_like_a_record_is_not_found() -> None:
-    """A whole record inside of the body of a damaged one: it says that it stands elsewhere."""
+    """A whole record inside of the body of a damaged one: it has another place."""
     files = MemoryFiles()
     with opened(files) as store:
         inner = store.append(Message("TopicA", b"x" * 50))
@@ -307,7 +307,7 @@ def test_what_a_copy_left_that_was_cut_off_is_removed() -> None:
 
 
 def calls_failing(files: Files, calls: tuple[str, ...], code: int) -> Iterator[tuple[str, FailingFiles]]:
-    """The files with one call failing, each number of each in turn; asks for the next until none was left to fail."""
+    """Yield files with one failing call, for each call in turn, until none fails any more."""
     for call in calls:
         number = 1
         while True:
@@ -413,7 +413,7 @@ def a_topic_that_is_none() -> tuple[Contents, int]:
 
 
 def unwritten(vouched_for: bool) -> tuple[Contents, int]:
-    """The log after a loss of power in which a sector was never written, and records behind it were.
+    """The log after a loss of power, without a sector and with records after it.
 
     If it was vouched for, no crash can have done it. All is in the last file, where recovery begins in either case.
     """
@@ -435,10 +435,10 @@ def unwritten(vouched_for: bool) -> tuple[Contents, int]:
 
 
 def a_topic_that_is_none_before_where_a_crash_is_looked_for() -> tuple[Contents, int]:
-    """The index, of which nothing is vouched for, is made again from there."""
+    """The index, which the checkpoint does not cover, is rebuilt from there."""
     found = store_of(80, 5, clean=False)
     records = list(saved(in_memory(found)).values())
-    begin = records[-1].physical_offset // 4096 * 4096 - 4096  # of the file whose first record is vouched for
+    begin = records[-1].physical_offset // 4096 * 4096 - 4096  # of the file whose first record the checkpoint covers
     record = [message for message in records if message.physical_offset < begin][-1]
     topic = record.topic.encode()
     topic_at = record.raw.index(bytes((len(topic),)) + topic)
@@ -481,7 +481,7 @@ def test_opening_refuses_to_cut_sound_records(what: str) -> None:
 
 
 def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
-    """Records behind what a crash left unwritten are cut and kept."""
+    """Records after unwritten bytes are cut and kept."""
     found, place = unwritten(vouched_for=False)
     files = in_memory(found)
     whole = saved(files)
@@ -561,7 +561,7 @@ def test_filling_goes_on_after_a_cut() -> None:
 
 @pytest.mark.parametrize("start", [1 << 63, 10**20 - 65_536])
 def test_a_log_file_named_beyond_what_a_position_holds_is_a_gap(start: int) -> None:
-    """Repair 4: no record can stand there."""
+    """Repair 4: no record can be there."""
     found = store_of(5)
     name = next(path for path in found if path.startswith("commitlog/"))
     found[f"commitlog/{start:020d}"] = found.pop(name)

@@ -1,4 +1,4 @@
-"""Snapshots of a store in use, what is restored from them, and new stores of what was sound in a damaged one."""
+"""Snapshots of a store in use, restored stores, and new stores of a damaged one's sound records."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
             store.append(Message("Early", b"x"))
         for _ in range(60):
             store.append(Message("Late", b"y" * 100))
-        store.flush()  # what is deleted is settled
+        store.flush()  # the deletion is settled
         store.log.delete_before(3 * 4096)
         assert store.log.begin == 3 * 4096
         made = store.snapshot(TARGET)
@@ -146,7 +146,7 @@ def test_modification_times_are_kept(tmp_path: Path) -> None:
     for path in paths:
         name = path.relative_to(tmp_path / "store")
         for copy in ("one", "back"):
-            if (tmp_path / copy / name).exists():  # index files that are not full are made again
+            if (tmp_path / copy / name).exists():  # index files that are not full are rebuilt
                 assert (tmp_path / copy / name).stat().st_mtime == path.stat().st_mtime, name
 
 
@@ -363,7 +363,7 @@ CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "r
 
 
 def failures(files: Files, code: int) -> Iterator[FailingFiles]:
-    """Files of which each call fails once."""
+    """Files each call of which fails once."""
     for call in CALLS:
         number = 1
         while True:

@@ -509,7 +509,7 @@ def many_queues(queues: int) -> None:
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
-# ------------------------------------------------------------------------------------------------- what is opened
+# ------------------------------------------------------------------------------------------------- opened files
 
 
 class Touched(FailingFiles):
@@ -526,7 +526,7 @@ class Touched(FailingFiles):
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> None:
-    """Of the log three files, of each queue the first and the last in use, whatever its length."""
+    """Three files of the log, and the first and last file in use of each queue, for any length."""
     files = in_memory(filled(SMALL, 400, seed=3))
     touched = Touched(files)
     store = opened(touched, read_only=read_only)
@@ -596,7 +596,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_handle_is_of_no_use_after_a_fork(tmp_path: Path) -> None:
-    store = MessageStore.open(tmp_path, SMALL, background=False)  # a thread would make files ready meanwhile
+    store = MessageStore.open(tmp_path, SMALL, background=False)  # a thread would prepare files meanwhile
     store.append(Message("T", b"parent"))
     before = derived(contents(DiskFiles(), str(tmp_path)))
     child = os.fork()
@@ -740,7 +740,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
-    """Whatever call fails, the error is told, what was acknowledged stays, and the store goes on."""
+    """Whichever call fails, the error is raised, acknowledged messages stay, and the store continues."""
     for number in itertools.count(1):
         memory = MemoryFiles()
         files = FailingFiles(memory)
@@ -836,7 +836,7 @@ def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None
 
         threads = [threading.Thread(target=guarded, args=(reader,)) for reader in range(2)]
         before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)  # else the writer waits 10 ms whenever it has let go of the interpreter
+        sys.setswitchinterval(1e-4)  # otherwise the writer waits 10 ms whenever it has released the interpreter
         try:
             for thread in threads:
                 thread.start()

@@ -288,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(thorough=st.booleans())
     def die(self, thorough: bool) -> None:
-        """The process dies: what stands in files stays, and all of it was acknowledged."""
+        """The process dies: the files stay, and everything in them was acknowledged."""
         self.files = died(self.files)
         assert "abort" in contents(self.files)
         self.open(thorough=thorough)

@@ -1,4 +1,4 @@
-"""A timer's files with anything in them: they are refused, or gone on with, and nothing that is stored is lost."""
+"""A timer's files with anything in them: they are refused or used, and no stored message is lost."""
 
 from __future__ import annotations
 

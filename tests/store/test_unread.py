@@ -23,7 +23,7 @@ class OpenHalves:
 
 
 def test_what_is_unread_before_a_hole_is_found() -> None:
-    """Recovery fills a lost place of a queue with an entry of offset 0, which is no place in the log."""
+    """Recovery fills a lost place of a queue with an entry of offset 0, which is not a place in the log."""
     with ConsumeQueue.open("/q", 400, files=MemoryFiles(), writable=True) as queue:
         places = (1000, 100), (0, HOLE_SIZE), (1300, 100)
         queue.append_many(0, b"".join(ENTRY.pack(place, size, 0) for place, size in places))

@@ -1,4 +1,4 @@
-"""Queue files of topics that do not exist any more: which are deleted, and what is left."""
+"""Queue files of deleted topics: which are deleted, and which stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 
 
 def filled(config: StoreConfig, files: MemoryFiles) -> MessageStore:
-    """A store whose log has the messages of topics Old and Older no more, Mixed's in part and those of New."""
+    """A store whose log has no messages of topics Old and Older, some of Mixed and all of New."""
     store = opened(files, config)
     for number in range(20):
         for topic, queue_id in (("Old", 0), ("Old", 3), ("Older", 0), ("Mixed", 0), ("SCHEDULE_TOPIC_XXXX", 5)):
@@ -124,7 +124,7 @@ def test_a_broker_deletes_queues_of_unknown_topics() -> None:
 
 
 def test_what_is_deleted_is_forgotten_though_a_disk_refuses() -> None:
-    """Where a disk refuses on the way what is deleted is forgotten all the same."""
+    """If the disk refuses on the way, deleted queues are forgotten nevertheless."""
 
     class Refuses(MemoryFiles):
         refused = ""
@@ -161,7 +161,7 @@ def test_what_is_deleted_is_forgotten_though_a_disk_refuses() -> None:
 
 
 def test_files_are_gone_for_good_before_their_folder_goes() -> None:
-    """Else those of a queue that begins anew could come back beside its own after a loss of power."""
+    """Otherwise a loss of power could restore old files beside those of a queue that starts again."""
     files = RecordingFiles()
     store = filled(SMALL, files)
     files.trace.clear()

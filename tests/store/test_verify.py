@@ -17,7 +17,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, f
 
 @pytest.fixture
 def found() -> Contents:
-    """Two messages in T/0, one in U/3, one that waits; the records stand one behind the other from 0 on."""
+    """Two messages in T/0, one in U/3, one that waits; the records are adjacent, from 0 on."""
     files = MemoryFiles()
     with opened(files) as store:
         store.append(Message("T", b"first", tags="A", keys="k1 k2", unique_key="U1"))
@@ -64,7 +64,7 @@ def test_the_record_stands_where_this_test_thinks(found: Contents) -> None:
     assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (record.MESSAGE_MAGIC,)
 
 
-# Every byte of the first record, by field: what one changed bit leads to.
+# Every byte of the first record, by field: the effect of one changed bit.
 FIELDS = {
     "size": (0, 4, "record"),
     "magic": (4, 4, "record"),
@@ -221,7 +221,7 @@ def test_an_empty_log_is_sound() -> None:
 
 
 def test_a_topic_that_was_made_anew_is_sound() -> None:
-    """Deleted and made again: two generations of queue offsets stand in the log, the queue has the later."""
+    """Deleted and made again: two generations of queue offsets are in the log, the queue has the later."""
     files = MemoryFiles()
     for turn, count in enumerate((5, 3)):
         with opened(files) as store:

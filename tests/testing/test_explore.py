@@ -1,4 +1,4 @@
-"""Exploring: what it finds, how short it makes it, and that it finds nothing where there is nothing."""
+"""Exploring: its findings, their shortest schedules, and no findings without a fault."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_needs_a_fault_and_a_pause_is_found() -> None:
 
 
 def deliver_ten(rmq: Kit) -> None:
-    """Ten messages, of which each must be consumed; more often only where something failed."""
+    """Ten messages, each of which must be consumed; more than once only after a failure."""
     consumed: Counter[bytes] = Counter()
     unexplained: list[bytes] = []
 
@@ -312,7 +312,7 @@ def test_ctrl_c_is_heard_while_a_listener_runs() -> None:
         rmq.producer().send("orders", b"x")
         rmq.run_until_idle()
 
-    # A listener that may pause has a thread of its own.
+    # A listener that can pause has its own thread.
     place = Place("pause", "billing@billing orders/broker-a/0 0: in the middle", 1)
     with pytest.raises(KeyboardInterrupt):
         explore(test, seed=encode_schedule([Decision(place, "pause")]))

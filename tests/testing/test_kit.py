@@ -46,7 +46,7 @@ def always_fails(message: DeliveredMessage) -> None:
     raise ValueError(f"no {message.body!r}")
 
 
-# ---- what the issue of a test is
+# ---- the outcome of a test
 
 
 def test_a_failing_charge_ends_in_dead_letters(rmq: Kit) -> None:
@@ -493,7 +493,7 @@ def test_background_work_dies_with_its_process(rmq: Kit) -> None:
     assert done == ["shop~2"]
 
 
-# ---- applications as they are in production
+# ---- applications as in production
 
 
 def application(route: Route) -> PushConsumer:
@@ -654,7 +654,7 @@ def test_work_that_does_not_end_is_told() -> None:
     asyncio.run(test())
 
 
-# ---- what a test has forgotten
+# ---- forgotten by a test
 
 
 def sends(rmq: Kit, topic: str = "orders", **fields: Any) -> None:

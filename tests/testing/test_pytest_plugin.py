@@ -1,4 +1,4 @@
-"""The pytest plugin, in runs of pytest of its own."""
+"""The pytest plugin, in separate runs of pytest."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     text = result.stdout.str()
     assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
     assert "the shortest schedule that fails so has 1 decision" in text
-    assert text.count("\none run\n") == 1  # what the failing run has printed, not those before it
+    assert text.count("\none run\n") == 1  # the output of the failing run only
     result.stdout.fnmatch_lines(["*gets orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
         ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 40 runs,*"]
@@ -163,7 +163,7 @@ def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
 
 
 def test_a_run_that_asks_for_nothing_imports_no_library(tmp_path: Path) -> None:
-    """A run that asks for nothing does not import the library."""
+    """A run without the fixture does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test():\n    assert not [name for name in sys.modules if name.partition('.')[0] == 'librmq']\n"
     )
@@ -234,7 +234,7 @@ async def test_threads():
         with reader:
             reader.seek_to_begin(reader.queues("orders")[0])
             polling = asyncio.ensure_future(reader.poll_async(30))
-            for _ in range(100):  # the loop goes on
+            for _ in range(100):  # the loop continues
                 await asyncio.sleep(0)
             assert not polling.done()
             await Producer(broker, "shop").send_async("orders", b"y")

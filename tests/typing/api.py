@@ -1,4 +1,4 @@
-"""User-style code that only mypy looks at: what a user writes must type-check as it stands."""
+"""User-style code that only mypy reads: a user's program must type-check as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User-style code of producers and consumers that only type checkers look at.
+"""User-style code of producers and consumers that only type checkers read.
 
 What is right must pass. What is wrong carries an ignore: both checkers report an ignore that nothing needs, so that
 each of these lines proves that the mistake is found.

@@ -16,7 +16,7 @@ from tests.reference import CHECKOUT
 
 
 def errors_of_pyright(files: Iterable[Path], folder: Path, **settings: object) -> list[str]:
-    """What pyright says about files as a project of their own; skips where it can't be set up."""
+    """Return pyright's output about files as a separate project; skip if it can't be set up."""
     config = folder / "pyrightconfig.json"
     include = [os.path.relpath(file, folder) for file in files]
     fixed = {"include": include, "extraPaths": [str(CHECKOUT), str(CHECKOUT / "examples")], "pythonVersion": "3.11"}
