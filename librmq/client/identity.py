@@ -133,7 +133,7 @@ class Client:
 
     def __init__(self, route: Route, *, instance_name: str | None = None, host: Host | None = None) -> None:
         check_kind("instance_name", instance_name, str)
-        if instance_name is not None and not instance_name.isprintable():
+        if instance_name is not None and not (instance_name and instance_name.isprintable()):
             raise ConfigError(
                 f"instance_name: expected printable characters, because it also names a file, "
                 f"found {instance_name!r:.80}"

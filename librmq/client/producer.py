@@ -289,7 +289,8 @@ class Producer:
         """Return a checked copy with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:
-                raise MessageIllegalError("body and fields go with a topic; a message has its own")
+                given = ", ".join([*(["body"] if body is not None else []), *fields])
+                raise MessageIllegalError(f"{given}: a Message was given, which has its own: give them to Message")
         elif isinstance(message, str):
             message = Message(message, body, **fields)
         else:

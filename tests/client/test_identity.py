@@ -11,7 +11,7 @@ from librmq.errors import ConfigError
 from librmq.runtime.manual import ManualRunner
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[1m"])
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "\x1b[1m"])
 def test_a_name_that_can_not_be_printed_is_refused(name: str) -> None:
     with Broker.temporary(runner=ManualRunner()) as broker:
         for make in (lambda: Client(broker, instance_name=name), lambda: PushConsumer(broker, "g", instance_name=name)):

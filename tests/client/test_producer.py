@@ -62,7 +62,7 @@ class Cluster:
         self.runner: Runner = brokers[0].runner
         self._named = count(1)
 
-    def identity(self) -> tuple[tuple[str, int], str]:
+    def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
         """Name clients as a kit does, so that producers begin at the first queue."""
         return ("127.0.0.1", 0), f"client-{next(self._named)}"
 
