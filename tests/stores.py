@@ -86,14 +86,15 @@ def from_disk(folder: Path) -> Contents:
     }
 
 
-def on_disk(found: Contents, folder: Path) -> None:
-    """Write contents into a real folder."""
+def on_disk(found: Contents, folder: Path) -> Path:
+    """Write contents into a real folder, and return it."""
     for path, data in found.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if data is None:
             (folder / path).mkdir(exist_ok=True)
         else:
             (folder / path).write_bytes(data)
+    return folder
 
 
 def died(files: MemoryFiles) -> MemoryFiles:

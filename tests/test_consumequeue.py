@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -89,43 +88,6 @@ def test_appending_what_the_reference_appended_gives_its_files(folder: Path, at_
         if untouched(folder):
             theirs = folder / "store" / "consumequeue" / topic / str(queue_id)
             assert contents(files) == {path.name: path.read_bytes() for path in theirs.iterdir()}
-
-
-@pytest.mark.parametrize("folder", store_folders())
-def test_queues_of_the_reference_read_as_it_says(folder: Path) -> None:
-    (config,) = rows(folder, "config")
-    after_load = rows(folder, "store")[0]
-    entries = by_queue(folder)
-    for reported in after_load["queues"]:
-        key = reported["topic"], reported["queue_id"]
-        path = folder.joinpath("store", "consumequeue", key[0], str(key[1]))
-        queue = ConsumeQueue.open(str(path), config["consumequeue_file_size"], writable=False)
-        queue.serve_from(after_load["min_phy_offset"])
-        if not untouched(folder):  # it reports the result of a recovery
-            with suppress(CorruptionError):
-                assert len(queue.entries()) == queue.max_offset - queue.min_offset
-            continue
-        found = queue.min_offset, queue.max_offset, queue.max_physic_offset
-        assert found == tuple(reported[name] for name in ("min_offset", "max_offset", "max_physic_offset"))
-        assert queue.entries().tobytes() == raw_entries(entries.get(key, []))
-        for row in entries.get(key, []):
-            assert queue.entry(row["offset"]) == (row["phys"], row["size"], row["tags_code"])
-
-
-@pytest.mark.parametrize("folder", store_folders())
-def test_offsets_by_time_are_the_references(folder: Path) -> None:
-    (config,) = rows(folder, "config")
-    times = {row["phys"]: row["store_timestamp"] for row in rows(folder, "message")}
-    queues = by_queue(folder)
-    for question in rows(folder, "offset_by_time"):
-        entries = queues.get((question["topic"], question["queue_id"]), [])
-        queue = opened(MemoryFiles(), size=config["consumequeue_file_size"])
-        if entries:
-            queue.append_many(entries[0]["offset"], raw_entries(entries))
-        for timestamp_ms, queue_offset in question["results"]:
-            assert (
-                queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset]) == queue_offset
-            )
 
 
 # ---------------------------------------------------------------------------------------------- begin and end

@@ -153,18 +153,6 @@ def test_a_message_is_there_when_its_acknowledgement_is(path: Path, writers: lis
         assert [number_of(message) for message in reader] == [*range(600)]
 
 
-def test_a_queue_shows_what_its_writer_counts(path: Path, writers: list[Writer]) -> None:
-    writers.append(writer := Writer(path))
-    with open_reader(path) as reader:
-        for number in range(0, 300, 10):
-            done = writer.tell("append", number, number + 10)
-            assert reader.refresh()
-            assert not reader.refresh()
-            last = {found % 3: queue_offset for found, (_, _, queue_offset) in enumerate(done, number)}
-            assert {queue_id: reader.queues["T", queue_id].max_offset - 1 for queue_id in last} == last
-            assert reader.log.end == done[-1][0] + done[-1][1]
-
-
 # ------------------------------------------------------------------------------------------------ unchanged files
 
 
@@ -190,17 +178,6 @@ def test_no_byte_is_changed_and_no_name(path: Path, writers: list[Writer]) -> No
         assert sum(len(read_all(reader, queue_id)) for queue_id in range(3)) == 150
         with open_reader(path) as other:
             assert len(other.find_by_key("T", "all", max_messages=1000)) == 150
-    assert snapshot_of(path) == before
-
-
-def test_a_cleanly_closed_store_stays_as_it_is(path: Path, writers: list[Writer]) -> None:
-    writers.append(writer := Writer(path))
-    writer.tell("append", 0, 50)
-    writer.tell("close")
-    before = snapshot_of(path)
-    with open_reader(path) as reader:
-        assert len(list(reader)) == 50
-        assert reader.recovered == []
     assert snapshot_of(path) == before
 
 
@@ -235,43 +212,6 @@ def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[W
     assert verify(str(path), CONFIG).sound
 
 
-def test_a_writer_that_comes_and_goes_between_two_looks(path: Path, writers: list[Writer]) -> None:
-    writers.append(writer := Writer(path))
-    writer.tell("append", 0, 5)
-    writer.tell("close")
-    with open_reader(path) as reader:
-        assert len(list(reader)) == 5
-        for number in range(5, 8):
-            writer.tell("open", str(path), {})
-            writer.tell("append", number, number + 1)
-            writer.tell("close")
-            assert [number_of(message) for message in reader] == [*range(number + 1)]
-            assert len(reader.find_by_key("T", "all")) == number + 1
-
-
-def test_a_reader_shows_what_recovery_will_leave(path: Path, writers: list[Writer]) -> None:
-    """A reader of a crashed store shows what its recovery leaves."""
-    writers.append(writer := Writer(path))
-    writer.tell("append", 0, 100)
-    writer.tell("flush")
-    writer.tell("append", 100, 333)
-    writer.kill()
-    with open_reader(path) as reader:
-        shown = {
-            name: (queue.min_offset, queue.max_offset, queue.entries().tobytes())
-            for name, queue in reader.queues.items()
-        }
-        messages, keyed = list(reader), reader.find_by_key("T", "all", max_messages=1000)
-        assert len(messages) == len(keyed) == 333
-    with MessageStore.open(path) as store:
-        assert list(store) == messages
-        assert store.find_by_key("T", "all", max_messages=1000) == keyed
-        assert shown == {
-            name: (queue.min_offset, queue.max_offset, queue.entries().tobytes())
-            for name, queue in store.queues.items()
-        }
-
-
 def test_the_command_shows_what_recovering_would_give(capsys: pytest.CaptureFixture[str]) -> None:
     folder = existing("store-crash")
     before = snapshot_of(folder / "store")
@@ -286,32 +226,6 @@ def test_the_command_shows_what_recovering_would_give(capsys: pytest.CaptureFixt
 
 
 # -------------------------------------------------------------------------------------------------------- retention
-
-
-def test_retention_takes_files_away_under_a_reader(path: Path, writers: list[Writer]) -> None:
-    writers.append(writer := Writer(path, max_total_size=4 * CONFIG.commitlog_file_size))
-    writer.tell("append", 0, 60)
-    with open_reader(path) as reader:
-        held = list(reader)
-        number, begin = 60, 0
-        for _ in range(12):
-            writer.tell("append", number, number + 60)
-            number += 60
-            writer.tell("flush")
-            begin = writer.tell("expire")
-            reader.refresh()
-            assert reader.log.begin == begin
-            there = [number_of(message) for message in reader]
-            assert there == [*range(there[0], number)]
-            again = sorted(number_of(one) for queue_id in range(3) for one in read_all(reader, queue_id))
-            assert again == there
-            found = reader.find_by_key("T", "all", max_messages=10_000)
-            assert [number_of(message) for message in found] == there
-        assert begin > held[-1].physical_offset
-        for expected, message in enumerate(held):
-            check(message, expected)
-        assert reader.message_at(held[0].physical_offset) is None
-        assert reader.read("T", 0, 0).status is GetStatus.OFFSET_TOO_SMALL
 
 
 def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:

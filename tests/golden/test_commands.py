@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import infer_config
 from tests.budget import examples
-from tests.conftest import StoreCopy
+from tests.conftest import Run, StoreCopy
 from tests.reference import Row, existing, jsonl, rows, store_folders
 
 stores = pytest.mark.parametrize("folder", store_folders())
@@ -36,19 +33,13 @@ QUESTION_FIELDS = {
 class Commands:
     """Runs commands in this process, on stores with ``settings`` unless the call has others."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys = capsys
-        self._monkeypatch = monkeypatch
+    def __init__(self, call: Run) -> None:
+        self._call = call
         self.settings: list[str] = []
 
     def run(self, *words: str | Path, rows_in: Iterable[Row] = ()) -> tuple[int, list[str], str]:
         """Exit status, lines of standard output, standard error."""
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_in)
-        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        settings = [] if "--config" in words else self.settings
-        status = main([*map(str, words), *settings])
-        shown = self._capsys.readouterr()
-        return status, shown.out.splitlines(), shown.err
+        return self._call(*words, *([] if "--config" in words else self.settings), given=list(rows_in))
 
     def rows(self, *words: str | Path, rows_in: Iterable[Row] = ()) -> list[str]:
         """The lines of a command that succeeds, in the form of `lines`."""
@@ -58,14 +49,9 @@ class Commands:
 
 
 @pytest.fixture
-def commands(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Commands:
+def commands(run_lines: Run, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Commands:
     """With the settings of the present store, if its files don't show them."""
-    commands = Commands(capsys, monkeypatch)
+    commands = Commands(run_lines)
     if "folder" in request.fixturenames:
         folder: Path = request.getfixturevalue("folder")
         (row,) = rows(folder, "config")

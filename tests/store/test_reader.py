@@ -38,6 +38,7 @@ from tests.stores import (
     filled,
     from_disk,
     in_memory,
+    on_disk,
     opened,
     served,
 )
@@ -688,16 +689,6 @@ def with_empty_file(found: Contents) -> Contents:
     return {**found, f"commitlog/{newest + 4096:020d}": b""}
 
 
-def laid_out(found: Contents, folder: Path) -> Path:
-    for path, data in found.items():
-        if data is None:
-            (folder / path).mkdir(parents=True, exist_ok=True)
-        else:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(data)
-    return folder
-
-
 CRASHES: dict[str, Callable[[Contents], Contents]] = {
     "as it is": dict,
     "torn": torn,
@@ -715,7 +706,7 @@ def test_a_reader_shows_what_a_recovery_would_leave(
     config: StoreConfig, clean: bool, what: str, tmp_path: Path
 ) -> None:
     found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
-    folder = laid_out(found, tmp_path / "store")
+    folder = on_disk(found, tmp_path / "store")
     clock = ManualClock(START_MS + 86_400_000)
     if what == "with an empty file":  # which `recover` clears away
         with pytest.raises(CorruptionError):
@@ -749,7 +740,7 @@ def test_a_store_with_damage_is_shown_up_to_it(tmp_path: Path) -> None:
         data = found[path]
         assert data is not None
         found[path] = data[:at] + b"oops" + data[at + 4 :]
-        folder = laid_out(found, tmp_path / str(number))
+        folder = on_disk(found, tmp_path / str(number))
         with pytest.raises(CorruptionError, match="librmq recover"):
             MessageStore.open(folder, SMALL)
         with suppress(FileNotFoundError):
