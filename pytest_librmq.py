@@ -15,8 +15,9 @@ import pytest
 
 if TYPE_CHECKING:
     from librmq.testing import Kit
+    from librmq.testing.served import ServedKit
 
-__all__ = ["rmq"]
+__all__ = ["rmq", "rmq_grpc"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +45,14 @@ def rmq(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
     from librmq.testing.plugin import kit_of
 
     yield from kit_of(request)
+
+
+@pytest.fixture
+def rmq_grpc(request: pytest.FixtureRequest) -> Generator[ServedKit, None, None]:
+    """A served broker to which official clients of RocketMQ 5 connect, under a clock that the test moves."""
+    from librmq.testing.plugin import served_kit_of
+
+    yield from served_kit_of(request)
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

@@ -86,8 +86,9 @@ class ManualRunner(Runner):
 
     def next_due_ms(self) -> int | None:
         """Return when the next step is due, None if nothing is scheduled."""
-        top = self._top()
-        return None if top is None else top.at
+        with self.lock:
+            top = self._top()
+            return None if top is None else top.at
 
     def _take_turns(self, until_ms: int) -> None:
         if type(self).pick is ManualRunner.pick:
@@ -108,17 +109,19 @@ class ManualRunner(Runner):
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         taken, now = 0, clock.now_ms()
         while True:
-            top = self._top() if heap else None
-            at = NEVER if top is None else top.at or 0
-            if top is not None and at <= now:
-                taken += 1
-                self._take_step(top, taken)
-            elif ready:
+            with self.lock:  # other threads may wake steps, for example those of a server
+                top = self._top() if heap else None
+                at = NEVER if top is None else top.at or 0
+                is_due = top is not None and at <= now
+                if top is not None and is_due:
+                    taken += 1
+                    self._take_step(top, taken)
+                elif not ready:
+                    if at > until_ms:
+                        return
+                    clock.move_to(at)
+            if ready and not is_due:
                 ready[0].go(self)
-            elif at <= until_ms:
-                clock.move_to(at)
-            else:
-                return
             if clock.now_ms() != now:
                 taken, now = 0, clock.now_ms()
 

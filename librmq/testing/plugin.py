@@ -6,18 +6,24 @@ import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from _pytest.runner import runtestprotocol
 
+from librmq.broker import BrokerConfig
+from librmq.clock import SystemClock
 from librmq.errors import InputError
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
 from librmq.testing.pausable_threads import end_threads
 
-__all__ = ["add_history", "end_threads", "explore_item", "kit_of"]
+if TYPE_CHECKING:
+    from librmq.testing.served import ServedKit
+
+__all__ = ["add_history", "end_threads", "explore_item", "kit_of", "served_kit_of"]
 
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer]()
@@ -38,6 +44,28 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
         node.stash[_KIT] = kit
         try:
             yield kit
+            if node.stash.get(_ERROR, None) is None:
+                kit.close()
+        finally:
+            del node.stash[_KIT]
+
+
+def served_kit_of(request: pytest.FixtureRequest) -> Generator[ServedKit, None, None]:
+    """Make the fixture ``rmq_grpc``."""
+    from librmq.testing.served import ServedKit
+
+    node = request.node
+    marker = node.get_closest_marker("rmq")
+    settings: dict[str, Any] = {
+        "broker_config": BrokerConfig(timers=TimerConfig()),
+        "now_ms": SystemClock().now_ms(),  # clients compute times of delivery by theirs
+        **(marker.kwargs if marker is not None else {}),
+    }
+    with _made(settings) as kit:
+        node.stash[_KIT] = kit
+        try:
+            with ServedKit(kit) as served:
+                yield served
             if node.stash.get(_ERROR, None) is None:
                 kit.close()
         finally:
@@ -79,6 +107,11 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
+    if "rmq_grpc" in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(
+            f"{item.nodeid}: a test with rmq_grpc can't be explored, as the order in which official clients act is not "
+            "librmq's to choose: leave out rmq_explore, or use the fixture rmq"
+        )
     if "rmq" not in getattr(item, "fixturenames", ()):
         raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)

@@ -102,6 +102,13 @@ class GrpcServer:
         """How many clients are connected."""
         return len(self._service.sessions)
 
+    def is_settled(self) -> bool:
+        """Return whether no client has anything to do before time passes.
+
+        Push consumers wait for messages and have none, and no open transaction is being asked about.
+        """
+        return self._service.is_settled()
+
     def close(self) -> None:
         """Answer no more calls. Closing again does nothing."""
         if self._is_open:

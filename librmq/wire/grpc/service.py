@@ -41,6 +41,7 @@ from librmq.wire.grpc.messages import (
     recalled,
     to_received,
 )
+from librmq.wire.grpc.polls import Polls
 from librmq.wire.grpc.renewals import FIRST_MS, Renewals
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.sessions import LONG_POLL_S, Session, Sessions
@@ -133,6 +134,15 @@ class Service:
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, whatever moves the broker's
         self.sessions = Sessions(broker, changed)
         self.renewals = Renewals(broker, broker.runner)
+        self.polls = Polls()
+
+    def is_settled(self) -> bool:
+        """Return whether no client has anything to answer: push consumers wait, and no question is open."""
+        return (
+            not len(self.renewals)
+            and not self.sessions.has_open_question()
+            and self.polls.all_wait(self.sessions.push_consumers())
+        )
 
     def close(self) -> None:
         """End all streams and renewals."""
@@ -246,6 +256,7 @@ class Service:
 
     def _gone(self, client_id: str) -> None:
         try:
+            self.polls.forget(client_id)
             if self.sessions.leave(client_id):
                 with self._runner.lock:
                     self.renewals.client_gone(client_id)
@@ -370,6 +381,12 @@ class Service:
             )
         arrived = threading.Event()
         context.add_callback(arrived.set)
+        poll = self.polls.begin(client_id, (topic, request.message_queue.id))
+
+        def notify() -> None:
+            poll.wake()
+            arrived.set()
+
         asked = Receive(
             client_id,
             group,
@@ -378,7 +395,7 @@ class Service:
             invisible_ms,
             Subscription(topic, expression.expression or "*", kind),
             request.attempt_id,
-            notify=arrived.set,
+            notify=notify,
         )
         clock = self._waiting_clock
         deadline = clock.monotonic() + self._poll_time(request, context)
@@ -392,12 +409,16 @@ class Service:
                             for one in messages:
                                 self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
                     return [to_received(one, invisible_ms) for one in messages]
+                if not arrived.is_set():
+                    poll.hold()
                 remaining = deadline - clock.monotonic()
                 if remaining <= 0 or not clock.wait(arrived, remaining):
                     break
+                poll.wake()
             return []
         finally:
-            self._broker.call(CancelReceive(arrived.set))
+            poll.end()
+            self._broker.call(CancelReceive(notify))
 
     @staticmethod
     def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
+from librmq.clock import SystemClock
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
@@ -37,6 +38,7 @@ _NODE_JS, _PYTHON = 8, 6
 _MAX_SESSIONS: Final = 10_000
 _MAX_COMMANDS: Final = 10_000
 _MAX_HALVES: Final = 100_000
+_ANSWER_S: Final = 1.0
 LONG_POLL_S: Final = 20
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
@@ -93,6 +95,8 @@ class Sessions:
         self._lock = threading.Lock()
         self._by_id: dict[str, Session] = {}
         self._halves: dict[str, tuple[str, int, int]] = {}
+        self._asked: dict[str, float] = {}
+        self._clock = SystemClock()
 
     def get(self, client_id: str) -> Session | None:
         """Return a client that has told its settings."""
@@ -100,6 +104,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def push_consumers(self) -> list[str]:
+        """Return the ids of the push consumers."""
+        with self._lock:
+            return [one.client_id for one in self._by_id.values() if one.settings.client_type == PUSH_CONSUMER]
 
     def take_settings(self, client_id: str, settings: Any, version: str) -> Session:  # noqa: ANN401 (a message)
         """Note a client's settings, and complete them for the answer."""
@@ -156,6 +165,7 @@ class Sessions:
             raise Refusal(Code.INVALID_TRANSACTION_ID, "transaction_id is empty")
         with self._lock:
             found = self._halves.pop(transaction_id, None)
+            self._asked.pop(transaction_id, None)
         if found is None:
             raise Refusal(
                 Code.INTERNAL_SERVER_ERROR,
@@ -169,11 +179,19 @@ class Sessions:
         half = request.message
         topic = half.properties.get("REAL_TOPIC", half.topic)
         self._note_half(request.transaction_id, (request.group, half.queue_offset, half.physical_offset))
+        self._asked[request.transaction_id] = self._clock.monotonic()
         command = _TelemetryCommand()
         orphan = command.recover_orphaned_transaction_command
         orphan.message.CopyFrom(to_message(half, topic))
         orphan.transaction_id = request.transaction_id
         _put(session, command)
+
+    def has_open_question(self) -> bool:
+        """Return whether a client was asked about a transaction and may still answer: it has a second."""
+        since = self._clock.monotonic() - _ANSWER_S
+        with self._lock:
+            self._asked = {name: at for name, at in self._asked.items() if at > since}
+            return bool(self._asked)
 
     def _note_half(self, transaction_id: str, place: tuple[str, int, int]) -> None:
         with self._lock:

@@ -1,0 +1,82 @@
+"""A kit that official clients connect to: the test moves the clock, and the clients keep up.
+
+The clients run in threads or processes of their own and time some things by the wall clock. So each hop of the clock
+waits until they are settled: push consumers wait for messages, and nobody has been asked anything that is open.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from librmq.clock import SystemClock
+from librmq.testing.kit import Kit
+from librmq.wire.grpc import GrpcServer
+
+__all__ = ["NotSettledError", "ServedKit"]
+
+_WAIT_S: Final = 20.0
+_LOOK_S: Final = 0.001
+
+
+class NotSettledError(AssertionError):
+    """Clients did not answer within a bounded time by the wall clock."""
+
+
+class ServedKit:
+    """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
+
+    def __init__(self, kit: Kit) -> None:
+        """Serve the broker of a kit, whose clock should start at the machine's time."""
+        self.kit = kit
+        """The broker, its dead letters, and all else of the fixture ``rmq``."""
+        self.server = GrpcServer(kit.broker)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for the configuration of a client."""
+        return self.server.address
+
+    def settle(self) -> None:
+        """Wait until the clients have done what there is to do now.
+
+        Raises:
+            NotSettledError: They did not within 20 s of wall-clock time.
+        """
+        clock, never = SystemClock(), threading.Event()
+        deadline = clock.monotonic() + _WAIT_S
+        while not self.server.is_settled():
+            if clock.monotonic() > deadline:
+                raise NotSettledError(
+                    f"the clients at {self.address} were not settled within {_WAIT_S:g} s: a push consumer has not "
+                    "acknowledged what it received or does not ask for more, or a producer has not answered a check"
+                )
+            clock.wait(never, _LOOK_S)
+
+    def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> None:
+        """Let time pass hop by hop; after each, wait until the clients are settled.
+
+        Raises:
+            NotSettledError: They did not settle within 20 s of wall-clock time.
+        """
+        runner = self.kit.runner
+        until = runner.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+        self.settle()
+        while True:
+            due = runner.next_due_ms()
+            hop = until if due is None else max(min(due, until), runner.now_ms())
+            self.kit.advance(ms=hop - runner.now_ms())
+            self.settle()
+            following = runner.next_due_ms()
+            if runner.now_ms() >= until and (following is None or following > until):
+                return
+
+    def close(self) -> None:
+        """Cut the clients off."""
+        self.server.close()
+
+    def __enter__(self) -> ServedKit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,71 @@
+"""The receives under way: which wait for a message, and which have something to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+__all__ = ["Poll", "Polls"]
+
+Place = tuple[str, int]
+"""The topic and queue id that a receive names."""
+
+
+class Poll:
+    """One receive."""
+
+    def __init__(self, polls: Polls, client_id: str, place: Place) -> None:
+        self._polls = polls
+        self.client_id = client_id
+        self.place = place
+        self.waits = False
+
+    def hold(self) -> None:
+        """Note that it waits."""
+        self.waits = True
+
+    def wake(self) -> None:
+        """Note that it has something to do."""
+        self.waits = False
+
+    def end(self) -> None:
+        """Note that it is answered."""
+        self._polls.end(self)
+
+
+class Polls:
+    """The receives of one server. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[Poll] = set()
+        self._places: dict[str, set[Place]] = {}
+
+    def begin(self, client_id: str, place: Place) -> Poll:
+        """Note a receive."""
+        poll = Poll(self, client_id, place)
+        with self._lock:
+            self._open.add(poll)
+            self._places.setdefault(client_id, set()).add(place)
+        return poll
+
+    def end(self, poll: Poll) -> None:
+        """Note that a receive is answered."""
+        with self._lock:
+            self._open.discard(poll)
+
+    def forget(self, client_id: str) -> None:
+        """Forget where a client has received from."""
+        with self._lock:
+            self._places.pop(client_id, None)
+
+    def all_wait(self, push_consumers: Iterable[str]) -> bool:
+        """Return whether all receives wait, and each push consumer has one at each place that it receives from."""
+        with self._lock:
+            if not all(poll.waits for poll in self._open):
+                return False
+            waiting = {(poll.client_id, poll.place) for poll in self._open}
+            return all(
+                client_id in self._places and all((client_id, place) in waiting for place in self._places[client_id])
+                for client_id in push_consumers
+            )

@@ -1,0 +1,74 @@
+"""The official Python client under a clock that is moved, in a process of its own; prints what it saw, as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rocketmq import (
+    ClientConfiguration,
+    ConsumeResult,
+    Credentials,
+    FilterExpression,
+    Message,
+    MessageListener,
+    Producer,
+    PushConsumer,
+    TransactionChecker,
+    TransactionResolution,
+)
+
+from librmq import BrokerConfig, TimerConfig
+from librmq.clock import SystemClock
+from librmq.testing import Kit
+from librmq.testing.served import ServedKit
+
+attempts: list[tuple[float, int]] = []
+checks: list[float] = []
+kit = Kit(now_ms=SystemClock().now_ms(), broker_config=BrokerConfig(timers=TimerConfig()))
+begin_ms = kit.clock.now_ms()
+
+
+def seconds() -> float:
+    return (kit.clock.now_ms() - begin_ms) / 1000
+
+
+class Commits(TransactionChecker):  # type: ignore[misc]
+    def check(self, message: Any) -> Any:
+        checks.append(seconds())
+        return TransactionResolution.COMMIT
+
+
+class Fails(MessageListener):  # type: ignore[misc]
+    def consume(self, message: Any) -> Any:
+        attempts.append((seconds(), message.delivery_attempt))
+        return ConsumeResult.FAILURE
+
+
+def message(topic: str) -> Any:
+    made = Message()
+    made.topic, made.body = topic, b"x"
+    return made
+
+
+with kit, ServedKit(kit) as served:
+    configuration = ClientConfiguration(served.address, Credentials())
+    producer = Producer(configuration, ("t", "tx"), checker=Commits())
+    producer.startup()
+    pusher = PushConsumer(configuration, "g", Fails(), {"t": FilterExpression()})
+    pusher.startup()
+    served.settle()
+    producer.send(message("t"))
+    clock = SystemClock()
+    wall = clock.monotonic()
+    served.advance(hours=8)
+    wall = clock.monotonic() - wall
+    dead = [letter.body.decode() for letter in kit.broker.dead_letters("g")]
+    producer.send(message("tx"), producer.begin_transaction())
+    sent = seconds()
+    served.advance(minutes=10)
+    committed = [one.body.decode() for one in kit.broker.messages("tx")]
+    pusher.shutdown()
+    producer.shutdown()
+checked = [at - sent for at in checks]
+print(json.dumps({"attempts": attempts, "dead": dead, "checks": checked, "committed": committed, "wall": wall}))
