@@ -25,6 +25,8 @@ __all__ = ["DiskFiles", "TemporaryFolder"]
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
+_SEEK_DATA: Final[int | None] = getattr(os, "SEEK_DATA", None)
+_SEEK_HOLE: Final[int | None] = getattr(os, "SEEK_HOLE", None)
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -274,12 +276,14 @@ class DiskFiles:
             os.close(descriptor)
 
     def overwrite(self, path: str, at: int, data: bytes) -> None:
-        with named("write", path):
+        try:
             descriptor = os.open(path, _TO_WRITE)
             try:
                 _write_at(descriptor, at, data)
             finally:
                 os.close(descriptor)
+        except OSError as error:
+            raise StoreIOError("write", path, error) from error
 
     def write(self, path: str, data: bytes) -> None:
         with _replaced("write", path, path + ".tmp") as file:
@@ -332,14 +336,14 @@ class DiskFiles:
 
 def _data_end(descriptor: int, begin: int, limit: int) -> int:
     """Return a position from ``begin`` on behind which only holes follow, ``limit`` if none is known."""
-    seek_data, seek_hole, end = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None), begin
-    if seek_data is None or seek_hole is None:
+    if _SEEK_DATA is None or _SEEK_HOLE is None:
         return limit
+    end = begin
     try:
         while end < limit:
-            end = os.lseek(descriptor, os.lseek(descriptor, end, seek_data), seek_hole)
+            end = os.lseek(descriptor, os.lseek(descriptor, end, _SEEK_DATA), _SEEK_HOLE)
     except OSError as error:
-        return end if error.errno == errno.ENXIO else limit  # ENXIO: nothing but holes follow
+        return end if error.errno == errno.ENXIO else limit  # ENXIO: only holes follow
     return end
 
 

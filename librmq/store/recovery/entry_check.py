@@ -37,6 +37,8 @@ class ExpectedEntry(NamedTuple):
 class EntryCheck:
     """Compares the entries of one topic's queue; what differs is added to ``damages``, and written if ``mend``."""
 
+    __slots__ = ("_bitmap_of", "_delayed", "_log", "_mend", "_queue", "_topic", "_units", "damages")
+
     _queue: ConsumeQueue
     _units: Mapping[int, ExpectedEntry]
 

@@ -62,6 +62,31 @@ class QueueCheck:
     they have the queue offset ``expected``, which is impossible while the short cut is closed.
     """
 
+    __slots__ = (
+        "_begin",
+        "_checks",
+        "_claimed",
+        "_delayed",
+        "_entry_check",
+        "_held",
+        "_log",
+        "_mend",
+        "_next",
+        "_opened",
+        "_queue_id",
+        "_topic",
+        "_units",
+        "_whole",
+        "damages",
+        "entries",
+        "expected",
+        "first",
+        "gave_all_away",
+        "left_out",
+        "name",
+        "prefix_hash",
+    )
+
     def __init__(
         self,
         checks: _Others,

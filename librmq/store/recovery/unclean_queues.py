@@ -31,6 +31,7 @@ class UncleanQueues:
         self._files = files
         self._file_size = file_size
         self._pool = pool
+        self._path_read = ""
         self._listed: dict[QueueName, MappedFileQueue] = {}
         self._written: set[str] = set()
         self._overwritten: list[str] = []
@@ -57,18 +58,18 @@ class UncleanQueues:
         sequence = self._listed.get(name)
         if sequence is None or len(sequence.starts) != 1:
             return None
-        start = sequence.starts[0]
-        stored = self._files.read_used(sequence.path(start), _LARGEST)
-        return None if stored is None else (stored, start // ENTRY_SIZE)
+        self._path_read = path = sequence.path(sequence.starts[0])
+        stored = self._files.read_used(path, _LARGEST)
+        return None if stored is None else (stored, sequence.starts[0] // ENTRY_SIZE)
 
     def leave(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
-        """Leave a queue unopened; its last entries, from queue offset ``first`` on, are written again if need be.
+        """Leave the queue unopened that was read last, and write its last entries again if need be.
 
-        The writer can have died before a flush, or after one that failed.
+        They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
         """
         sequence = self._listed.pop(name)
         if entries and self.unvouched_from is not None and state.max_physic_offset > self.unvouched_from:
-            path = sequence.path(sequence.starts[0])
+            path = self._path_read
             self._files.overwrite(path, first * ENTRY_SIZE - sequence.starts[0], b"".join(entries))
             self._overwritten.append(path)
             self._written.add(sequence.folder)
