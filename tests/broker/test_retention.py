@@ -22,6 +22,8 @@ from librmq.protocol import ConsumeFrom, EndTransaction, ResponseCode, SendMessa
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
+from librmq.store.upkeep.unread import Unread, UnreadInFile
+from librmq.testing import RecordingFiles
 
 FILE = 4096
 BODY = bytes(800)  # four records fill a file of the log
@@ -351,6 +353,38 @@ def test_a_store_without_a_broker_keeps_all_and_refuses() -> None:
         with pytest.raises(StoreFullError, match=r"Broker\.open"):
             store.append(Message("orders", BODY))
         assert store.log.begin == 0
+
+
+class PassingReaders:
+    """Readers that have consumed all, and send a message back while retention asks them."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self.store = store
+
+    def unread(self, before: int) -> tuple[Unread, ...]:
+        self.store.append(Message("%RETRY%bills", b"retry copy"))
+        return ()
+
+    def lost(self, unread: UnreadInFile) -> None:
+        raise AssertionError("all was consumed")
+
+
+def test_a_retry_copy_is_on_the_device_before_its_message_goes() -> None:
+    """A file was deleted though the copy by which the group had passed its message could still be lost."""
+    files, runner = RecordingFiles(), ManualRunner()
+    with MessageStore.open("/store", KEEP, files=files, clock=runner.clock, background=False) as store:
+        store.readers = PassingReaders(store)
+        for _ in range(24):
+            store.append(Message("orders", BODY))
+            runner.manual_clock.advance(seconds=2)
+            store.run_due(runner.now_ms())
+        assert store.log.begin
+    log = [event for event in files.trace if "/commitlog/" in event.path]
+    deletions = [at for at, event in enumerate(log) if event.call == "delete"]
+    assert deletions
+    for at in deletions:
+        written = max(number for number in range(at) if b"retry copy" in log[number].data)
+        assert any(event.call == "flush" and event.path == log[written].path for event in log[written:at])
 
 
 def test_the_refusal_by_threads() -> None:
