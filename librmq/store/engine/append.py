@@ -36,7 +36,7 @@ from librmq.store.engine.prepared import (
     Prepared,
     check_sizes,
     checked_host_flags,
-    pack_header,
+    place_copies,
     prepare_again,
     prepare_batch,
 )
@@ -380,46 +380,12 @@ class Appender:
 
     def _append_to_file(self, copies: Sequence[Prepared], now: int, results: list[AppendResult]) -> None:
         """Append the copies that fit into one file of the log, and add their results."""
-        log, dispatcher = self.log, self.dispatcher
+        log = self.log
         physical_offset = log.claim(copies[0].size)
         file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
-        data: list[bytes] = []
-        entries_of: dict[Lane, list[bytes]] = {}
-        entries: list[bytes] = []
-        last: Lane | None = None
-        next_queue_offset = 0
-        records: list[Pending] = []
-        made: list[AppendResult] = []
-        for (
-            lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
-        ) in copies:  # fmt: skip
-            if physical_offset + size > file_end:
-                break
-            if lane is not last:
-                last, entries = lane, entries_of.setdefault(lane, [])
-                next_queue_offset = lane.next_queue_offset + len(entries)
-            bits = to_born_host[3]
-            if bits & _TRANSACTION_MASK and not has_queue_entry(bits):
-                queue_offset = 0
-            else:
-                queue_offset = next_queue_offset
-                next_queue_offset += 1
-                if lane.queue.ext is not None:
-                    with critical:
-                        code = dispatcher.add_unit(lane, code, now, raw)
-                entries.append(_pack_entry(physical_offset, size, code))
-            data += (
-                pack_header[bits & 48](
-                    size, _MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
-                    to_born_host, now, from_store_host, body_size,
-                ),
-                tail,
-            )  # fmt: skip
-            records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
-            made.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
-            physical_offset += size
-        self._write(b"".join(data), entries_of, records)
-        results += made
+        placed = place_copies(copies, physical_offset, file_end, now, self.dispatcher)
+        self._write(b"".join(placed.data), placed.entries_of, placed.records)
+        results += placed.results
 
     def _write(
         self,

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict
 
 from librmq.config import wrong_kind
+from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE
 from librmq.message.message import Message, StoredMessage
-from librmq.store.engine.dispatch import Lane, is_indexed, parse_level
+from librmq.runtime.critical import critical
+from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
 __all__ = [
     "AgainFields",
@@ -23,21 +25,23 @@ __all__ = [
     "AppendResult",
     "BatchFields",
     "CopyTarget",
+    "PlacedCopies",
     "Prepared",
     "PreparedBatch",
     "check_sizes",
     "checked_host_flags",
-    "pack_header",
+    "place_copies",
     "prepare_again",
     "prepare_batch",
 ]
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
+_pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _new = tuple.__new__
 
 # The spans are those of `Prepared`, which takes over as bytes what stays.
-pack_header: Final = {
+_pack_header: Final = {
     hosts: struct.Struct(
         f">IIII{record_format.span('flag', 'flag')}sqq"
         f"{record_format.span('sys_flag', 'born_host', hosts)}sq"
@@ -156,6 +160,55 @@ def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_siz
             record_format.tags_code(tags) if tags else 0, unique_key, keys,
         ),
     )  # fmt: skip
+
+
+class PlacedCopies(NamedTuple):
+    """Copies with their places in one file of the log, as the writer needs them."""
+
+    data: list[bytes]
+    entries_of: dict[Lane, list[bytes]]
+    records: list[Pending]
+    results: list[AppendResult]
+
+
+def place_copies(
+    copies: Sequence[Prepared], physical_offset: int, file_end: int, now: int, dispatcher: Dispatcher
+) -> PlacedCopies:
+    """Place the first copies, as many as fit between two physical offsets, at a store time; under the writer's lock."""
+    placed = PlacedCopies([], {}, [], [])
+    data, entries_of, records, results = placed
+    entries: list[bytes] = []
+    last: Lane | None = None
+    next_queue_offset = 0
+    for (
+        lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
+    ) in copies:  # fmt: skip
+        if physical_offset + size > file_end:
+            break
+        if lane is not last:
+            last, entries = lane, entries_of.setdefault(lane, [])
+            next_queue_offset = lane.next_queue_offset + len(entries)
+        bits = to_born_host[3]
+        if bits & record_format.TRANSACTION_MASK and not has_queue_entry(bits):
+            queue_offset = 0
+        else:
+            queue_offset = next_queue_offset
+            next_queue_offset += 1
+            if lane.queue.ext is not None:
+                with critical:
+                    code = dispatcher.add_unit(lane, code, now, raw)
+            entries.append(_pack_entry(physical_offset, size, code))
+        data += (
+            _pack_header[bits & 48](
+                size, record_format.MESSAGE_MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
+                to_born_host, now, from_store_host, body_size,
+            ),
+            tail,
+        )  # fmt: skip
+        records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+        results.append(_new(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
+        physical_offset += size
+    return placed
 
 
 class PreparedBatch(NamedTuple):
