@@ -73,6 +73,10 @@ class Output:
         """Pass on every row so far; a table may wait until it is full."""
         self.writer.flush()
 
+    def draw(self) -> None:
+        """Show every row so far, in a table too."""
+        getattr(self.writer, "draw", self.writer.flush)()
+
     def close(self) -> None:
         """Print all remaining rows."""
         self.writer.close()

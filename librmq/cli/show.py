@@ -111,9 +111,10 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
         for message in _last(store, selection, count, everything=arguments.all):
             output.row(shown_row(message, store.levels, arguments.body))
         if arguments.follow:
+            output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
                 output.row(shown_row(message, store.levels, arguments.body))
-                output.flush()
+                output.draw()
     return 0
 
 

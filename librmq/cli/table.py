@@ -143,6 +143,7 @@ class Table:
         self._console = rich.console.Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
         self._kind = ""
         self._rows: list[Row] = []
+        self._is_begun = False
 
     def row(self, row: Row) -> None:
         """Take a row; a full table is drawn."""
@@ -171,11 +172,19 @@ class Table:
     def flush(self) -> None:
         """A table is drawn when it is full."""
 
+    def draw(self) -> None:
+        """Draw the rows so far, below what was drawn before."""
+        self._draw(header=not self._is_begun)
+
     def close(self) -> None:
         """Draw the remaining rows."""
+        self._draw(header=True)
+
+    def _draw(self, *, header: bool) -> None:
         rows, self._rows = self._rows, []
         if not rows:
             return
+        self._is_begun = True
         is_narrow = self._console.width < _NARROW and f"{self._kind}, narrow" in _COLUMNS
         columns = _COLUMNS.get(f"{self._kind}, narrow" if is_narrow else self._kind) or [
             (title, _time(name))
@@ -183,7 +192,7 @@ class Table:
             else (name, _of(name))
             for name in dict.fromkeys(chain(*rows))
         ]
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
         values = [[show(row) for _, show in columns] for row in rows]
         for place, (title, _) in enumerate(columns):
             numbers = all(isinstance(line[place], int) for line in values)

@@ -151,6 +151,18 @@ def test_other_rows_begin_another_table() -> None:
     assert text.count("end of file") == 1
 
 
+def test_rows_are_drawn_at_once_where_a_list_goes_on() -> None:
+    pytest.importorskip("rich")
+    stream = io.StringIO()
+    output = open_output("table", stream)
+    for number in range(3):
+        output.row(MESSAGE | {"topic": f"Topic{number}"})
+        output.draw()
+        assert f"Topic{number}" in stream.getvalue()
+    output.close()
+    assert stream.getvalue().count("tags") == 1
+
+
 def test_many_rows_are_drawn_in_parts() -> None:
     text = drawn(*[MESSAGE] * 1001)
     assert text.count("physical offset") == 3
