@@ -170,10 +170,8 @@ class Broker:
         config: BrokerConfig | None = None,
         *,
         name: str = "broker-a",
-        cluster_name: str = "DefaultCluster",
         store_config: StoreConfig | None = None,
         runner: Runner | None = None,
-        clock: Clock | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
         """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
@@ -183,10 +181,8 @@ class Broker:
                 folder.name,
                 config,
                 name=name,
-                cluster_name=cluster_name,
                 store_config=store_config or StoreConfig(commitlog_file_size=4 << 20, max_total_size=1 << 30),
                 runner=runner,
-                clock=clock,
                 metrics=metrics,
             )
         except BaseException:

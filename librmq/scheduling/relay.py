@@ -48,6 +48,7 @@ _log = logging.getLogger("librmq.hops")
 
 HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
+_SAVE_EVERY_S: Final = 10
 """The consumer group that has the proxy's progress."""
 TARGET_MS: Final = "SCHEDULE_TARGET_MS"
 TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
@@ -150,9 +151,7 @@ class HopProxy:
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
-        choose: Choose = best_level,
         *,
-        save_every_s: float | None = 10,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         make_topic: Callable[[str, int], None] = lambda topic, queue_id: None,
         aside: Aside | None = None,
@@ -162,8 +161,6 @@ class HopProxy:
         Args:
             store: Open for writing.
             offsets: Keeps the progress.
-            choose: Chooses the next level; by default `best_level`.
-            save_every_s: Time from a change of the progress to its save; None leaves saving to `save`.
             delivered: ``delivered(message, result)`` is called for each message that reaches its topic.
             make_topic: ``make_topic(topic, queue_id)`` is called before a delivery, to make the queue available to
             consumers;
@@ -173,7 +170,6 @@ class HopProxy:
         self._make_topic = make_topic
         self._store = store
         self._offsets = offsets
-        self._choose = choose
         self._delivered = delivered
         self._states = StateLog(_log, "the relay")
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
@@ -184,7 +180,7 @@ class HopProxy:
             reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,
             note=self._note,
             now_ms=store.clock.now_ms,
-            save_every_s=save_every_s,
+            save_every_s=_SAVE_EVERY_S,
             aside=aside,
         )
 
@@ -240,7 +236,7 @@ class HopProxy:
                 self._make_topic(topic, queue_id)
                 result = self._store.appender.append_again(message, topic, queue_id, following)
             else:
-                level = self._choose(target_ms - now_ms, self._store.levels)
+                level = best_level(target_ms - now_ms, self._store.levels)
                 following = {**properties, record.PROPERTY_DELAY: str(level)}
                 result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, following)
         except MessageIllegalError as error:

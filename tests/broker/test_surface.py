@@ -107,14 +107,14 @@ untyped: Any = librmq  # the type checker would find what these uses do wrong
         (lambda broker: untyped.Broker.temporary(name=5), "^name: expected text of printable characters, found 5"),
         (lambda broker: untyped.Broker.temporary(name=""), "^name: expected text of printable characters, found ''"),
         (
-            lambda broker: untyped.Broker.temporary(cluster_name="a\n"),
+            lambda broker: untyped.Broker.open("x", cluster_name="a\n"),
             "cluster_name: expected text of printable characters",
         ),
         (
             lambda broker: untyped.Broker.temporary(runner=3),
             r"runner: expected a Runner such as ManualRunner\(\).*, found 3",
         ),
-        (lambda broker: untyped.Broker.temporary(clock=3), "clock: expected a Clock such as ManualClock.*, found 3"),
+        (lambda broker: untyped.Broker.open("x", clock=3), "clock: expected a Clock such as ManualClock.*, found 3"),
         (lambda broker: untyped.Broker.temporary(metrics={}), "metrics: expected a Metrics, found {}"),
         (
             lambda broker: untyped.Broker.open("x", files="disk"),

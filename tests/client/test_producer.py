@@ -298,6 +298,14 @@ def test_one_way_messages_are_tried_once(two: tuple[Broker, Broker], caplog: pyt
     assert bodies(two[0]) + bodies(two[1]) == [b"y"]
 
 
+def test_a_one_way_message_or_a_batch_goes_where_it_is_told(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    producer.send_oneway("T", b"x", selector=lambda queues, message, arg: queues[arg], arg=2)
+    sent = producer.send_batch([Message("T", b"y"), Message("T", b"z")], queue=2)
+    assert (sent.queue.queue_id, sent.queue_offset) == (2, 1)
+    assert [(message.queue_id, message.body) for message in broker.messages("T")] == [(2, b"x"), (2, b"y"), (2, b"z")]
+
+
 def test_a_batch_is_stored_side_by_side(broker: Broker) -> None:
     producer = Producer(broker, "shop")
     result = producer.send_batch([Message("T", b"1", tags="a"), Message("T", b"2", tags="b"), Message("T", b"3")])

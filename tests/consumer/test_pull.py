@@ -313,6 +313,14 @@ def test_misuse(filled: Kit) -> None:
         other.subscribe("t")
 
 
+@pytest.mark.parametrize("chosen", [{"tags": "b"}, {"sql": "TAGS = 'b'"}])
+def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, str]) -> None:
+    consumer = reader(filled)
+    consumer.assign(QUEUES[1:2], **chosen)
+    with consumer.start():
+        assert [(message.tags, message.queue.queue_id) for message in consumer] == [("b", 1)] * 5
+
+
 @pytest.mark.parametrize("offsets", [3, "x", [QUEUES[0]], {QUEUES[0]: "1"}, {QUEUES[0]: -1}])
 def test_wrong_queues_and_offsets_are_told(filled: Kit, offsets: Any) -> None:
     consumer: Any = reading(filled, 1)
