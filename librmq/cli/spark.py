@@ -10,7 +10,9 @@ from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from librmq.cli.input import parse_time
 from librmq.cli.output import Output, complain
+from librmq.clock import SystemClock
 from librmq.errors import InputError, MissingExtraError, RmqError, StoreError
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
     session = _session(arguments)
-    frame = _refused(lambda: run(session, arguments.name, arguments.stores, _settings(arguments.set)))
+    settings = {**_ranges(arguments), **_settings(arguments.set)}
+    frame = _refused(lambda: run(session, arguments.name, arguments.stores, settings))
     if arguments.out is None:
         rows = _refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
         while (row := _refused(lambda: next(rows, None))) is not None:
@@ -60,7 +63,12 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
 
     session = _session(arguments)
     page = _refused(
-        lambda: overview(session, arguments.stores, progress=lambda what: complain(f"librmq report: {what}"))
+        lambda: overview(
+            session,
+            arguments.stores,
+            progress=lambda what: complain(f"librmq report: {what}"),
+            only=_ranges(arguments),
+        )
     )
     with open(arguments.out, "w", encoding="utf-8") as file:
         file.write(page.html())
@@ -128,6 +136,16 @@ def _refused(action: Callable[[], T]) -> T:
     except PySparkException as error:
         lines = [line for line in str(error).splitlines() if line.startswith("librmq.")]
         raise StoreError(lines[-1].partition(": ")[2] if lines else str(error).partition("\n")[0]) from None
+
+
+def _ranges(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the options that choose a part of the stores, as settings of a pipeline."""
+    clock = SystemClock()
+    found = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
+    for name in ("since", "until"):
+        text = getattr(arguments, name)
+        found[name] = None if text is None else str(parse_time(text, clock))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _settings(given: list[str] | None) -> Mapping[str, str]:

@@ -13,7 +13,8 @@ from librmq.columns.options import Mode
 from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 from librmq.message.topics import is_system_topic
 from librmq.spark import stores
-from librmq.spark.pipelines import backlog, duplicates, run, skew
+from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
+from librmq.spark.pipelines.ranges import Settings, source_options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -30,20 +31,27 @@ _COLUMNS: Final = (
 
 def overview(
     spark: SparkSession, paths: stores.Paths, *, title: str = "What is in these stores", window_seconds: float = 3600,
-    progress: Callable[[str], object] = lambda _: None,
+    progress: Callable[[str], object] = lambda _: None, only: Settings | None = None,
 ) -> Page:  # fmt: skip
     """Read all stores in ``paths`` with Spark; ``progress`` gets the name of each step.
 
-    Bodies are read only to check them. Unreadable records are left out and listed as damage.
+    Bodies are read only to check them. Unreadable records are left out and listed as damage. ``only`` has the settings
+    of pipelines that choose topics, groups, tags, times and offsets; each part of the page takes those that it has.
     """
+    only = dict(only or {})
     folders = stores.paths_of(paths)
     name = _short_names(folders)
     progress("damage")
     damage = _rows(stores.damage(spark, folders).orderBy("store", "file", "offset"))
     mode: Mode = "DROPMALFORMED" if damage else "FAILFAST"
-    settings = {"damaged": "skip"} if damage else {}
+    settings = only | ({"damaged": "skip"} if damage else {})
+
+    def of(name: str) -> DataFrame:
+        known = PIPELINES[name].settings
+        return run(spark, name, folders, {each: value for each, value in settings.items() if each in known})
+
     progress("messages")
-    messages = stores.messages(spark, folders, _COLUMNS, mode=mode).cache()
+    messages = stores.messages(spark, folders, _COLUMNS, mode=mode, **source_options(only)).cache()
     try:
         totals = _rows(
             messages.groupBy("store", "topic").agg(
@@ -51,9 +59,8 @@ def overview(
             )
         )
         progress("backlog")
-        lag = backlog(stores.offsets(spark, folders), stores.queues(spark, folders, mode), messages)
         waiting = _rows(
-            lag.where("group not like 'CID\\_RMQ\\_SYS\\_%' and topic not in ('SCHEDULE_TOPIC_XXXX')")
+            of("backlog").where("group not like 'CID\\_RMQ\\_SYS\\_%' and topic not in ('SCHEDULE_TOPIC_XXXX')")
             .groupBy("group", "topic")
             .agg(
                 F.sum("lag"), F.max("lag"), F.max("ageSeconds"), F.min("oldest"), F.sum("lost"),
@@ -78,20 +85,20 @@ def overview(
     finally:
         messages.unpersist()
     progress("pending")
-    open_halves = run(spark, "transactions", folders, settings)
+    open_halves = of("transactions")
     halves = _rows(open_halves.select("group", "topic", "checks", "born", "uniqueKey"))
-    waits = run(spark, "timers", folders, settings)
+    waits = of("timers")
     timers = _rows(waits.groupBy("topic").agg(F.count("*"), F.min("due"), F.max("due")))
     progress("dead letters")
-    letters = run(spark, "dead-letters", folders, settings)
+    letters = of("dead-letters")
     dead = _rows(letters.select("group", "topic", "cause", "messages", "last", "store"))
     progress("filters")
-    matched = run(spark, "filters", folders, settings)
+    matched = of("filters")
     filters = _rows(matched.select("group", "topic", "expression", "messages", "matched", "savedBytes", "store"))
     return Page(
         title,
         f"{len(folders)} store{'s' * (len(folders) != 1)}: {', '.join(name.values())}. All times are UTC; “now” is "
-        "when a store’s last message was stored.",
+        "when a store’s last message was stored." + _limits(only),
         _tiles(totals, waiting, halves, timers, dead, damage),
         (
             *([_damage(damage, name)] if damage else []),
@@ -106,6 +113,11 @@ def overview(
             _filters(filters, name),
         ),
     )
+
+
+def _limits(only: Settings) -> str:
+    """Return a sentence that says what the page leaves out."""
+    return f" Only {', '.join(f'{name} {value}' for name, value in only.items())}." if only else ""
 
 
 def _rows(frame: DataFrame) -> list[tuple[Any, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DELAY_GROUP",
+    "backlog",
     "damage",
     "filters",
     "log_files",
@@ -69,17 +71,82 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
     """Return store, group, topic, queueId, offset: each group's progress; that of delay levels as `DELAY_GROUP`."""
+    rows = [
+        (path, *name, queue_id, found)
+        for path in paths_of(paths)
+        for name, of_queue in _progress(path).items()
+        for queue_id, found in of_queue.items()
+    ]
+    return _frame(spark, rows, "store string, group string, topic string, queueId int, offset bigint")
+
+
+def _progress(path: str) -> dict[tuple[str, str], dict[int, int]]:
+    """Return the offsets of queues by group and topic."""
+    config = BrokerTables.open(os.path.join(path, directory.CONFIG))
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for name, of_queue in config.offsets.rows.items():
+        topic, _, group = name.rpartition("@")
+        found[group, topic] = dict(of_queue)
+    if config.delays.rows:
+        levels = {queue_id_of_level(level): queue_offset for level, queue_offset in config.delays.rows.items()}
+        found[DELAY_GROUP, SCHEDULE_TOPIC] = levels
+    return found
+
+
+def backlog(
+    spark: SparkSession,
+    paths: Paths,
+    mode: Mode = "FAILFAST",
+    topics: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
+) -> DataFrame | None:
+    """Return what `librmq.spark.pipelines.backlog` does, the largest lag first; None for a store too damaged to open.
+
+    The driver looks up the first waiting message of each queue, and no other message is read.
+    """
+    import pyarrow as pa
+
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
-        config = BrokerTables.open(os.path.join(path, directory.CONFIG))
-        for name, of_queue in config.offsets.rows.items():
-            topic, _, group = name.rpartition("@")
-            rows += [(path, group, topic, queue_id, found) for queue_id, found in of_queue.items()]
-        rows += [
-            (path, DELAY_GROUP, SCHEDULE_TOPIC, queue_id_of_level(level), found)
-            for level, found in config.delays.rows.items()
-        ]
-    return _frame(spark, rows, "store string, group string, topic string, queueId int, offset bigint")
+        with PlannedStore.open(path, Wanted(internal=True), mode) as store:
+            if store.damage:
+                return None
+            rows += _backlog(store, topics, groups)
+    rows.sort(key=lambda row: (-row[7], *row[:4]))
+    time = pa.timestamp("us", "UTC")
+    kinds = {
+        "store": pa.string(), "group": pa.string(), "topic": pa.string(), "queueId": pa.int32(),
+        "minOffset": pa.int64(), "maxOffset": pa.int64(), "offset": pa.int64(), "lag": pa.int64(), "lost": pa.int64(),
+        "oldest": time, "newest": time, "ageSeconds": pa.float64(),
+    }  # fmt: skip
+    columns = zip(*rows, strict=True) if rows else [()] * len(kinds)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, kinds.values(), strict=True)]
+    return spark.createDataFrame(pa.Table.from_arrays(arrays, names=list(kinds)))
+
+
+def _backlog(
+    store: PlannedStore, topics: Sequence[str] | None, groups: Sequence[str] | None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each queue of each topic that a group has progress in."""
+    queues: dict[str, list[int]] = {}
+    for topic, queue_id in store.queues:
+        queues.setdefault(topic, []).append(queue_id)
+    last = [store.stored_at(name, queue.end - 1) for name, queue in store.queues.items() if queue.end > queue.begin]
+    newest = max((time for time in last if time is not None), default=None)
+    stored_at = cache(store.stored_at)
+    for (group, topic), of_queue in _progress(store.path).items():
+        if (topics is not None and topic not in topics) or (groups is not None and group not in groups):
+            continue
+        for queue_id in queues.get(topic, ()):
+            queue, found = store.queues[topic, queue_id], of_queue.get(queue_id)
+            following = queue.begin if found is None else max(found, queue.begin)
+            oldest = stored_at((topic, queue_id), following) if following < queue.end else None
+            age = 0.0 if oldest is None or newest is None else (newest - oldest) / 1000
+            yield (
+                store.path, group, topic, queue_id, queue.begin, queue.end, found, max(0, queue.end - following),
+                0 if found is None else max(0, queue.begin - found),
+                None if oldest is None else oldest * 1000, None if newest is None else newest * 1000, age,
+            )  # fmt: skip
 
 
 def filters(spark: SparkSession, paths: Paths) -> DataFrame:

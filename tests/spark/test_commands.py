@@ -43,6 +43,8 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     shared_session()
     assert main(["spark", "run", "backlog", str(store)]) == 0
     (row,) = rows(capsys)
+    assert main(["spark", "run", "backlog", str(store), "--group", "another", "--topic", "T"]) == 0
+    assert rows(capsys) == []
     assert (row["group"], row["topic"], row["lag"], row["oldest"]) == ("g", "T", 7, "2023-11-14T22:13:44.000Z")
     assert row["offset"] == 20
     out = tmp_path / "out"
@@ -109,6 +111,12 @@ def test_the_report(store: Path, tmp_path: Path) -> None:
     assert ">Damage<" not in html
     assert "secret body" not in html
     assert "://" not in html
+    assert main(["report", str(store), "--topic", "T", "--until", str(START_MS + 9500), "--out", str(page)]) == 0
+    html = page.read_text()
+    assert f"Only topic T, until {START_MS + 9500}." in html
+    topics = html.partition(">Topics</h2>")[2].partition("</section>")[0]
+    assert "%DLQ%g" not in topics.partition("<table")[2]
+    assert re.findall(r"<td[^>]*>(\d+)</td>", topics)[:1] == ["8"]
 
 
 def test_list_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

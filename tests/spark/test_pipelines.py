@@ -12,6 +12,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark.pipelines import reconcile, run  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
@@ -75,6 +76,48 @@ def test_reconcile_keeps_topics_apart(tmp_path: Path) -> None:
     rows.write.parquet(table)
     of_b = found("reconcile", path, "topic", "key", "verdict", rows=table, key="id", topic="B")
     assert of_b == {("B", "k2", "extra"), (None, "k3", "missing"), (None, "k4", "missing")}
+
+
+def test_pipelines_take_topics_groups_times_and_offsets(tmp_path: Path) -> None:
+    messages = [("A", n % 2, f"k{n % 3}") for n in range(12)] + [("B", 0, "k0"), ("B", 0, "k0"), ("%DLQ%g", 0, "")]
+    path = store(tmp_path / "s", messages, '"A@g":{0:2},"B@h":{0:1},"B@g":{0:2}')
+
+    def counts(**settings: str) -> set[tuple[Any, ...]]:
+        return found("skew", path, "topic", "queueId", "messages", **settings)
+
+    assert counts(topic="B, %DLQ%g") == {("B", 0, 2), ("%DLQ%g", 0, 1)}
+    assert counts(since=str(START_MS + 10_000)) == {("A", 0, 1), ("A", 1, 2), ("B", 0, 2), ("%DLQ%g", 0, 1)}
+    assert counts(until="2023-11-14T22:13:23Z") == {("A", 0, 1), ("A", 1, 1)}
+    assert counts(topic="A", starting_offsets='{"A":{"0":5}}', ending_offsets='{"A":{"1":2}}') == {
+        ("A", 0, 1), ("A", 1, 2),
+    }  # fmt: skip
+    assert counts(tags="none") == set()
+    duplicates = found("duplicates", path, "topic", "key", topic="A", until=str(START_MS + 5000))
+    assert duplicates == {("A", "k0")}
+    assert found("backlog", path, "group", "topic", "lag", group="g") == {("g", "A", 4), ("g", "A", 6), ("g", "B", 0)}
+    assert found("backlog", path, "group", "topic", "lag", topic="B") == {("g", "B", 0), ("h", "B", 1)}
+    assert found("what-if", path, "group", "topic", topic="B", group="h", clients="1") == {("h", "B")}
+    assert found("dead-letters", path, "group", "messages", group="g") == {("g", 1)}
+    assert found("dead-letters", path, "group", group="h,i") == set()
+    for settings, text in (({"since": "yesterday"}, "2026-11-20T08:00"), ({"tag": "a"}, "did you mean tags")):
+        with pytest.raises(ConfigError, match=text):
+            counts(**settings)
+    with pytest.raises(ConfigError, match="backlog has no setting 'tags'"):
+        found("backlog", path, tags="a")
+
+
+def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None:
+    """A damaged one behind it is nothing to it; the largest lag comes first."""
+    path = store(tmp_path / "s", [("T", n % 2, "") for n in range(9)], '"T@g":{0:1,1:3}')
+    with MessageStore.open(path, read_only=True) as opened:
+        place = list(opened)[4].physical_offset
+    with open(path / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(place)
+        log.write(b"\xff" * 4)
+    rows = run(shared_session(), "backlog", str(path)).collect()
+    assert [(row["queueId"], row["lag"], row["oldest"].timestamp(), row["ageSeconds"]) for row in rows] == [
+        (0, 4, START_MS / 1000 + 3, 6.0), (1, 1, START_MS / 1000 + 8, 1.0),
+    ]  # fmt: skip
 
 
 def test_damaged_records_can_be_left_out(tmp_path: Path) -> None:

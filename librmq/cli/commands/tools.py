@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import OUTPUT, Command, option
+from librmq.cli.commands.options import GROUP, OUTPUT, TAG, TIMES, TOPIC, Command, option
 
 __all__ = ["COMMANDS"]
 
 _STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores")
 _MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
+_RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
 
 COMMANDS: Final = (
     Command(
@@ -20,6 +21,7 @@ COMMANDS: Final = (
         (
             _STORES,
             option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html)"),
+            *_RANGES,
             _MASTER,
         ),
         store=False,
@@ -36,6 +38,7 @@ COMMANDS: Final = (
             option("-o", "--out", metavar="FOLDER", help="write the rows there as Parquet, not to the output"),
             option("--overwrite", action="store_true", help="replace an existing folder"),
             option("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline"),
+            *_RANGES,
             _MASTER,
         ),
         description="Runs a pipeline over one store or a cluster's; `librmq spark list` lists them (extra: spark).",

@@ -6,11 +6,9 @@ arguments from the folders of stores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
-
-from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
 from librmq.config import suggest
@@ -26,6 +24,7 @@ from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUM
 from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
 from librmq.spark.pipelines.filtering import filter_savings
 from librmq.spark.pipelines.pending import pending_delays, pending_timers, pending_transactions
+from librmq.spark.pipelines.ranges import GROUP, MESSAGES, TIMES, TOPIC, Settings, chosen, names_of, source_options
 from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
@@ -51,8 +50,6 @@ __all__ = [
     "what_if",
     "what_retention_frees",
 ]
-
-Settings = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,13 @@ def _number(settings: Settings, name: str, usual: float, least: float = 0) -> fl
 
 
 def _backlog(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    messages = _messages(spark, paths, settings, BACKLOG_COLUMNS.replace(", keys string", ""))
-    return backlog(stores.offsets(spark, paths), stores.queues(spark, paths, _mode(settings)), messages)
+    topics, groups = names_of(settings, "topic"), names_of(settings, "group")
+    found = stores.backlog(spark, paths, _mode(settings), topics, groups)
+    if found is not None:
+        return found
+    messages = stores.messages(spark, paths, BACKLOG_COLUMNS.replace(", keys string", ""), mode=_mode(settings))
+    queues = stores.queues(spark, paths, _mode(settings))
+    return chosen(backlog(stores.offsets(spark, paths), queues, messages), settings)
 
 
 def _skew(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
@@ -101,7 +103,8 @@ def _skew(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> Da
     if by not in ("queue", "key"):
         raise ConfigError(f"setting by: expected queue or key, found {by!r}")
     columns = "store string, topic string, " + ("queueId int" if by == "queue" else "keys string")
-    return skew(_messages(spark, paths, settings, columns), "key" if by == "key" else "queue")
+    messages = _messages(spark, paths, settings, columns, **source_options(settings))
+    return skew(messages, "key" if by == "key" else "queue")
 
 
 def _duplicates(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
@@ -131,8 +134,8 @@ def _messages(
 
 def _own_messages(spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str) -> DataFrame:
     """Return the messages of producers, without the broker's topics, retries and dead letters."""
-    reader = spark.read.format("rocketmq").schema(columns).option("mode", _mode(settings))
-    frame: DataFrame = reader.load(list(paths))
+    options = source_options(settings) | {"mode": _mode(settings)}
+    frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
     return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
 
 
@@ -153,7 +156,7 @@ def _transactions(spark: SparkSession, paths: tuple[str, ...], settings: Setting
     halves = _messages(spark, paths, settings, columns, topic=HALF_TOPIC, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
     ops = _messages(spark, paths, settings, columns, topic=OP_TOPIC, queueId="0")
-    return pending_transactions(halves, ops, stores.offsets(spark, paths))
+    return chosen(pending_transactions(halves, ops, stores.offsets(spark, paths)), settings)
 
 
 def _timers(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
@@ -170,17 +173,21 @@ def _timers(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> 
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
     timed = _messages(spark, paths, settings, columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
-    return delays.unionByName(timers)
+    return chosen(delays.unionByName(timers), settings)
 
 
 def _dead_letters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     columns = "store string, topic string, storeTimestamp timestamp, properties map<string,string>, reconsumeTimes int"
-    return dead_letters(_messages(spark, paths, settings, columns, topicPattern="%DLQ%.*"))
+    times = source_options({name: settings[name] for name in TIMES if name in settings})
+    groups = names_of(settings, "group")
+    where = {"topicPattern": "%DLQ%.*"} if groups is None else {"topic": ",".join(f"%DLQ%{group}" for group in groups)}
+    return chosen(dead_letters(_messages(spark, paths, settings, columns, **where, **times)), settings)
 
 
 def _filters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     columns = "store string, topic string, properties map<string,string>, size int"
-    return filter_savings(_messages(spark, paths, settings, columns), stores.filters(spark, paths))
+    messages = _messages(spark, paths, settings, columns, **source_options(settings))
+    return filter_savings(messages, chosen(stores.filters(spark, paths), settings))
 
 
 def _reconcile(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
@@ -188,8 +195,6 @@ def _reconcile(spark: SparkSession, paths: tuple[str, ...], settings: Settings) 
         raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are wanted")
     late = _number(settings, "late", 0) if "late" in settings else None
     messages = _own_messages(spark, paths, settings, "topic string, storeTimestamp timestamp, keys string")
-    if "topic" in settings:
-        messages = messages.where(F.col("topic") == settings["topic"])
     return reconcile(
         messages,
         spark.read.parquet(settings["rows"]),
@@ -209,13 +214,17 @@ def _retention(spark: SparkSession, paths: tuple[str, ...], settings: Settings) 
 
 
 PIPELINES: Final[dict[str, Pipeline]] = {
-    "backlog": Pipeline("lag by group, topic and queue, and the age of the oldest message that waits", _backlog),
-    "skew": Pipeline("queues or keys with more than their share", _skew, {"by": "queue or key (queue)"}),
+    "backlog": Pipeline(
+        "lag by group, topic and queue, and the age of the oldest message that waits", _backlog, TOPIC | GROUP
+    ),
+    "skew": Pipeline("queues or keys with more than their share", _skew, {"by": "queue or key (queue)"} | MESSAGES),
     "duplicates": Pipeline(
-        "messages whose business key came before, exactly", _duplicates, {"window": "seconds between the two (3600)"}
+        "messages whose business key came before, exactly",
+        _duplicates,
+        {"window": "seconds between the two (3600)"} | MESSAGES,
     ),
     "duplicates-approximate": Pipeline(
-        "the same with bloom filters, whenever", _approximate, {"error": "share of false ones (0.001)"}
+        "the same with bloom filters, whenever", _approximate, {"error": "share of false ones (0.001)"} | MESSAGES
     ),
     "what-if": Pipeline(
         "who would get which queue, and the time to drain, for many scenarios",
@@ -225,12 +234,16 @@ PIPELINES: Final[dict[str, Pipeline]] = {
             "strategies": "how queues are shared out (AVG,AVG_BY_CIRCLE,CONSISTENT_HASH)",
             "rate": "messages a second of a client (100)",
             "queue_rate": "messages a second of a queue (no bound)",
-        },
+        }
+        | TOPIC
+        | GROUP,
     ),
-    "transactions": Pipeline("half messages that were neither committed nor rolled back", _transactions),
-    "timers": Pipeline("messages of delay levels and 5.x's timer that wait, and when they are due", _timers),
-    "dead-letters": Pipeline("dead letters by group, topic and cause", _dead_letters),
-    "filters": Pipeline("what registered filters match, and what they would save if pushed down", _filters),
+    "transactions": Pipeline("half messages that were neither committed nor rolled back", _transactions, TOPIC | GROUP),
+    "timers": Pipeline("messages of delay levels and 5.x's timer that wait, and when they are due", _timers, TOPIC),
+    "dead-letters": Pipeline("dead letters by group, topic and cause", _dead_letters, TOPIC | GROUP | TIMES),
+    "filters": Pipeline(
+        "what registered filters match, and what they would save if pushed down", _filters, MESSAGES | GROUP
+    ),
     "reconcile": Pipeline(
         "messages held against business rows: missing, extra, repeated, late",
         _reconcile,
@@ -239,8 +252,8 @@ PIPELINES: Final[dict[str, Pipeline]] = {
             "key": "its key column",
             "time": "its time column (none)",
             "late": "seconds behind it that are late (none)",
-            "topic": "the only topic that counts (all)",
-        },
+        }
+        | MESSAGES,
     ),
     "retention": Pipeline(
         "what a shorter retention would free", _retention, {"hours": "hours that are kept (6,12,24,48,72)"}

@@ -1,0 +1,81 @@
+"""Which part of the stores a pipeline looks at: topics, groups, tags, times and queue offsets, as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
+
+from librmq.config import to_timestamp_ms
+from librmq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["GROUP", "MESSAGES", "TIMES", "TOPIC", "Settings", "chosen", "names_of", "source_options"]
+
+Settings = Mapping[str, str]
+
+TOPIC: Final = {"topic": "names separated by commas (all)"}
+GROUP: Final = {"group": "names separated by commas (all)"}
+TIMES: Final = {
+    "since": "stored at this time or later, ISO 8601 with a zone or milliseconds (all)",
+    "until": "stored before this time (all)",
+}
+MESSAGES: Final = (
+    TOPIC
+    | TIMES
+    | {
+        "tags": "a subscription such as a || b (all)",
+        "starting_offsets": 'first queue offsets, as JSON: {"TopicA": {"0": 23}} (all)',
+        "ending_offsets": "the queue offsets before which it ends, likewise (all)",
+    }
+)
+_OPTIONS: Final = {
+    "topic": "topic",
+    "tags": "tags",
+    "since": "startingTimestamp",
+    "until": "endingTimestamp",
+    "starting_offsets": "startingOffsets",
+    "ending_offsets": "endingOffsets",
+}
+
+
+def source_options(settings: Settings) -> dict[str, str]:
+    """Return the options of the data source for ``settings``; it prunes by them.
+
+    Raises:
+        ConfigError: A time is none.
+    """
+    return {
+        option: _milliseconds(name, settings[name]) if name in TIMES else settings[name]
+        for name, option in _OPTIONS.items()
+        if name in settings
+    }
+
+
+def names_of(settings: Settings, name: str) -> list[str] | None:
+    """Return the names of a setting; None where all are wanted."""
+    return [one.strip() for one in settings[name].split(",")] if name in settings else None
+
+
+def chosen(frame: DataFrame, settings: Settings) -> DataFrame:
+    """Return the rows of ``frame`` with a topic and a group that ``settings`` name."""
+    for name in ("topic", "group"):
+        names = names_of(settings, name)
+        if names is not None and name in frame.columns:
+            frame = frame.where(F.col(name).isin(names))
+    return frame
+
+
+def _milliseconds(name: str, text: str) -> str:
+    if text.isascii() and text.isdigit():
+        return text
+    try:
+        return str(to_timestamp_ms(name, datetime.fromisoformat(text)))
+    except (ValueError, ConfigError):
+        raise ConfigError(
+            f"setting {name}: expected milliseconds, or a time like 2026-11-20T08:00+00:00, found {text!r:.80}"
+        ) from None
