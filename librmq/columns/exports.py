@@ -18,6 +18,7 @@ import csv
 import io
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -27,7 +28,7 @@ from typing import Any, Final, Literal, Unpack, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import TYPES
@@ -44,6 +45,7 @@ _STATE: Final = "librmq_export.json"
 _VERSION: Final = 1
 _STEP_BYTES: Final = 256 << 20
 _GROUP_ROWS: Final = 1 << 16
+_AHEAD: Final = 4
 _PLACE: Final = ("topic", "queueId", "queueOffset")
 _DATE: Final = "date"
 _PARTITIONS: Final = ("topic", "queueId", _DATE)
@@ -203,7 +205,7 @@ class _Steps:
     def __init__(self, batches: pa.RecordBatchReader, offsets: Mapping[str, Mapping[str, int]]) -> None:
         self._batches = batches
         self._beside = ThreadPoolExecutor(1)
-        self._next = self._beside.submit(next, batches, None)
+        self._coming = deque(self._beside.submit(next, batches, None) for _ in range(_AHEAD))
         self._following: pa.RecordBatch | None = None
         self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
         self.rows = 0
@@ -212,10 +214,10 @@ class _Steps:
     def more(self) -> bool:
         """Return whether another step follows."""
         while self._following is None or not self._following.num_rows:
-            self._following = self._next.result()
+            self._following = self._coming.popleft().result()
+            self._coming.append(self._beside.submit(next, self._batches, None))
             if self._following is None:
                 return False
-            self._next = self._beside.submit(next, self._batches, None)
         return True
 
     def close(self) -> None:
@@ -273,13 +275,31 @@ class _ParquetFolder:
                 yield batch.select(names)
                 batch = next(batches, None)
 
+        template = f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}"
+        if self._partition_by:
+            made = self._partitioned(arranged(), wanted, template)
+        else:  # a dataset of one file takes a quarter longer
+            made = [template.format(i=0)]
+            with pq.ParquetWriter(os.path.join(self._path, made[0]), wanted) as writer:
+                for group in _groups(arranged()):
+                    writer.write_table(pa.Table.from_batches(group, wanted))
+        for name in made:
+            with open(os.path.join(self._path, name), "rb") as file:
+                os.fsync(file.fileno())
+        self._flush_folders(made)
+        self._steps += 1
+        return made, 0
+
+    def _partitioned(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
+        import pyarrow.dataset as ds
+
         made: list[str] = []
         ds.write_dataset(
-            arranged(),
+            batches,
             self._path,
             schema=wanted,
             format="parquet",
-            basename_template=f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}",
+            basename_template=template,
             partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
             existing_data_behavior="overwrite_or_ignore",
             use_threads=False,  # rows must keep their order
@@ -287,12 +307,7 @@ class _ParquetFolder:
             max_partitions=1 << 16,
             file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
         )
-        for name in made:
-            with open(os.path.join(self._path, name), "rb") as file:
-                os.fsync(file.fileno())
-        self._flush_folders(made)
-        self._steps += 1
-        return made, 0
+        return made
 
     def _flush_folders(self, names: Sequence[str]) -> None:
         """Flush the folders of files and their parents, so that the names reach the device before the state."""
@@ -311,6 +326,18 @@ class _ParquetFolder:
             with suppress(FileNotFoundError):  # already visible
                 os.replace(made, made.removesuffix(_UNFINISHED))
         self._flush_folders(state.shown)
+
+
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Yield batches together that make a row group of a Parquet file."""
+    group: list[pa.RecordBatch] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(each.num_rows for each in group) >= _GROUP_ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 class _TextFile:
