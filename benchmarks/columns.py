@@ -7,6 +7,7 @@ without queues and without checksums.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import time
@@ -74,10 +75,24 @@ def reading(bench: Bench) -> list[Row]:
 
 
 def processes(bench: Bench) -> list[Row]:
-    """Compare the time of two processes with that of one."""
+    """Compare two processes with one: in time, and in CPU time of the busier one, which other load does not change."""
     from librmq.columns import reader
 
     path, count = _store(bench)
+
+    def used(who: int) -> float:
+        found = resource.getrusage(who)
+        return found.ru_utime + found.ru_stime
+
+    def busier(number: int) -> Run:
+        def run(_: Path) -> float:
+            before = used(resource.RUSAGE_SELF), used(resource.RUSAGE_CHILDREN)
+            with reader(path, processes=number) as batches:
+                for _batch in batches:
+                    pass
+            return count / max(used(resource.RUSAGE_SELF) - before[0], used(resource.RUSAGE_CHILDREN) - before[1])
+
+        return run
 
     def by(number: int) -> Run:
         def run(_: Path) -> float:
@@ -88,8 +103,12 @@ def processes(bench: Bench) -> list[Row]:
 
         return run
 
-    rates = bench.interleave({"one": by(1), "two": by(2)})
-    return [compare("columns", "all columns, two processes", "one process", rates["two"], rates["one"], Target(1.8))]
+    rates = bench.interleave({"one": by(1), "two": by(2), "one, CPU": busier(1), "two, CPU": busier(2)})
+    case = "all columns, two processes"
+    return [
+        compare("columns", case, "one process", rates["two"], rates["one"], Target(1.8)),
+        compare("columns", f"{case}, CPU of the busier", "one process", rates["two, CPU"], rates["one, CPU"]),
+    ]
 
 
 def exporting(bench: Bench) -> list[Row]:
@@ -102,9 +121,9 @@ def exporting(bench: Bench) -> list[Row]:
     source = reader(path)
     schema, batches = source.schema, list(source)
 
-    def ours(folder: Path) -> float:
+    def ours(folder: Path, number: int = 1) -> float:
         with Stopwatch() as watch:
-            export(path, folder / "out")
+            export(path, folder / "out", processes=number)
         return count / watch.seconds
 
     def from_memory(folder: Path) -> float:
@@ -113,10 +132,12 @@ def exporting(bench: Bench) -> list[Row]:
                 writer.write_batch(batch)
         return count / watch.seconds
 
-    rates = bench.interleave({"export": ours, "memory": from_memory})
+    rates = bench.interleave({"export": ours, "by two": lambda folder: ours(folder, 2), "memory": from_memory})
+    peer = "batches in memory to Parquet"
     return [
-        compare("columns", "export to Parquet", "batches in memory to Parquet", rates["export"], rates["memory"],
-                Target(0.7), limit=True)
+        compare("columns", "export to Parquet", peer, rates["export"], rates["memory"], limit=True),
+        compare("columns", "export to Parquet, two processes", peer, rates["by two"], rates["memory"],
+                Target(0.7), limit=True),
     ]  # fmt: skip
 
 
