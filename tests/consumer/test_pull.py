@@ -315,9 +315,9 @@ def test_misuse(filled: Kit) -> None:
 
 @pytest.mark.parametrize("chosen", [{"tags": "b"}, {"sql": "TAGS = 'b'"}])
 def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, str]) -> None:
-    consumer = reader(filled)
+    consumer = reader(filled, consume_from=ConsumeFrom.FIRST)
     consumer.assign(QUEUES[1:2], **chosen)
-    with consumer.start():
+    with consumer:
         assert [(message.tags, message.queue.queue_id) for message in consumer] == [("b", 1)] * 5
 
 
