@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from librmq.diagnosis.design import TopicVolume as TopicVolume
     from librmq.diagnosis.design import design_check as design_check
     from librmq.diagnosis.design import topic_volumes as topic_volumes
+    from librmq.diagnosis.drain import Consumption as Consumption
+    from librmq.diagnosis.drain import Estimate as Estimate
+    from librmq.diagnosis.drain import Scenario as Scenario
+    from librmq.diagnosis.drain import consumption_of as consumption_of
+    from librmq.diagnosis.drain import estimate as estimate
+    from librmq.diagnosis.drain import what_if as what_if
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
@@ -33,6 +39,14 @@ if TYPE_CHECKING:
     from librmq.diagnosis.life import story as story
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
+    from librmq.diagnosis.policies import Skip as Skip
+    from librmq.diagnosis.policies import SkippedQueue as SkippedQueue
+    from librmq.diagnosis.policies import continue_as as continue_as
+    from librmq.diagnosis.policies import plan_skip as plan_skip
+    from librmq.diagnosis.policies import replay as replay
+    from librmq.diagnosis.policies import set_aside as set_aside
+    from librmq.diagnosis.policies import skip as skip
+    from librmq.diagnosis.policies import skipped as skipped
     from librmq.diagnosis.stuck import HeldProgress as HeldProgress
     from librmq.diagnosis.stuck import held_progress as held_progress
     from librmq.diagnosis.view import StoreView as StoreView
@@ -47,8 +61,10 @@ _MODULES = {
     "halves": ("GivenUpHalf", "decide_half", "given_up"),
     "pending": ("PendingMessage", "pending_messages"),
     "life": ("StoryEvent", "story"),
+    "policies": ("Skip", "SkippedQueue", "continue_as", "plan_skip", "replay", "set_aside", "skip", "skipped"),
     "stuck": ("HeldProgress", "held_progress"),
     "view": ("StoreView",),
+    "drain": ("Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -27,7 +27,7 @@ def consistency_findings(
 ) -> list[Finding]:
     """Return where the instances of a group disagree, and queues without an owner or with two.
 
-    While a group shares out its queues anew, queues can be without an owner for a moment. ``found`` is the lag if it is
+    During a rebalance, queues can be without an owner for a moment. ``found`` is the lag if it is
     known already.
     """
     limits = thresholds or Thresholds()

@@ -1,0 +1,319 @@
+"""What if: how long a backlog takes to drain with more consumers, threads, queues, or a faster listener.
+
+::
+
+    client     rate = threads * batch / time of a call            concurrent; orderly: min(threads, queues with lag)
+    drain      of a client: (its lag) / (its rate - its inflow);  of the group: the longest of its clients
+    downstream what all listeners call bounds the sum of rates
+    wait       of a new message without backlog: Erlang's C, with the spread of the time of a call
+
+Queues are shared out by the allocation strategy itself. A queue that is added gets new messages only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+from librmq.client.allocation import AllocationStrategy, allocate_averagely
+from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.stuck import instances
+from librmq.diagnosis.view import Source, viewed
+from librmq.errors import ConfigError
+from librmq.message.message import MessageQueue
+
+__all__ = ["Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"]
+
+_DEVIATIONS: Final = 2.0  # on either side: about 95 %
+_EXACT: Final = 0.03
+"""What allocation, pulls and rounding make of an estimate."""
+_COARSE: Final = 0.15
+"""The same where all share a downstream, which also delays clients with spare threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumption:
+    """How a group consumes a topic. What is not known of a running system is given by the caller."""
+
+    lags: Sequence[int]
+    """Messages that wait, by queue."""
+    handler_s: float
+    """Mean time of one call of the listener."""
+    handler_spread: float = 1.0
+    """Standard deviation of that time, as a multiple of the mean: 0 for a constant time, 1 for an exponential one."""
+    handler_error: float = 0.0
+    """How far the mean itself may be off, as a share of it."""
+    clients: int = 1
+    threads: int = 20
+    """Listeners that each client runs in parallel."""
+    batch_size: int = 1
+    is_orderly: bool = False
+    stored_per_s: float = 0.0
+    """New messages of the topic; each queue gets the same share."""
+    downstream_per_s: float | None = None
+    """Messages that what the listeners call can take in all; None if it is no limit."""
+    strategy: AllocationStrategy = allocate_averagely
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is out of range; the message names it.
+        """
+        for name, least in (("clients", 1), ("threads", 1), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected at least {least}, found {getattr(self, name)!r}")
+        if not self.handler_s > 0:
+            raise ConfigError(f"handler_s: expected seconds above 0, found {self.handler_s!r}")
+        if not self.lags or min(self.lags) < 0:
+            raise ConfigError(f"lags: expected a number of messages for each queue, found {self.lags!r:.80}")
+        if self.downstream_per_s is not None and not self.downstream_per_s > 0:
+            raise ConfigError(f"downstream_per_s: expected a rate above 0, found {self.downstream_per_s!r}")
+
+
+class Estimate(NamedTuple):
+    """What is to be expected."""
+
+    drain_s: float | None
+    """Time until nothing waits; None if that never comes."""
+    low_s: float | None
+    high_s: float | None
+    """Bounds within which the time is in most cases; None where there is none."""
+    rate_per_s: float
+    """Messages that the group consumes while all its clients work."""
+    utilisation: float
+    """Share of that rate that new messages take; from 1 on the backlog grows."""
+    wait_s: float | None
+    """Mean time that a new message waits once nothing else does; None if the backlog grows."""
+    bound_by: Literal["nothing", "clients", "one queue", "downstream", "inflow", "unowned queues"]
+    idle_clients: int
+    """Clients without a queue."""
+    most_queues: int
+    """Of one client."""
+    unowned_queues: int
+
+
+class Scenario(NamedTuple):
+    """A change, and what it would bring."""
+
+    name: str
+    consumption: Consumption
+    estimate: Estimate
+    speed_up: float | None
+    """How many times faster the backlog is gone than without the change; None where either never drains."""
+    advice: str
+
+
+def estimate(consumption: Consumption) -> Estimate:
+    """Return how long a backlog takes to drain.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    consumption.check()
+    shares, unowned = _shares(consumption)
+    inflow = consumption.stored_per_s / len(consumption.lags)  # of each queue
+    rates = [_rate(consumption, len(share)) for share in shares]
+    rate, bound = sum(rates), "clients"
+    limit = consumption.downstream_per_s
+    if limit is not None and rate > limit:
+        rates = [each * limit / rate for each in rates]
+        rate, bound = limit, "downstream"
+    facts = (
+        sum(not share for share in shares),
+        max(map(len, shares)),
+        len(unowned),
+    )
+    utilisation = consumption.stored_per_s / rate if rate else math.inf
+    wait = _wait(consumption, rate, utilisation)
+    total = sum(consumption.lags)
+    if any(consumption.lags[queue] for queue in unowned) or (unowned and inflow):
+        return Estimate(None, None, None, rate, utilisation, None, "unowned queues", *facts)
+    if not total:
+        return Estimate(0.0, 0.0, 0.0, rate, utilisation, wait, "nothing", *facts)
+    times: list[tuple[float, float, str]] = []  # mean, variance, what bounds it
+    for share, each in zip(shares, rates, strict=True):
+        if share and any(consumption.lags[queue] or inflow for queue in share):
+            times.append(_drain(consumption, [consumption.lags[queue] for queue in share], each, inflow, bound))
+    if limit is not None:  # a client that is done leaves what it took of the downstream to the others
+        together = total / (limit - consumption.stored_per_s) if limit > consumption.stored_per_s else math.inf
+        if bound == "downstream":
+            times = [(max(together, _alone(consumption, shares, inflow)), max(one[1] for one in times), bound)]
+    what = max(times)[2]
+    mean, variance = _latest([one[:2] for one in times])
+    if math.isinf(mean):
+        return Estimate(None, None, None, rate, utilisation, wait, "inflow", *facts)
+    spread = _DEVIATIONS * math.sqrt(variance)
+    off = consumption.handler_error + (_COARSE if bound == "downstream" else _EXACT)
+    low, high = max(0.0, mean * (1 - off) - spread), mean * (1 + off) + spread
+    known: Literal["clients", "one queue", "downstream"]
+    known = "one queue" if what == "one queue" else "downstream" if what == "downstream" else "clients"
+    return Estimate(mean, low, high, rate, utilisation, wait, known, *facts)
+
+
+def _shares(consumption: Consumption) -> tuple[list[list[int]], list[int]]:
+    """Return the numbers of the queues of each client, and of those that no client has."""
+    clients = [f"client-{number:06}" for number in range(consumption.clients)]
+    queues = [MessageQueue("topic", "broker", number) for number in range(len(consumption.lags))]
+    shares = [[queue.queue_id for queue in consumption.strategy(client, queues, clients)] for client in clients]
+    owned = {queue for share in shares for queue in share}
+    return shares, [queue.queue_id for queue in queues if queue.queue_id not in owned]
+
+
+def _rate(consumption: Consumption, queues: int) -> float:
+    parallel = min(consumption.threads, queues) if consumption.is_orderly else consumption.threads * (queues > 0)
+    return parallel * consumption.batch_size / consumption.handler_s
+
+
+def _alone(consumption: Consumption, shares: list[list[int]], inflow: float) -> float:
+    """Return the longest time of a client if the downstream were no limit."""
+    times = [
+        _drain(consumption, [consumption.lags[queue] for queue in share], _rate(consumption, len(share)), inflow, "")[0]
+        for share in shares
+        if share
+    ]
+    return max(times)
+
+
+def _drain(
+    consumption: Consumption, lags: list[int], rate: float, inflow: float, bound: str
+) -> tuple[float, float, str]:
+    """Return mean and variance of the time in which one client drains its queues, and what bounds it."""
+    found = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
+    times = [(*found, bound)]
+    if consumption.is_orderly:  # one listener a queue
+        one = min(rate, consumption.batch_size / consumption.handler_s)
+        each = [_stretch(consumption, waiting, one, inflow, 1) for waiting in lags]
+        times.append((*(_latest(each) if consumption.threads >= len(lags) else max(each)), "one queue"))
+    return max(times)
+
+
+def _latest(times: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return mean and variance of the latest of several times, by Clark's formulas for normal ones."""
+    mean, variance = times[0]
+    for other, its in times[1:]:
+        together = math.sqrt(variance + its)
+        if math.isinf(mean) or math.isinf(other) or not together:
+            mean, variance = max((mean, variance), (other, its))
+            continue
+        far = (mean - other) / together
+        below = math.erfc(-far / math.sqrt(2)) / 2
+        density = math.exp(-far * far / 2) / math.sqrt(2 * math.pi)
+        latest = mean * below + other * (1 - below) + together * density
+        square = (mean**2 + variance) * below + (other**2 + its) * (1 - below) + (mean + other) * together * density
+        mean, variance = latest, max(0.0, square - latest**2)
+    return mean, variance
+
+
+def _parallel(consumption: Consumption, lags: list[int]) -> int:
+    return min(consumption.threads, sum(map(bool, lags)) or 1) if consumption.is_orderly else consumption.threads
+
+
+def _stretch(consumption: Consumption, messages: int, rate: float, inflow: float, parallel: int) -> tuple[float, float]:
+    """Return mean and variance of the time of some messages at a rate, the last calls among them."""
+    if messages and rate <= inflow:
+        return math.inf, 0.0
+    calls = max(1.0, messages / consumption.batch_size)
+    at_last = min(parallel, math.ceil(calls))
+    gone = rate / (rate - inflow) if inflow else 1.0
+    in_flow = max(0.0, messages - at_last * consumption.batch_size) / rate * gone
+    longest = consumption.handler_s * (1 + consumption.handler_spread * (_harmonic(at_last) - 1))
+    deviation = consumption.handler_spread * consumption.handler_s
+    variance = calls * gone * (deviation / parallel) ** 2 * gone**2 + deviation**2
+    return in_flow + (longest if messages else 0.0), variance
+
+
+def _harmonic(number: int) -> float:
+    return sum(1 / each for each in range(1, number + 1)) if number < 100 else math.log(number) + 0.5772
+
+
+def _wait(consumption: Consumption, rate: float, utilisation: float) -> float | None:
+    """Return the mean time in the queue by Erlang's C, with Allen and Cunneen's factor for the spread."""
+    if utilisation >= 1 or not rate:
+        return None
+    servers = max(1, round(rate * consumption.handler_s / consumption.batch_size))
+    load = utilisation * servers
+    blocked = 1.0
+    for number in range(1, servers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    waits = blocked / (1 - utilisation * (1 - blocked))
+    return waits * consumption.handler_s / (servers * (1 - utilisation)) * (1 + consumption.handler_spread**2) / 2
+
+
+def what_if(consumption: Consumption) -> list[Scenario]:
+    """Return what each of the usual changes would bring, the greatest speed-up first; the present state is the first.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    now = estimate(consumption)
+    same = Scenario("as it is", consumption, now, 1.0, "")
+    changes: list[tuple[str, Consumption, str]] = [
+        (
+            "twice the consumers", replace(consumption, clients=2 * consumption.clients),
+            "Start more instances while there are more queues than instances.",
+        ),
+        (
+            "twice the threads", replace(consumption, threads=2 * consumption.threads),
+            "Raise threads= a little at a time; where nothing gets faster, what listeners call is the limit.",
+        ),
+        (
+            "twice the queues", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
+            "Queues that are added get new messages only; what waits does not move.",
+        ),
+        (
+            "a second broker", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
+            "Its queues get new messages only; it helps where the broker itself is the limit.",
+        ),
+        (
+            "ten messages a call", replace(consumption, batch_size=10 * consumption.batch_size),
+            "Only where the time of a call hardly grows with its messages; a downstream bound stays.",
+        ),
+        (
+            "a listener twice as fast", replace(consumption, handler_s=consumption.handler_s / 2),
+            "Look at where listeners stand: held_progress shows their stacks.",
+        ),
+        (
+            "a listener twice as slow", replace(consumption, handler_s=consumption.handler_s * 2),
+            "What a slower downstream would do.",
+        ),
+    ]  # fmt: skip
+    scenarios = []
+    for name, changed, advice in changes:
+        then = estimate(changed)
+        gain = now.drain_s / then.drain_s if now.drain_s and then.drain_s else None
+        scenarios.append(Scenario(name, changed, then, gain, advice))
+    return [same, *sorted(scenarios, key=lambda one: -(one.speed_up or 0))]
+
+
+def consumption_of(
+    source: Source, group: str, topic: str, *, handler_s: float, stored_per_s: float = 0.0
+) -> Consumption:
+    """Return how a group consumes a topic now: its lag, and of a running broker its instances and their settings.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: The consumer group.
+        topic: The topic.
+        handler_s: Mean time of one call of the listener.
+        stored_per_s: New messages of the topic.
+
+    Raises:
+        ConfigError: the group has no progress in the topic.
+        NotAStoreError: the folder holds no store.
+    """
+    with viewed(source) as view:
+        rows = list(lag(view, group=group, topic=topic, times=False))
+        if not rows:
+            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: librmq groups lists what there is")
+        states = [state for state in instances(view, group).values() if state is not None]
+        return Consumption(
+            lags=[row.lag for row in rows],
+            handler_s=handler_s,
+            clients=max(1, len(states)),
+            threads=max((state.threads for state in states), default=20) or 1,
+            is_orderly=any(state.is_orderly for state in states),
+            stored_per_s=stored_per_s,
+        )

@@ -1,0 +1,262 @@
+"""Policies against backlog: pass over messages, set them aside, replay them later; previewed before they act.
+
+A skip is noted in ``librmq/skipped.jsonl`` of the store, a file that RocketMQ ignores. A second group can then replay
+what was passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
+
+from librmq.broker import Broker
+from librmq.diagnosis.backlog import QueueLag, lag
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import ConfigError, MalformedError
+from librmq.files.seam import make_folders
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import RESERVED_PROPERTIES
+from librmq.protocol import LOCAL_HOST, SendMessage
+from librmq.store.format import directory
+
+__all__ = ["Skip", "SkippedQueue", "continue_as", "plan_skip", "replay", "set_aside", "skip", "skipped"]
+
+Policy = Literal["age", "lag", "end"]
+
+_FILE: Final = "skipped.jsonl"
+_KEPT: Final = frozenset(("KEYS", "TAGS", "UNIQ_KEY"))
+
+
+class SkippedQueue(NamedTuple):
+    """What a policy passes over in one queue."""
+
+    queue_id: int
+    begin: int
+    """The group's progress before."""
+    end: int
+    """The group's progress after."""
+    first_timestamp_ms: int | None
+    last_timestamp_ms: int | None
+    """When the first and the last message that is passed over were stored; None where it can't be read."""
+
+
+class Skip(NamedTuple):
+    """What a policy would do, or has done."""
+
+    group: str
+    topic: str
+    policy: str
+    at_ms: int | None
+    """When it acted; None for a plan."""
+    queues: tuple[SkippedQueue, ...]
+    aside: str | None = None
+    """The topic that the messages were copied to."""
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that are passed over."""
+        return sum(one.end - one.begin for one in self.queues)
+
+
+def plan_skip(
+    source: Source,
+    group: str,
+    topic: str,
+    *,
+    older_than: float | None = None,
+    lag_above: int | None = None,
+    to_end: bool = False,
+) -> Skip:
+    """Return what a group would pass over in a topic, without doing it.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: The consumer group.
+        topic: The topic.
+        older_than: Pass over messages that were stored more than so many seconds ago.
+        lag_above: Leave so many messages in each queue, the newest.
+        to_end: Pass over everything.
+
+    Raises:
+        ConfigError: not exactly one of the three is given, or the group has no progress in the topic.
+        NotAStoreError: the folder holds no store.
+    """
+    if sum((older_than is not None, lag_above is not None, to_end)) != 1:
+        raise ConfigError("plan_skip: expected one of older_than=, lag_above= and to_end=True")
+    if (older_than or 0) < 0 or (lag_above or 0) < 0:
+        raise ConfigError(f"expected 0 or more, found older_than={older_than!r}, lag_above={lag_above!r}")
+    with viewed(source) as view:
+        rows = list(lag(view, group=group, topic=topic, times=False))
+        if not rows:
+            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: librmq groups lists what there is")
+        queues = []
+        for row in rows:
+            begin = max(row.min_offset, row.consumer_offset or 0)
+            end = min(max(begin, _target(view, row, older_than, lag_above)), row.max_offset)
+            if begin < end:
+                queues.append(_skipped_queue(view, row, begin, end))
+        policy = "end" if to_end else f"older than {older_than:g} s" if older_than is not None else f"lag > {lag_above}"
+        return Skip(group, topic, policy, None, tuple(queues))
+
+
+def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above: int | None) -> int:
+    if lag_above is not None:
+        return row.max_offset - lag_above
+    if older_than is None:
+        return row.max_offset
+    if view.now_ms is None:
+        return row.min_offset
+    from_ms = view.now_ms - round(1000 * older_than)
+    found = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
+    message = _message(view, row, found)
+    return found + 1 if message is not None and message.store_timestamp_ms < from_ms else found
+
+
+def _message(view: StoreView, row: QueueLag, queue_offset: int) -> StoredMessage | None:
+    return next(view.store.messages(row.topic, row.queue_id, queue_offset, queue_offset + 1), None)
+
+
+def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> SkippedQueue:
+    first, last = _message(view, row, begin), _message(view, row, end - 1)
+    return SkippedQueue(
+        row.queue_id, begin, end,
+        None if first is None else first.store_timestamp_ms, None if last is None else last.store_timestamp_ms,
+    )  # fmt: skip
+
+
+def skip(broker: Broker, plan: Skip) -> Skip:
+    """Pass over what a plan says, note it, and return the note. The messages stay in the store until they expire.
+
+    Raises:
+        ConfigError: the group has moved on beyond the plan: make a new one.
+        BrokerError: the topic does not exist.
+        BrokerUnreachableError: the broker is closed.
+    """
+    _check_still_right(broker, plan)
+    done = plan._replace(at_ms=broker.runner.now_ms())
+    _note(broker, done)  # first: what is noted and not passed over does no harm
+    for one in plan.queues:
+        broker.reset_group(plan.group, plan.topic, one.end, queue_id=one.queue_id)
+    return done
+
+
+def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
+    """Copy what a plan passes over to another topic, then pass over it as `skip` does.
+
+    Bodies, keys, tags, unique keys and the sender's properties stay. Where it fails on the way, some messages are in
+    both topics.
+
+    Raises:
+        ConfigError: ``topic`` is the plan's own, or the group has moved on beyond the plan.
+        BrokerError: a topic does not exist.
+        MessageIllegalError: ``topic`` is refused.
+        BrokerUnreachableError: the broker is closed.
+    """
+    if topic == plan.topic:
+        raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
+    _check_still_right(broker, plan)
+    topics = broker.topics()
+    if topic not in topics:
+        broker.create_topic(topic, topics[plan.topic].write_queues)
+    queues = broker.topics()[topic].write_queues
+    for number, message in enumerate(_passed_over(broker, plan)):
+        copy = Message(topic, message.body, flag=message.flag)
+        copy.properties.update(_own_properties(message))
+        host = message.born_host or LOCAL_HOST
+        broker.call(SendMessage("CLIENT_INNER_PRODUCER", copy, number % queues, message.born_timestamp_ms, host))
+    return skip(broker, plan._replace(aside=topic))
+
+
+def _own_properties(message: StoredMessage) -> dict[str, str]:
+    return {
+        name: value for name, value in message.properties.items() if name in _KEPT or name not in RESERVED_PROPERTIES
+    }
+
+
+def _passed_over(broker: Broker, plan: Skip) -> Iterator[StoredMessage]:
+    for one in plan.queues:
+        yield from broker.store.messages(plan.topic, one.queue_id, one.begin, one.end)
+
+
+def _check_still_right(broker: Broker, plan: Skip) -> None:
+    now = broker.consumer_offsets(plan.group, plan.topic)
+    for one in plan.queues:
+        if now.get(one.queue_id, 0) > one.end:
+            raise ConfigError(
+                f"group {plan.group!r}, {plan.topic!r}/{one.queue_id}: the plan ends at {one.end}, and the group is at "
+                f"{now[one.queue_id]} already: make a new plan"
+            )
+
+
+def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[int, int]:
+    """Let a new group stand where a group stands in a topic; return the queue offsets by queue id.
+
+    Raises:
+        ConfigError: the group has no progress in the topic, or the new group has some.
+        MessageIllegalError: the new name is refused.
+        BrokerUnreachableError: the broker is closed.
+    """
+    offsets = broker.consumer_offsets(group, topic)
+    if not offsets:
+        raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: there is nothing to continue")
+    if broker.consumer_offsets(new_group, topic):
+        raise ConfigError(f"group {new_group!r} has progress in topic {topic!r} already: take another name")
+    broker.set_group(new_group)
+    for queue_id, queue_offset in offsets.items():
+        broker.reset_group(new_group, topic, queue_offset, queue_id=queue_id)
+    return broker.consumer_offsets(new_group, topic)
+
+
+def replay(broker: Broker, note: Skip, group: str) -> int:
+    """Let a second group begin where a skip began; return how many of its messages are there.
+
+    The group gets what came after them too: shut it down when it has passed ``note.queues[…].end``, or let it go on. A
+    consumer that must not repeat effects wants a guard: see docs/dedup.md.
+
+    Raises:
+        ConfigError: ``group`` is the group that skipped.
+        BrokerError: the topic does not exist.
+        MessageIllegalError: the group's name is refused.
+    """
+    if group == note.group:
+        raise ConfigError(f"group {group!r}: expected a second group; the first would repeat what it consumed since")
+    broker.set_group(group)
+    found = 0
+    for one in note.queues:
+        begin = max(one.begin, broker.store.queue_range(note.topic, one.queue_id)[0])
+        found += max(0, one.end - begin)
+        broker.reset_group(group, note.topic, begin, queue_id=one.queue_id)
+    return found
+
+
+def skipped(source: Source) -> list[Skip]:
+    """Return what groups have passed over by `skip`, in order.
+
+    Raises:
+        NotAStoreError: the folder holds no store.
+        MalformedError: the file with the notes holds something else.
+    """
+    with viewed(source) as view:
+        path = os.path.join(view.store.path, directory.OWN, _FILE)
+        if not view.store.files.size(path):
+            return []
+        notes = []
+        for number, line in enumerate(view.store.files.read(path).decode().splitlines(), 1):
+            try:
+                fields = json.loads(line)
+                queues = tuple(SkippedQueue(**one) for one in fields.pop("queues"))
+                notes.append(Skip(**fields, queues=queues))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise MalformedError(f"{path}, line {number}: expected the note of a skip: {error}") from None
+        return notes
+
+
+def _note(broker: Broker, done: Skip) -> None:
+    files, folder = broker.store.files, os.path.join(broker.store.path, directory.OWN)
+    path = os.path.join(folder, _FILE)
+    make_folders(files, folder)
+    before = files.read(path) if files.size(path) else b""
+    fields = {**done._asdict(), "queues": [one._asdict() for one in done.queues]}
+    files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")

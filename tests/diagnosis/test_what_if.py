@@ -1,0 +1,209 @@
+"""Estimates of how long a backlog takes, compared with real consumers whose listeners take time by a manual clock."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ConfigError, Message, PushConsumer
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.diagnosis import Consumption, consumption_of, estimate, what_if
+from librmq.errors import NotIdleError
+from librmq.files.memory import MemoryFiles
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Step, Work
+from librmq.testing import Kit
+from tests.broker.parties import send
+from tests.stores import START_MS
+
+TOPIC = "T"
+
+
+class SlowListeners(ManualRunner):
+    """A runner on which each call of a listener takes time, so that listeners overlap."""
+
+    def __init__(self, wanted: Consumption, seed: int) -> None:
+        super().__init__(ManualClock(START_MS))
+        self._wanted = wanted
+        self._rng = random.Random(seed)
+        self._free_ms = 0.0  # when the downstream has done what it was given
+
+    def _takes_ms(self, messages: int) -> int:
+        wanted = self._wanted
+        mean_ms, spread = 1000 * wanted.handler_s, wanted.handler_spread
+        own = mean_ms if not spread else self._rng.gammavariate(1 / spread**2, mean_ms * spread**2)
+        if wanted.downstream_per_s is not None:  # a server that takes one after the other
+            now = self.now_ms()
+            self._free_ms = max(self._free_ms, now) + 1000 * messages / wanted.downstream_per_s
+            own = max(own, self._free_ms - now)
+        return max(1, round(own))
+
+    def perform(self, work: Work) -> None:
+        if not work.about:
+            super().perform(work)
+            return
+        with self.lock:
+            self.running.add(work)
+        result = work.call()
+
+        def end(now_ms: int) -> None:
+            self.running.discard(work)
+            work.done(result, None)
+
+        with self.lock:
+            self.wake(Step("end of a call", end), self.now_ms() + self._takes_ms(len(work.about)))
+
+    def take(self, ms: int) -> None:
+        """Let time pass, listeners at work or not."""
+        until = self.now_ms() + ms
+        with suppress(NotIdleError):
+            self.advance(ms)
+        self.manual_clock.move_to(until)
+
+    @property
+    def is_working(self) -> bool:
+        return any(work.about for work in self.running)
+
+
+def simulated(wanted: Consumption, seed: int) -> float:
+    """Return the seconds in which real consumers drain such a backlog."""
+    step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the time
+    runner = SlowListeners(wanted, seed)
+    left = [sum(wanted.lags)]
+
+    def listener(messages: Any) -> None:
+        left[0] -= len(messages) if isinstance(messages, list) else 1
+
+    config = StoreConfig(commitlog_file_size=16 << 20)
+    with Broker.open("/b", runner=runner, files=MemoryFiles(), store_config=config) as broker:
+        broker.create_topic(TOPIC, len(wanted.lags))
+        consumers = [
+            PushConsumer(
+                broker, "G", instance_name=f"{number:03}", threads=wanted.threads, batch_size=wanted.batch_size,
+                orderly=wanted.is_orderly,
+            )
+            for number in range(wanted.clients)
+        ]  # fmt: skip
+        for consumer in consumers:
+            consumer.subscribe(TOPIC, listener)
+            consumer.start()
+        runner.advance(60_000)
+        for consumer in consumers:
+            consumer.pause()
+        runner.advance(5_000)
+        for queue_id, lag in enumerate(wanted.lags):
+            for _ in range(lag):
+                broker.store.append(Message(TOPIC, b"x"), queue_id)
+        begin = runner.now_ms()
+        for consumer in consumers:
+            consumer.resume()
+        sent = 0
+        while True:
+            runner.take(step_ms)
+            took_s = (runner.now_ms() - begin) / 1000
+            if wanted.stored_per_s and left[0] <= sum(wanted.lags) // 100:  # new messages may wait a moment
+                return took_s
+            if left[0] <= 0 and not runner.is_working:
+                return took_s
+            assert took_s < 30 * step_ms + 60, "the backlog does not drain"
+            due = int(took_s * wanted.stored_per_s)
+            for number in range(sent, due):
+                send(broker, TOPIC, b"x", number % len(wanted.lags))
+                left[0] += 1
+            sent = max(sent, due)
+
+
+def drawn(seed: int) -> Consumption:
+    rng = random.Random(seed)
+    queues, clients, threads = rng.randint(1, 8), rng.randint(1, 4), rng.randint(1, 8)
+    is_orderly = rng.random() < 0.3
+    batch = 1 if is_orderly else rng.choice([1, 1, 4])
+    lags = [rng.randint(150, 300) for _ in range(queues)]
+    handler_s = rng.uniform(0.05, 0.4)
+    parallel = min(threads, queues) if is_orderly else threads
+    rate = min(clients, queues) * parallel * batch / handler_s
+    downstream = rng.choice([None, None, rate * rng.uniform(0.3, 0.8)])
+    spread = rng.choice([0.0, 0.5, 1.0])
+    is_plain = downstream is None and batch == 1 and not is_orderly and not spread
+    return Consumption(
+        lags=lags,
+        handler_s=handler_s,
+        handler_spread=spread,
+        clients=clients,
+        threads=threads,
+        batch_size=batch,
+        is_orderly=is_orderly,
+        downstream_per_s=downstream,
+        stored_per_s=rate * rng.uniform(0.1, 0.5) if is_plain else 0.0,
+    )
+
+
+DRAINING = [seed for seed in range(60) if estimate(drawn(seed)).drain_s is not None][:50]
+
+
+@pytest.mark.parametrize("seed", DRAINING)
+def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
+    """Compare with the mean of several runs, as the times of calls are drawn."""
+    wanted = drawn(seed)
+    expected = estimate(wanted).drain_s
+    runs = [simulated(wanted, 1000 * run + seed) for run in range(4 if wanted.handler_spread else 1)]
+    assert sum(runs) / len(runs) == pytest.approx(expected, rel=0.15)
+
+
+def test_what_helps_and_what_does_not() -> None:
+    bound = Consumption(lags=[1000] * 4, handler_s=0.25, handler_spread=0, clients=2, threads=5)
+    found = {one.name: one for one in what_if(bound)}
+    assert found["as it is"].estimate.rate_per_s == 40
+    assert found["twice the consumers"].speed_up == pytest.approx(2, rel=0.02)
+    assert found["twice the threads"].speed_up == pytest.approx(2, rel=0.02)
+    assert (found["twice the queues"].speed_up or 1) < 1.02  # what waits stays where it is
+    more = {one.name: one for one in what_if(found["twice the consumers"].consumption)}
+    assert more["twice the consumers"].estimate.idle_clients == 4
+    assert more["twice the consumers"].speed_up == pytest.approx(1, rel=0.02)
+
+
+def test_a_full_downstream_is_told() -> None:
+    found = {
+        one.name: one
+        for one in what_if(Consumption(lags=[1000] * 4, handler_s=0.25, clients=2, threads=5, downstream_per_s=20))
+    }
+    assert found["as it is"].estimate.bound_by == "downstream"
+    assert found["twice the threads"].speed_up == pytest.approx(1, rel=0.05)
+
+
+def test_an_inflow_that_is_too_large_never_drains() -> None:
+    found = estimate(Consumption(lags=[10, 10], handler_s=1, threads=1, stored_per_s=3))
+    assert (found.drain_s, found.high_s, found.wait_s, found.bound_by) == (None, None, None, "inflow")
+    assert found.utilisation == 3
+
+
+def test_no_lag_is_no_time_but_a_wait() -> None:
+    found = estimate(Consumption(lags=[0], handler_s=0.1, threads=1, stored_per_s=5))
+    assert (found.drain_s, found.bound_by, found.utilisation) == (0, "nothing", 0.5)
+    assert found.wait_s == pytest.approx(0.1)  # as M/M/1 has it
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"clients": 0}, {"threads": 0}, {"batch_size": 0}, {"handler_s": 0}, {"lags": []}, {"lags": [-1]},
+     {"downstream_per_s": 0}],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        estimate(Consumption(**{"lags": [1], "handler_s": 1.0, **wrong}))
+
+
+def test_the_consumption_of_a_running_group(rmq: Kit) -> None:
+    rmq.broker.create_topic("T", 4)
+    for _ in range(2):
+        rmq.consumer("G", threads=3).subscribe("T", lambda message: None)
+    rmq.producer().send("T", b"x")
+    rmq.advance(seconds=30)
+    found = consumption_of(rmq.broker, "G", "T", handler_s=0.1)
+    assert (found.clients, found.threads, found.is_orderly) == (2, 3, False)
+    with pytest.raises(ConfigError, match="no progress"):
+        consumption_of(rmq.broker, "H", "T", handler_s=0.1)
