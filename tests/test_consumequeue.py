@@ -306,6 +306,16 @@ def test_a_queue_for_reading_is_not_written() -> None:
 # ------------------------------------------------------------------------------------------------- truncating
 
 
+@pytest.mark.parametrize("keep", range(13))
+@pytest.mark.parametrize("reach", [0, 9])
+def test_entries_ahead_of_the_log_are_cut(keep: int, reach: int) -> None:
+    files, expected = MemoryFiles(), MemoryFiles()
+    queue, left = filled(files, 0, 12), filled(expected, 0, min(keep, 12))
+    assert queue.truncate_after(10 * keep + reach) == 12 - min(keep, 12)
+    assert queue.max_physic_offset == left.max_physic_offset
+    assert contents(files) == contents(expected)
+
+
 def test_truncation_stops_at_what_is_no_entry() -> None:
     files = MemoryFiles()
     filled(files, 0, 9)
