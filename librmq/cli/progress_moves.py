@@ -1,4 +1,4 @@
-"""``reset`` and ``skip``: move the progress of a consumer group."""
+"""``reset``, ``skip``, ``replay``: move the progress of a consumer group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from librmq.cli.changes import opened_to_change
+from librmq.cli.changes import opened_broker, opened_to_change
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
 from librmq.cli.selection import first_at
@@ -19,12 +19,13 @@ from librmq.errors import InputError
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
-__all__ = ["reset", "skip"]
+__all__ = ["replay", "reset", "skip"]
 
-Move = Callable[[MessageStore, ConsumeQueue, int | None], int]
-"""From a store, one of its queues and a group's progress in it to the new progress."""
+Move = Callable[[MessageStore, ConsumeQueue], int]
+"""From a store and one of its queues to the new progress."""
 
-_AGE: Final = re.compile(r"\d{1,12}(ms|s|m|h|d)")
+_AGE: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)", re.ASCII)
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def reset(arguments: argparse.Namespace, output: Output) -> int:
@@ -32,50 +33,80 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
     if (arguments.to is None) == (arguments.offset is None):
         raise InputError("name one of --to (begin, end or a time) and --offset")
     if arguments.offset is not None:
-        if not (arguments.offset.isascii() and arguments.offset.isdigit() and len(arguments.offset) < 19):
-            raise InputError(f"--offset: expected a whole number, found {arguments.offset!r:.80}")
-        wanted = int(arguments.offset)
-        return _move(arguments, output, lambda store, queue, at: min(max(wanted, queue.min_offset), queue.max_offset))
+        wanted = _number("--offset", arguments.offset)
+        return _move(arguments, output, lambda store, queue: min(max(wanted, queue.min_offset), queue.max_offset))
     if arguments.to == "begin":
-        return _move(arguments, output, lambda store, queue, at: queue.min_offset)
+        return _move(arguments, output, lambda store, queue: queue.min_offset)
     if arguments.to == "end":
-        return _move(arguments, output, lambda store, queue, at: queue.max_offset)
+        return _move(arguments, output, lambda store, queue: queue.max_offset)
     time_ms = parse_time(arguments.to, SystemClock())
-    return _move(arguments, output, lambda store, queue, at: _at_time(store, queue, time_ms))
+    return _move(arguments, output, lambda store, queue: _at_time(store, queue, time_ms))
 
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
-    """Move a group's progress forward: past old messages, to the newest ones, or to the end."""
+    """Move a group's progress forward: past old messages, to the newest, or to the end; note what is skipped."""
+    from librmq.diagnosis.policies import plan_skip, set_aside
+    from librmq.diagnosis.policies import skip as pass_over
+
     if arguments.older_than is not None and arguments.keep is not None:
         raise InputError("name one of --older-than and --keep")
-    if arguments.older_than is not None:
-        if not _AGE.fullmatch(arguments.older_than):
-            raise InputError(
-                f"--older-than: expected an age such as 90s, 30m, 2h or 7d, found {arguments.older_than!r:.80}"
-            )
-        time_ms = parse_time(arguments.older_than, SystemClock())
-        return _move(arguments, output, lambda store, queue, at: _at_time(store, queue, time_ms), only_forward=True)
-    kept = 0
-    if arguments.keep is not None:
-        if not (arguments.keep.isascii() and arguments.keep.isdigit() and len(arguments.keep) < 19):
-            raise InputError(f"--keep: expected a whole number, found {arguments.keep!r:.80}")
-        kept = int(arguments.keep)
-    return _move(arguments, output, lambda store, queue, at: queue.max_offset - kept, only_forward=True)
+    age_s = None if arguments.older_than is None else _seconds(arguments.older_than)
+    kept = None if arguments.keep is None else _number("--keep", arguments.keep)
+    group, topic = arguments.group, arguments.topic
+    with opened_broker(arguments) as broker:
+        wanted = _queue_ids(broker.store, broker.tables, arguments)
+        to_end = age_s is None and kept is None
+        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=kept, to_end=to_end)
+        plan = plan._replace(queues=tuple(one for one in plan.queues if one.queue_id in wanted))
+        done = plan
+        if plan.queues:
+            done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
+        for one in done.queues:
+            row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}
+            output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
+    return 0
+
+
+def replay(arguments: argparse.Namespace, output: Output) -> int:
+    """Let a second group begin where a group's last skip of a topic began."""
+    from librmq.diagnosis.policies import replay, skipped
+
+    with opened_broker(arguments) as broker:
+        notes = [one for one in skipped(broker) if (one.group, one.topic) == (arguments.group, arguments.topic)]
+        if not notes:
+            raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
+        note = notes[-1]
+        there = replay(broker, note, arguments.to)
+    row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
+    output.row({**row, "skipped": note.messages, "messages": there, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _seconds(text: str) -> float:
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise InputError(f"--older-than: expected an age such as 90s, 30m, 2h or 7d, found {text!r:.80}")
+    return int(found[1]) * _UNIT_S[found[2]]
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
 
 
 def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:
     return first_at(store, queue, time_ms, range(queue.min_offset, queue.max_offset))
 
 
-def _move(arguments: argparse.Namespace, output: Output, move: Move, *, only_forward: bool = False) -> int:
+def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
     group, topic = arguments.group, arguments.topic
     with opened_to_change(arguments) as (store, tables):
         for queue_id in _queue_ids(store, tables, arguments):
             queue = store.queues[topic, queue_id]
             before = tables.consumer_offset(topic, group, queue_id)
             usual = queue.min_offset if before is None else max(before, queue.min_offset)
-            after = move(store, queue, before)
-            after = max(usual, after) if only_forward else after
+            after = move(store, queue)
             if after != before:
                 tables.set_consumer_offset(topic, group, queue_id, after)
             output.row(

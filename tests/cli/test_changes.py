@@ -140,13 +140,23 @@ def test_reset_to_a_time_leaves_the_first_message_stored_then(shell: Shell) -> N
 def test_skip_keeps_the_newest_and_never_goes_back(shell: Shell) -> None:
     shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "30")
     rows = shell("skip", "store", *ORDERS, "--keep", "10").rows
-    assert [(row["before"], row["after"], row["skipped"], row["lag"]) for row in rows] == [
-        (None, 29, 29, 10),
-        (30, 30, 0, 6),
-    ]
+    assert [(row["queue_id"], row["begin"], row["end"], row["skipped"]) for row in rows] == [(0, 0, 29, 29)]
     assert progress(shell) == {0: 29, 1: 30}
     shell("skip", "store", *ORDERS, "--older-than", "1ms")
     assert progress(shell) == {0: 39, 1: 36}
+    assert shell("skip", "store", *ORDERS).rows == []
+
+
+def test_what_was_skipped_can_be_set_aside_and_replayed(shell: Shell) -> None:
+    shell("skip", "store", *ORDERS, "--queue", "1", "--keep", "30", "--aside", "later")
+    (aside,) = (row for row in shell("topics", "store").rows if row["topic"] == "later")
+    assert aside["messages"] == 6
+    answer = shell("replay", "store", *ORDERS, "--to", "again")
+    assert (answer.rows[0]["skipped"], answer.rows[0]["messages"]) == (6, 6)
+    assert [
+        row["consumer_offset"] for row in shell("lag", "store", "--group", "again").rows if row["queue_id"] == 1
+    ] == [0]
+    assert "has skipped nothing" in shell("replay", "store", "--group", "x", "--topic", "y", "--to", "z").said
 
 
 @pytest.mark.parametrize(

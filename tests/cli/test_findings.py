@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -85,6 +86,21 @@ def test_the_design_is_checked(shell: Shell) -> None:
     ]
     volumes = {row["topic"]: row["messages"] for row in shell("check", "store", "--volumes").rows}
     assert volumes == {row["topic"]: row["messages"] for row in shell("count", "store").rows}
+
+
+def test_what_a_change_would_bring(shell: Shell) -> None:
+    words = ["whatif", "store", "--group", "CG_order", "--topic", "OrderTopic", "--handler", "20ms"]
+    rows = shell(*words, "--inflow", 0, "--threads", 1).rows
+    found = diagnosis.what_if(
+        dataclasses.replace(diagnosis.consumption_of("store", "CG_order", "OrderTopic", handler_s=0.02), threads=1)
+    )
+    assert [(row["scenario"], row["drain_s"], row["speed_up"]) for row in rows] == [
+        (one.name, one.estimate.drain_s, one.speed_up) for one in found
+    ]
+    assert (rows[0]["scenario"], rows[0]["lag"], rows[0]["queues"]) == ("as it is", 75, 2)
+    assert shell(*words).rows[0]["stored_per_s"] == pytest.approx(75 / 9, rel=0.1)
+    assert "expected the time of one call" in shell(*words[:-1], "soon").said
+    assert "has no progress" in shell("whatif", "store", "--group", "x", "--topic", "y", "--handler", "1s").said
 
 
 def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:

@@ -116,6 +116,26 @@ COMMANDS: Final = (
         output=LISTED,
     ),
     Command("stats", "topics", "print what is in the store, in one row", "store", output=OUTPUT),
+    Command(
+        "whatif",
+        "what_if",
+        "estimate the time to drain a backlog, with changes",
+        "store --group CG_order --topic OrderTopic --handler 20ms",
+        (
+            option("--group", metavar="GROUP", required=True, help="the consumer group"),
+            option("--topic", metavar="TOPIC", required=True, help="the topic"),
+            option(
+                "--handler", metavar="TIME", required=True, help="mean time of one call of the listener (20ms, 1.5s)"
+            ),
+            option("--clients", metavar="N", help="instances of the group (1)"),
+            option("--threads", metavar="N", help="listeners that each runs in parallel (20)"),
+            option("--batch", metavar="N", help="messages a call (1)"),
+            option("--orderly", action="store_true", help="one listener a queue"),
+            option("--inflow", metavar="N", help="new messages a second (what the last ten minutes had)"),
+            option("--downstream", metavar="N", help="messages a second that what listeners call can take (no limit)"),
+        ),
+        output=LISTED,
+    ),
     Command("queues", "queues", "list the queues and their offsets", "store", output=LISTED),
     Command(
         "query",

@@ -1,0 +1,103 @@
+"""``whatif``: how long a backlog takes to drain, as it is and with the usual changes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Final
+
+from librmq.cli.groups import open_view
+from librmq.cli.output import Output
+from librmq.cli.selection import first_at
+from librmq.diagnosis.drain import Consumption, consumption_of, what_if
+from librmq.diagnosis.view import StoreView
+from librmq.errors import InputError
+
+__all__ = ["whatif"]
+
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)", re.ASCII)
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0}
+_WINDOW_S: Final = 600
+
+
+def whatif(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
+    with open_view(arguments) as view:
+        for one in what_if(_consumption(view, arguments)):
+            then, found = one.consumption, one.estimate
+            output.row(
+                {
+                    "scenario": one.name,
+                    **found._asdict(),
+                    "speed_up": one.speed_up,
+                    "lag": sum(then.lags),
+                    "queues": len(then.lags),
+                    "clients": then.clients,
+                    "threads": then.threads,
+                    "batch_size": then.batch_size,
+                    "handler_s": then.handler_s,
+                    "stored_per_s": then.stored_per_s,
+                    "advice": one.advice,
+                }
+            )
+    return 0
+
+
+def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
+    handler = _DURATION.fullmatch(arguments.handler)
+    if handler is None:
+        raise InputError(
+            f"--handler: expected the time of one call such as 20ms or 1.5s, found {arguments.handler!r:.80}"
+        )
+    topic = arguments.topic
+    stored = _stored_per_s(view, topic) if arguments.inflow is None else _number("--inflow", arguments.inflow)
+    consumption = consumption_of(
+        view, arguments.group, topic, handler_s=float(handler[1]) * _UNIT_S[handler[2]], stored_per_s=stored
+    )
+    changes: dict[str, int] = {
+        name: int(_number(f"--{option}", text))
+        for name, option, text in (
+            ("clients", "clients", arguments.clients),
+            ("threads", "threads", arguments.threads),
+            ("batch_size", "batch", arguments.batch),
+        )
+        if text is not None
+    }
+    downstream = None if arguments.downstream is None else _number("--downstream", arguments.downstream)
+    return dataclasses.replace(
+        consumption,
+        is_orderly=arguments.orderly or consumption.is_orderly,
+        downstream_per_s=downstream,
+        clients=changes.get("clients", consumption.clients),
+        threads=changes.get("threads", consumption.threads),
+        batch_size=changes.get("batch_size", consumption.batch_size),
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if 0 <= found < 1e12:
+        return found
+    raise InputError(f"{name}: expected a number of 0 or more, found {text!r:.80}")
+
+
+def _stored_per_s(view: StoreView, topic: str) -> float:
+    """Return the rate of a topic's messages in the last ten minutes of the store, or in its whole life."""
+    if view.now_ms is None:
+        return 0.0
+    store, stored, begin_ms = view.store, 0, view.now_ms
+    since_ms = view.now_ms - 1000 * _WINDOW_S
+    for queue_id in view.topics.get(topic, ()):
+        queue = store.queues[topic, queue_id]
+        wanted = range(queue.min_offset, queue.max_offset)
+        first = first_at(store, queue, since_ms, wanted) if wanted else 0
+        entry = queue.entry(first) if first in wanted else None
+        if entry is not None:
+            stored += wanted.stop - first
+            time_ms = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+            begin_ms = begin_ms if time_ms is None else min(begin_ms, time_ms)
+    return stored * 1000 / max(1000, view.now_ms - begin_ms)
