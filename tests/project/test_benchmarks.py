@@ -44,6 +44,7 @@ PARTS: dict[str, dict[str, Paths]] = {
     "transactions": {"committed": None, "check": None},
     "timers": {"timer": None, "due": None, "memory": None},
     "columns": {"reading": None, "processes": None, "exporting": None},
+    "diagnosis": {"lags": None, "loops": None},
     "spark": {"decoding": None, "starts": None, "writing": None},
 }
 """The paths of each part's rows, None where they go without saying."""
@@ -96,7 +97,9 @@ def test_each_row_is_measured(
         assert row.limit or row.against not in LIMITS, row
         if part in ("append", "batch", "pull", "scan", "rebuild"):
             assert {one.case for one in rows if one.path == row.path} == {"128 B", "1 KiB"}
-    assert name in ("columns", "timers", "transactions", "spark") or not list(tmp_path.iterdir())  # nothing is left
+    assert name in ("columns", "diagnosis", "timers", "transactions", "spark") or not list(
+        tmp_path.iterdir()
+    )  # nothing is left
 
 
 def test_variants_take_turns_in_fresh_folders(common: ModuleType, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_a_section_is_replaced_and_nothing_else(common: ModuleType, tmp_path: Pa
         common.write_section(file, "filter", "new")
 
 
-@pytest.mark.parametrize("section", [name for name in ("filter", *PARTS) if name != "columns"])
+@pytest.mark.parametrize("section", [name for name in ("filter", *PARTS) if name not in ("columns", "diagnosis")])
 def test_the_documentation_has_the_section(common: ModuleType, section: str, tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(common.PERFORMANCE.read_text("utf-8"), "utf-8")
