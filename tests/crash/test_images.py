@@ -198,7 +198,7 @@ def test_an_image_is_made_again_by_seed_and_crash_point() -> None:
         assert again == image
         assert str(again) == str(image)
         assert f"{image.seed!r} at crash point {image.crash_point}" in str(image)
-    with pytest.raises(IndexError, match="crash point"):
+    with pytest.raises(IndexError, match="crash_point"):
         images.image("seed", len(images))
 
 
