@@ -17,13 +17,14 @@ import os
 import threading
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.seam import File, Files, FolderEntry, folders_to_name, used_end
 
-__all__ = ["MappedFileQueue", "MappingPool", "file_name"]
+__all__ = ["MappedFileQueue", "MappingPool", "file_name", "list_starts"]
 
 _POSITIONS: Final = 1 << 63
 _FIRST_RESERVE: Final = 4096
@@ -33,6 +34,40 @@ _MAX_RESERVE: Final = 1 << 20
 def file_name(position: int) -> str:
     """Return the name of the file that starts at ``position``."""
     return f"{position:020d}"
+
+
+def list_starts(folder: str, file_size: int, listed: Iterable[FolderEntry]) -> list[int]:
+    """Return the starts of the files in a listed folder.
+
+    Raises:
+        CorruptionError: a name is not a position, a position does not follow the one before, or a file has another
+            length.
+    """
+    starts: list[int] = []
+    for entry in listed:
+        wrong = _wrong_name(entry, file_size, starts[-1] + file_size if starts else None)
+        if wrong is not None:
+            raise CorruptionError(os.path.join(folder, entry.name), 0, "name", wrong)
+        if entry.size != file_size:
+            path, at = os.path.join(folder, entry.name), min(entry.size, file_size)
+            raise CorruptionError(path, at, "size", f"expected {file_size} bytes, found {entry.size}")
+        starts.append(int(entry.name))
+    return starts
+
+
+def _wrong_name(entry: FolderEntry, file_size: int, following: int | None) -> str | None:
+    """Return the expected name, or None if a file of that name can start at ``following``."""
+    name = entry.name
+    if entry.is_folder or len(name) != 20 or not (name.isascii() and name.isdigit()):
+        return "expected a file named by its start in 20 digits"
+    start = int(name)
+    if start >= _POSITIONS - file_size:
+        return "expected a start whose file ends below 2^63"
+    if start % file_size:
+        return f"expected a multiple of the file size {file_size}"
+    if following is not None and start != following:
+        return f"expected {file_name(following)} after {file_name(following - file_size)}"
+    return None
 
 
 class MappingPool:
@@ -115,30 +150,7 @@ class MappedFileQueue:
         """The starts of the files, ascending."""
 
     def _list(self) -> list[int]:
-        starts: list[int] = []
-        for entry in self._listed():
-            wrong = self._wrong_name(entry, starts[-1] + self.file_size if starts else None)
-            if wrong is not None:
-                raise CorruptionError(os.path.join(self.folder, entry.name), 0, "name", wrong)
-            if entry.size != self.file_size:
-                path, at = os.path.join(self.folder, entry.name), min(entry.size, self.file_size)
-                raise CorruptionError(path, at, "size", f"expected {self.file_size} bytes, found {entry.size}")
-            starts.append(int(entry.name))
-        return starts
-
-    def _wrong_name(self, entry: FolderEntry, following: int | None) -> str | None:
-        """Return the expected name, or None if a file of that name can start at ``following``."""
-        name = entry.name
-        if entry.is_folder or len(name) != 20 or not (name.isascii() and name.isdigit()):
-            return "expected a file named by its start in 20 digits"
-        start = int(name)
-        if start >= _POSITIONS - self.file_size:
-            return "expected a start whose file ends below 2^63"
-        if start % self.file_size:
-            return f"expected a multiple of the file size {self.file_size}"
-        if following is not None and start != following:
-            return f"expected {file_name(following)} after {file_name(following - self.file_size)}"
-        return None
+        return list_starts(self.folder, self.file_size, self._listed())
 
     def _listed(self) -> list[FolderEntry]:
         return self._files.list(self.folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.files.seam import Files
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
@@ -32,7 +32,7 @@ class UncleanQueues:
         self._file_size = file_size
         self._pool = pool
         self._path_read = ""
-        self._listed: dict[QueueName, MappedFileQueue] = {}
+        self._listed: dict[QueueName, int | None] = {}  # the start of the only file, None if there are others
         self._written: set[str] = set()
         self._overwritten: list[str] = []
         self.states: dict[QueueName, QueueState] = {}
@@ -47,32 +47,37 @@ class UncleanQueues:
             CorruptionError: a file has a wrong name or length.
         """
         folder = directory.queue_folder(self._path, *name)
-        self._listed[name] = MappedFileQueue(folder, self._file_size, self._files, self._pool)
+        starts = list_starts(folder, self._file_size, self._files.list(folder))
+        self._listed[name] = starts[0] if len(starts) == 1 else None
 
     def take(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
-        return self._listed.pop(name, None)
+        if name not in self._listed:
+            return None
+        del self._listed[name]
+        return MappedFileQueue(directory.queue_folder(self._path, *name), self._file_size, self._files, self._pool)
 
     def stored(self, name: QueueName) -> tuple[bytes, int] | None:
         """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
-        sequence = self._listed.get(name)
-        if sequence is None or len(sequence.starts) != 1:
+        start = self._listed.get(name)
+        if start is None:
             return None
-        self._path_read = path = sequence.path(sequence.starts[0])
-        stored = self._files.read_used(path, _LARGEST)
-        return None if stored is None else (stored, sequence.starts[0] // ENTRY_SIZE)
+        self._path_read = os.path.join(directory.queue_folder(self._path, *name), file_name(start))
+        stored = self._files.read_used(self._path_read, _LARGEST)
+        return None if stored is None else (stored, start // ENTRY_SIZE)
 
     def leave(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
         """Leave the queue unopened that was read last, and write its last entries again if need be.
 
         They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
         """
-        sequence = self._listed.pop(name)
+        start = self._listed.pop(name)
+        assert start is not None
         if entries and self.unvouched_from is not None and state.max_physic_offset > self.unvouched_from:
             path = self._path_read
-            self._files.overwrite(path, first * ENTRY_SIZE - sequence.starts[0], b"".join(entries))
+            self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
             self._overwritten.append(path)
-            self._written.add(sequence.folder)
+            self._written.add(os.path.dirname(path))
         self.states[name] = state
 
     def finish(self, queue: ConsumeQueue, first: int) -> None:
