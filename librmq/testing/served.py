@@ -1,7 +1,7 @@
 """A kit that official clients connect to: the test moves the clock, and the clients keep up.
 
 The clients run in threads or processes of their own and time some things by the wall clock. So each hop of the clock
-waits until they are settled: push consumers wait for messages, and nobody has been asked anything that is open.
+waits until they are settled: push consumers wait for messages, and no client still owes an answer.
 """
 
 from __future__ import annotations
