@@ -54,9 +54,7 @@ class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
     """
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
-        reading = _Reading(options, schema, parts, count)
-        weakref.finalize(self, reading.close)
-        self._source = _Source(reading, schema)
+        self._source = _Source(_Reading(options, schema, parts, count), schema)
         super().__init__(self._source)
 
     def close(self) -> None:
@@ -73,6 +71,7 @@ class _Source:
         self._message: pa.Buffer = schema.serialize()
         self._at = 0
         self.closed = False
+        weakref.finalize(self, reading.close)  # Arrow holds this object longer than its caller holds the reader
 
     def readable(self) -> bool:
         return True

@@ -189,6 +189,14 @@ def test_a_dataset_is_read_again_and_again(path: Path, table: pa.Table) -> None:
     assert doubled.column("twice").to_pylist() == [2 * one for one in table.column("queueOffset").to_pylist()]
 
 
+def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> None:
+    """Though nothing but Arrow or DuckDB holds the read by then."""
+    shared = dataset(path, columns=COLUMNS, processes=2)
+    assert shared.to_table().equals(table)
+    duckdb = pytest.importorskip("duckdb")
+    assert duckdb.sql("SELECT count(*) FROM shared").fetchall() == [(table.num_rows,)]
+
+
 def test_filters_of_a_dataset_add_up(path: Path, table: pa.Table) -> None:
     found = dataset(path, topic="A", filter=pc.field("queueId") > 1).filter(pc.field("queueOffset") < 9)
     wanted = (pc.field("topic") == "A") & (pc.field("queueId") > 1) & (pc.field("queueOffset") < 9)
