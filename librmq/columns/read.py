@@ -437,9 +437,19 @@ class _Task:
         ):
             if at < upto:
                 found += self._chain(at, upto, bad)
+        found[0] = places[np.isin(places, known.places[self._may_be_wanted()[known.queue]])] if len(places) else places
         every = np.sort(np.concatenate(found))
         empty = np.zeros(len(every), np.int64)
         return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
+
+    def _may_be_wanted(self) -> Mask:
+        """Return which slices lead to records that a read of the log may want; others are not decoded.
+
+        A queue of the light kind, ``%LMQ%``, leads to records of other topics.
+        """
+        every, wanted = self._options.mode != "FAILFAST", self._options.wanted  # an entry of a damaged store may lie
+        names = [(one.topic, one.queue_id) for one in self._part.slices]
+        return np.array([every or name[0].startswith("%LMQ%") or wanted.queue(*name) for name in names], np.bool_)
 
     def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> list[Ints]:
         """Return the records from ``at`` to ``upto``, found without entries."""

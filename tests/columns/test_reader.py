@@ -221,6 +221,23 @@ def test_rows_are_left_out_before_bodies_are_looked_at(path: Path, tmp_path: Pat
     assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
 
 
+def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: Path) -> None:
+    """Damage in them is no error; in one that is wanted it is."""
+    shutil.copytree(path, tmp_path / "s")
+    place = reader(path, topic="A", queue=0).read_all().column("physicalOffset")[9].as_py()
+    file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"
+    raw = bytearray(file.read_bytes())
+    raw[place % 4096 + 4] ^= 0xFF
+    file.write_bytes(raw)
+    unhurt: list[Any] = [{"topic": "B"}, {"topic": "A", "queue": 1}, {"topic": SCHEDULE_TOPIC}]
+    for settings in unhurt:
+        found, sound = (reader(one, view="log", **settings).read_all() for one in (tmp_path / "s", path))
+        assert found.equals(sound)
+        assert found.num_rows == reader(path, **settings).read_all().num_rows
+    with pytest.raises(CorruptionError):
+        reader(tmp_path / "s", view="log", topic="A").read_all()
+
+
 def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path / "open", CONFIG)
     for number in range(50):
