@@ -60,9 +60,8 @@ class DelayedSends:
             if self._has_relay and (timers is None or not timers.takes(delay_ms)):
                 return send_at(_without_time(message), deliver_ms, queue_id), 0
         if timers is None:
-            what = (
-                "cancels a timed message" if DELETE_KEY in message.properties else f"is to wait {delay_ms / 1000:g} s"
-            )
+            cancels = DELETE_KEY in message.properties
+            what = "cancels a timed message" if cancels else f"is to wait {delay_ms / 1000:,.15g} s"
             raise MessageIllegalError(
                 f"topic {message.topic!r}: the message {what}, which is no delay level of this broker: {_SWITCH_ON}"
             )
