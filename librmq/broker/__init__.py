@@ -1,4 +1,4 @@
-"""A broker in the process: topics, groups, progress, clients, locks and held pulls over a store."""
+"""A broker in the process: topics, groups, progress, clients, queue locks and long polling over a store."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _MODULES = {
     "broker": ("Broker",),
     "config": ("BrokerConfig",),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

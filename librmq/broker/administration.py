@@ -1,6 +1,6 @@
-"""Make topics and groups, and find messages, for people.
+"""Administration: topics, groups, and searches for messages.
 
-Mirrors of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`` what librmq has a use for.
+Mirrors the useful part of ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_FOUND: Final = 64
 
 
 class Administration:
-    """The tables and messages of one broker. Changes are made under the runner's lock."""
+    """The tables and messages of one broker. Changes need the runner's lock."""
 
     def __init__(self, context: BrokerContext) -> None:
         self._store = context.store
@@ -29,20 +29,20 @@ class Administration:
         self._groups = context.groups
 
     def create_topic(self, request: CreateTopic) -> None:
-        """Make a topic, or change it."""
+        """Make or change a topic."""
         self._topics.set(request.topic, request.read_queues, request.write_queues, request.permission)
 
     def delete_topic(self, request: DeleteTopic) -> None:
-        """Forget a topic."""
+        """Delete a topic from the table."""
         self._topics.delete(request.topic)
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
-        """Delete the queue files of topics that do not exist; groups' progress in them is forgotten with them."""
+        """Delete the queue files of topics that do not exist, and the groups' progress in them."""
         store, topics = self._store, self._topics.known.keys() | {HOP_TOPIC}
         unused = [name for name in store.queues if name[0] not in topics and not is_system_topic(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))
-        finally:  # those too that come before one that the disk refuses
+        finally:  # also for the queues before one that the disk refuses
             for topic, queue_id in unused:
                 if not store.queue_range(topic, queue_id)[1]:
                     self._offsets.forget(topic, queue_id)
@@ -52,14 +52,14 @@ class Administration:
         self._groups.set(request.group, request.retry_max_times, request.is_ordered)
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
-        """The message at a physical offset."""
+        """Return the message at a physical offset."""
         try:
             return self._store.message_at(request.physical_offset)
         except CorruptionError:
             return None  # no record begins there
 
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        """Find messages by key: 64 at most, as in 4.9."""
+        """Return messages by key: at most 64, as in 4.9."""
         most = min(request.max_messages, _MOST_FOUND)
         found = self._store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, most)
         return tuple(found)

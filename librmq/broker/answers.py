@@ -12,7 +12,7 @@ __all__ = ["ConnectedClient", "GroupConnections"]
 
 @dataclass(frozen=True, slots=True)
 class ConnectedClient:
-    """A client that the broker knows by its heartbeats."""
+    """A client that the broker knows from its heartbeats."""
 
     client_id: str
     producer_groups: tuple[str, ...]
@@ -31,8 +31,8 @@ class GroupConnections:
     model: MessageModel
     consume_from: ConsumeFrom
     subscriptions: Mapping[str, Subscription]
-    """By topic, as the group has them."""
+    """The group's subscriptions by topic."""
     client_ids: tuple[str, ...]
-    """In the order in which the instances came."""
+    """Client ids in the order in which the instances joined."""
     told: Mapping[str, Mapping[str, Subscription]]
     """The subscriptions of each instance, by client id and topic."""

@@ -1,7 +1,7 @@
-"""Tell everything in a broker that waits for a message that one was stored.
+"""Notification of everything in a broker that waits for a stored message.
 
-A message may be awaited by held pulls, by a step that carries it on (delays, timer, relay, the check of transactions),
-and by the flush of the store. What stores a message calls `Arrivals.stored`, once.
+Held pulls can wait for a message, and so can the step that delivers it later (delays, timer, relay, the check of
+transactions) and the flush of the store. Code that stores a message calls `Arrivals.stored` once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Arrivals:
         delayed: Callable[[int, int], int],
         wake_flush: Callable[[], None] | None,
     ) -> None:
-        """Take what waits for messages of any topic.
+        """Take the receivers of notifications.
 
         Args:
             runner: Its lock is held while held pulls are told.
@@ -40,7 +40,7 @@ class Arrivals:
             metrics: Counts the messages.
             delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
                 level in which the message waits.
-            wake_flush: Wakes the step that flushes the store; None where a thread of the store does.
+            wake_flush: Wakes the step that flushes the store; None if a thread of the store flushes.
         """
         self._runner = runner
         self._held_pulls = held_pulls
@@ -49,10 +49,10 @@ class Arrivals:
         self._delayed = delayed
         self._wake_flush = wake_flush
         self.wake_by_topic: dict[str, Callable[[], None]] = {}
-        """The next step for messages of a topic."""
+        """The step that handles messages of a topic."""
 
     def stored(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Note a message that was stored for a queue; a delayed one waits itself."""
+        """Note a message that was stored for a queue; a delayed one is not in it yet."""
         if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
             with self._runner.lock:
                 level = self._delayed(level, result.store_timestamp_ms)

@@ -1,7 +1,7 @@
-"""A broker in the process: a store, and what clients see of it.
+"""A broker in the process: a store, as clients see it.
 
 Mirrors ``BrokerController`` and its processors. Topics, groups, progress and filters are kept in the broker's own files
-in ``config``; clients, locks and held pulls in memory, as there.
+in ``config``; clients, locks and held pulls in memory, as in 4.9.
 
 ::
 
@@ -71,12 +71,12 @@ _LOOK_FOR_LEVEL_S: Final = 0.02
 class Broker:
     """A broker of one process: an `Endpoint` that answers requests, and a `Route` of one. Thread-safe.
 
-    Made by `open` or `temporary`; closed as a context manager. A handle is of no use in a child process after a fork.
+    Made by `open` or `temporary`; a context manager that closes it. A handle can't be used in a forked child.
     """
 
     name: str
     runner: Runner
-    """Takes the turns of the broker and of its clients."""
+    """Runs the turns of the broker and of its clients."""
     store: MessageStore
     config: BrokerConfig
     cluster_name: str
@@ -89,7 +89,7 @@ class Broker:
     _temporary: TemporaryFolder | None
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a broker is opened: Broker.open(path), or Broker.temporary() for a test")
+        raise TypeError("open a broker by Broker.open(path), or by Broker.temporary() for a test")
 
     @classmethod
     def open(  # noqa: PLR0913 (what a user may choose)
@@ -106,23 +106,23 @@ class Broker:
         metrics: Metrics | None = None,
         wait: float | timedelta = 0,
     ) -> Self:
-        """Open the broker whose store is in ``path``; make a new one where there is nothing.
+        """Open the broker whose store is in ``path``; make a new one if there is none.
 
         Args:
             path: The store's folder.
-            config: How the broker treats its clients.
+            config: Settings for its clients.
             name: The broker's name in routes.
-            cluster_name: What the broker writes into each message as its cluster.
+            cluster_name: The cluster name in stored messages.
             store_config: Sizes, durability and retention of the store.
-            runner: Takes the turns of the broker and its clients; None makes threads, which end with the broker.
-            clock: Of those threads; None is the system's.
-            files: Where the files are; None is the disk.
-            metrics: Counts what happens.
+            runner: Runs the turns of the broker and its clients; None makes threads, which end with the broker.
+            clock: The clock of those threads; None is the system's.
+            files: The file system; None is the disk.
+            metrics: Counts events.
             wait: Seconds to wait for another process that has the store open for writing.
 
         Raises:
             StoreLockedError: another process has the store open for writing.
-            ConfigError: settings are out of range, or disagree with the files.
+            ConfigError: settings are out of range, or contradict the files.
             CorruptionError: a file of the store or of its configuration is damaged.
             NotAStoreError: the folder holds something else.
         """
@@ -135,7 +135,7 @@ class Broker:
         if files is not None and not hasattr(files, "create"):
             raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")
         if runner is not None and clock is not None:
-            raise ConfigError("Broker.open: runner= has a clock of its own: leave clock= out, or runner=")
+            raise ConfigError("Broker.open: expected runner= or clock=, found both: a runner has its own clock")
         folder, config, files = os.fspath(path), config or BrokerConfig(), files or DiskFiles()
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
@@ -174,7 +174,7 @@ class Broker:
         runner: Runner | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
+        """Open a new broker in a new directory that is deleted on closing, by default with small files."""
         folder = TemporaryFolder()
         try:
             broker = cls.open(
@@ -194,9 +194,11 @@ class Broker:
     # ---- endpoint and route
 
     def call(self, request: Request[R], /) -> R:
-        """Answer a request; `BrokerError` or `MessageIllegalError` if it is refused.
+        """Answer a request.
 
-        `BrokerUnreachableError` once the broker is closed.
+        Raises:
+            BrokerError, MessageIllegalError: the request is refused.
+            BrokerUnreachableError: the broker is closed.
         """
         handler = self._by_request.get(type(request))
         if handler is None:
@@ -210,44 +212,44 @@ class Broker:
         return answer
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
+        """Return the broker's queues of ``topic``; empty if there are none. A closed broker returns the last ones."""
         found = self._context.topics.known.get(topic)
         if found is None:
             return ()
         return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
 
     def broker_names(self) -> tuple[str, ...]:
-        """Its own name, while it is open."""
+        """Return the broker's name while it is open."""
         return () if self.dead else (self.name,)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Itself; `NoRouteError` for any other name."""
+        """Return this broker; `NoRouteError` for another name."""
         if broker_name != self.name:
             raise NoRouteError(f"there is no broker {broker_name!r}: this is {self.name!r}")
         return self
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called, under the runner's lock, when topics or their queues change, and when it closes.
+        """Call ``changed``, under the runner's lock, when topics or queues change, and when the broker closes.
 
-        Gives a function that ends it.
+        Return a function that ends this.
 
         Raises:
-            BrokerUnreachableError: the broker is closed, so that nothing changes any more.
+            BrokerUnreachableError: the broker is closed.
         """
         with self._life.errors():
             self._life.check_open()
         return self._life.watch(changed)
 
-    # ---- for people
+    # ---- administration
 
     def create_topic(
         self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
     ) -> None:
-        """Make a topic of ``queues`` queues, or change it; nothing that is stored moves."""
+        """Make a topic of ``queues`` queues, or change it; stored messages do not move."""
         self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
 
     def delete_topic(self, topic: str) -> None:
-        """Forget a topic; its messages stay in the log until retention takes them.
+        """Delete a topic; its messages stay in the log until retention deletes them.
 
         The files of its queues stay until `clean_unused_topics`.
         """
@@ -256,7 +258,7 @@ class Broker:
     def clean_unused_topics(self) -> list[tuple[str, int]]:
         """Delete the queue files of topics that do not exist and have no messages in the log any more.
 
-        Groups' progress in them is forgotten. Returns the queues: topic and queue id.
+        The groups' progress in them is deleted too. Return the queues as topic and queue id.
         """
         queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
         return list(queues)
@@ -270,7 +272,7 @@ class Broker:
         self.call(SetGroup(group, retry_max_times, is_ordered))
 
     def topics(self) -> dict[str, QueueData]:
-        """All topics, the broker's own among them, by name."""
+        """Return all topics by name, including the broker's own."""
         return {name: data for name in sorted(self._context.topics.known) for data in self.topic_route(name)}
 
     def is_ordered(self, group: str) -> bool:
@@ -279,30 +281,30 @@ class Broker:
         return found is not None and found.is_ordered
 
     def groups(self) -> dict[str, int]:
-        """All consumer groups, and how often each retries, by name."""
+        """Return the number of retries of all consumer groups, by name."""
         return {name: group.retry_max_times for name, group in sorted(self._context.groups.known.items())}
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
-        """Return the first record with an id: an offset id, or the unique id that a producer gave; None if none has."""
+        """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
-        """Return the messages of a topic that have ``key`` as unique id or among their keys, in log order."""
+        """Return the messages of a topic with ``key`` as unique id or among their keys, in log order."""
         with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
-        """Let a group have its dead letters once more, with all their retries; return how many.
+        """Send dead letters to their group again, with all their retries; return their number.
 
-        Each goes to the group's retry topic and is delivered at once; the dead letter stays where it is.
+        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
 
         Args:
             group: The consumer group.
-            letters: Some of `dead_letters`; None takes all.
+            letters: Some of `dead_letters`; None means all.
 
         Raises:
-            ConfigError: a message is no dead letter of the group.
+            ConfigError: a message is not a dead letter of the group.
         """
         requests = [retry_of(letter, group) for letter in (self.dead_letters(group) if letters is None else letters)]
         for request in requests:
@@ -312,14 +314,14 @@ class Broker:
     def reset_group(
         self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None
     ) -> dict[int, int]:
-        """Move a group's progress in a topic, whether the group runs or not; return the queue offsets by queue id.
+        """Move a group's progress in a topic, of a running or stopped group; return the queue offsets by queue id.
 
         Args:
             group: The consumer group.
             topic: The topic.
             to: ``"begin"``, ``"end"``, the first message stored at or after a time (with a time zone), or a queue
                 offset.
-            queue_id: The only queue to move; None moves all.
+            queue_id: The only queue to move; None means all.
 
         Raises:
             ConfigError: ``to`` is none of these.
@@ -336,7 +338,7 @@ class Broker:
             return self._context.registry.clients()
 
     def connections(self, group: str) -> GroupConnections | None:
-        """Return the running instances of a consumer group and their subscriptions; None if there is none."""
+        """Return the running instances of a consumer group and their subscriptions; None if it has none."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
             return self._context.registry.connections(group)
@@ -357,16 +359,16 @@ class Broker:
             return frozenset(self._context.registry.shared_ids)
 
     def join(self, timeout: float | timedelta = 30) -> None:
-        """Wait until all running groups have consumed what is stored.
+        """Wait until all running groups have consumed the stored messages.
 
-        Messages that wait for their time, retries among them, are not waited for. On the loop of coroutine listeners,
-        call `join_async` instead.
+        Delayed messages and retries that still wait do not count. On the loop of coroutine listeners, call
+        `join_async` instead.
 
         Args:
-            timeout: Seconds. Where a test moves the clock, it is moved by up to as much.
+            timeout: Seconds. A manual clock is moved by at most this much.
 
         Raises:
-            GroupBehindError: some group is not level by then; the message names the queues.
+            GroupBehindError: a group has unconsumed messages at the timeout; the error names the queues.
         """
         clock = self.runner.clock
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
@@ -384,39 +386,39 @@ class Broker:
             self.runner.pass_time(min(left, _LOOK_FOR_LEVEL_S))
 
     async def join_async(self, timeout: float | timedelta = 30) -> None:
-        """Wait like `join`, without blocking the event loop, on which coroutine listeners may run."""
+        """Wait like `join` without blocking the event loop, on which coroutine listeners can run."""
         await self.runner.offload(lambda: self.join(timeout))
 
     def consume(
         self, topic: str, *, group: str, tags: str | None = None, sql: str | None = None
     ) -> Iterator[StoredMessage]:
-        """Iterate over a topic as an instance of a consumer group, until no message comes for a poll's time.
+        """Iterate over a topic as an instance of a consumer group, until a poll finds no message in its time.
 
-        A message counts as consumed when the next one is asked for: where the loop is left early, the message that it
-        was at comes again, to this group. For more control use `librmq.PullConsumer`.
+        A message counts as consumed when the loop asks for the next one. If the loop ends early, its last message is
+        delivered to the group again. `librmq.PullConsumer` offers more control.
 
         Raises:
             BrokerUnreachableError: the broker is closed.
             ConfigError: both ``tags`` and ``sql`` are given.
             FilterSyntaxError: the expression does not compile.
-            MessageIllegalError: the topic or the group has a name that is refused.
+            MessageIllegalError: the name of the topic or the group is invalid.
         """
         with self._life.errors():
             self._life.check_open()
         return consume_topic(self, topic, group, tags, sql)
 
     def forget(self, client_id: str) -> None:
-        """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
+        """Remove a lost client from all its groups. Its queue locks expire by themselves."""
         self.call(ChannelClosed(client_id))
 
     def client_ids(self) -> tuple[str, ...]:
-        """The ids of all clients that the broker knows, sorted."""
+        """Return the ids of all known clients, sorted."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
             return self._context.registry.client_ids()
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
-        """A group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
         return self._context.offsets.get(group, topic, queue_id)
 
     @property
@@ -425,22 +427,22 @@ class Broker:
         return self._context.tables
 
     def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
-        """A group's stored progress in a topic, by queue id."""
+        """Return a group's stored progress in a topic, by queue id."""
         with self.runner.lock:
             return dict(self._context.offsets.of_topic(group, topic))
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """All messages of a topic, queue by queue."""
+        """Yield all messages of a topic, queue by queue."""
         for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
             yield from self.store.messages(name, queue_id)
 
     @property
     def discard_hooks(self) -> list[DiscardHook]:
-        """Called with each half message that a check gives up, and how often it had been checked."""
+        """Functions called with each half message that a check discards, and its number of checks."""
         return self._parts.transactions.discard_hooks
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
-        """What a consumer group has given up."""
+        """Return a consumer group's dead letters."""
         with self._life.errors():
             self._life.check_open()
         return list(self.messages(dead_letter_topic(group)))
@@ -449,7 +451,7 @@ class Broker:
 
     @property
     def dead(self) -> bool:
-        """Whether it answers no calls any more."""
+        """Whether the broker accepts no more calls."""
         return self._life.dead
 
     @property
@@ -458,7 +460,7 @@ class Broker:
         return self._life.was_killed
 
     def close(self) -> None:
-        """Save all and close the store; clients have been shut down before. Closing again does nothing."""
+        """Save everything and close the store, after clients have been shut down. A repetition does nothing."""
         if not self._end(was_killed=False):
             return
         with ExitStack() as last:
@@ -472,7 +474,7 @@ class Broker:
             self._parts.save()
 
     def abandon(self) -> None:
-        """Release everything without saving, as a killed process does; the next open recovers the store."""
+        """Release everything without saving, like a killed process; the next open recovers the store."""
         if self._end(was_killed=True):
             self._parts.end_writing()
             try:
@@ -481,7 +483,7 @@ class Broker:
                 self._release()
 
     def _end(self, *, was_killed: bool) -> bool:
-        """Take no more calls; false if that was so already."""
+        """Accept no more calls; return False after an earlier end."""
         with self.runner.lock:
             if self.dead:
                 return False

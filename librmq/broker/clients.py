@@ -1,4 +1,4 @@
-"""Note clients as they come and go, and tell the members of their groups.
+"""Clients that join and leave, and notification of their groups' members.
 
 Mirrors ``ClientManageProcessor``, ``ConsumerIdsChangeListener`` and the locking half of ``AdminBrokerProcessor``.
 Called under the runner's lock.
@@ -39,7 +39,7 @@ class Clients:
     """The clients of one broker, their filters and their queue locks."""
 
     def __init__(self, context: BrokerContext, locks: QueueLocks, filters_changed: Callable[[], None]) -> None:
-        """``filters_changed()`` is called when the groups' filters may be others."""
+        """``filters_changed()`` is called when the groups' filters may have changed."""
         self._broker_name = context.name
         self._runner = context.runner
         self._topics = context.topics
@@ -53,7 +53,7 @@ class Clients:
         self._differences: dict[str, str] = {}  # by group, as last logged
 
     def heartbeat(self, request: Heartbeat) -> None:
-        """Take what a client consists of; the groups of its consumers and their retry topics are made."""
+        """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
             group = self._groups.get(data.group)
             self._topics.ensure(retry_topic(group.name), group.retry_queues)
@@ -71,20 +71,20 @@ class Clients:
         self._tell(changes)
 
     def _warn_of_same_id(self, request: Heartbeat) -> None:
-        """Log once that two clients use one id, which count as one until one of them leaves."""
+        """Log once that two clients use one id and therefore count as one."""
         client_id = request.client_id
         known = self._registry.endpoint(client_id)
         if known is not None and known is not request.client and client_id not in self._registry.shared_ids:
             self._registry.shared_ids.add(client_id)
             _log.warning(
-                "%s: two clients use the id %s. They count as one, and both consume the same queues: give each an "
-                "instance_name of its own, or shut the other down first",
+                "%s: two clients use the id %s. They count as one, and consume the same queues: give each a "
+                "different instance_name, or shut the other down first",
                 self._broker_name,
                 client_id,
             )
 
     def _warn_of_differences(self, group: str) -> None:
-        """Log once a change that instances of a group subscribe to different things."""
+        """Log each time the group's instances begin or cease to have different subscriptions."""
         told = self._registry.consumers[group].told
         first = next(iter(told.values()))
         differs = any(other.keys() != first.keys() or comparable(other) != comparable(first) for other in told.values())
@@ -97,7 +97,7 @@ class Clients:
             self._differences[group] = found
 
     def unregister(self, request: Unregister) -> None:
-        """A client leaves a group, and waits for nothing there any more."""
+        """Remove a client from a group, with its held pulls there."""
         if request.consumer_group is not None:
             self._held_pulls.forget(request.client_id, request.consumer_group)
         changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
@@ -106,9 +106,9 @@ class Clients:
         self._tell(changes)
 
     def channel_closed(self, request: ChannelClosed) -> None:
-        """A client is gone without a word: it leaves all its groups. Its locks expire by themselves.
+        """Remove a lost client from all its groups. Its locks expire by themselves.
 
-        If it lives, its next heartbeat brings it back, as in 4.9. Its pulls go on until then.
+        If it is alive, its next heartbeat registers it again, as in 4.9. Its pulls continue until then.
         """
         client = self._registry.endpoint(request.client_id)
         self._registry.shared_ids.discard(request.client_id)
@@ -119,7 +119,7 @@ class Clients:
         self._tell(changes)
 
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
-        """The members of a consumer group."""
+        """Return the members of a consumer group."""
         group = self._registry.consumers.get(request.group)
         return () if group is None else tuple(group.clients)
 
@@ -129,15 +129,15 @@ class Clients:
         return {} if group is None else dict(group.told)
 
     def lock(self, request: LockQueues) -> frozenset[MessageQueue]:
-        """Lock queues for a member; those that it has then."""
+        """Lock queues for a member; return the queues that it holds then."""
         return self._locks.lock(request.group, request.client_id, request.queues, self._runner.now_ms())
 
     def unlock(self, request: UnlockQueues) -> None:
-        """Give locks back."""
+        """Release locks."""
         self._locks.unlock(request.group, request.client_id, request.queues)
 
     def _tell(self, changes: Changes) -> None:
-        """Let the members of changed groups share their queues again, and mark the filters of ended groups dead."""
+        """Notify the members of changed groups, so that they rebalance, and mark the filters of ended groups dead."""
         now = self._runner.now_ms()
         for name in changes.ended:
             self._differences.pop(name, None)

@@ -1,6 +1,6 @@
 """Settings of a broker: frozen values with 4.9's defaults.
 
-Mirrors the part of 4.9.4's ``BrokerConfig`` that clients see. `librmq.config.StoreConfig` shapes the files.
+Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config.StoreConfig` shapes the files.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ __all__ = ["BrokerConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerConfig(Config):
-    """How a broker treats its clients."""
+    """Settings of a broker for its clients."""
 
     auto_create_topic: bool = True
-    """Whether a send makes a missing topic."""
+    """Whether a send creates a missing topic."""
     auto_create_group: bool = True
-    """Whether a consumer makes its missing group."""
+    """Whether a consumer creates its missing group."""
     default_topic_queues: Annotated[int, Between(1, 1 << 16)] = 8
-    """The most queues of a topic that a send makes."""
+    """Most queues of a topic that a send creates."""
     sweep_pulls_every_s: Annotated[float, Seconds()] = 5
-    """How often the broker answers held pulls to whose queue only messages came that do not match."""
+    """Interval at which held pulls are answered if only messages that do not match were stored."""
     lock_expiry_s: Annotated[float, Seconds()] = 60
-    """How long a queue stays locked for a client that does not renew the lock."""
+    """Time until the lock of a queue expires unless the client renews it."""
     busy_after_s: Annotated[float, Seconds()] = 1
-    """The broker refuses a send as busy while another has been writing for this long."""
+    """Time that another write may take before a send is refused as busy."""
     longest_wait_s: Annotated[float, Seconds()] = 0.2
-    """The broker refuses a send as busy that has waited for other writes for this long."""
+    """Time that a send may wait for other writes before it is refused as busy."""
     save_offsets_every_s: Annotated[float, Seconds()] = 5
-    """From the first change of progress that is not saved to saving all of it."""
+    """Time from the first unsaved change of progress to saving all of it."""
     delay: DelayConfig = field(default_factory=DelayConfig)
-    """When the broker looks at delayed messages, and saves their progress."""
+    """Times at which delayed messages are checked and their progress is saved."""
     transactions: TransactionConfig = field(default_factory=TransactionConfig)
-    """When the broker checks half messages."""
+    """Times of the checks of half messages."""
     timers: TimerConfig | None = None
-    """With it a message may name a time of its own, as in 5.x: see `librmq.scheduling.timer`. None is 4.9."""
+    """Settings of a timer, by which a message can name its delivery time, as in 5.x; None, as in 4.9, has no timer."""
     hops: bool = False
-    """Whether levels carry messages to any time, by topic ``SYSTEM_SCHEDULE_MSG``: see `librmq.scheduling.relay`."""
+    """Whether levels deliver messages at any time, by topic ``SYSTEM_SCHEDULE_MSG``: see `librmq.scheduling.relay`."""
     original_transactions: bool = False
-    """End and check transactions exactly as 4.9 does, its losses included: see `librmq.txn.Transactions`."""
+    """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""

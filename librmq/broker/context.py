@@ -1,4 +1,4 @@
-"""The shared context of a broker's parts, which each takes as one argument."""
+"""The context of a broker: what all its parts share, as one argument."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class BrokerSteps:
         self._owner = owner
 
     def step(self, what: str, run_due: Callable[[int], int | None]) -> Step:
-        """Make a step of a function; ``what`` says what the broker does in it."""
+        """Make a step of a function; ``what`` completes its label."""
         return Step(f"{self.name} {what}", run_due, self._owner)
 
     def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
-        """Return a function that waits for the disk without the lock; None if time is moved by hand."""
+        """Return a function that waits for the disk without the lock; None under a manual clock."""
         return aside_by(self.runner, f"{self.name} {what}", self._owner, wake)
 
 

@@ -1,8 +1,8 @@
-"""Retries and dead letters: how a message on which a consumer failed is stored again.
+"""Retries and dead letters: how a message is stored again after a failure of its consumer.
 
-A failed message goes to the retry topic of its group, delayed. After too many deliveries, or when the listener says so,
-it becomes a dead letter: it goes to the group's dead-letter topic, which no consumer reads. `retry_of` sends it from
-there to the group once more.
+A failed message goes to the retry topic of its group, delayed. After too many deliveries, or if the listener says so,
+it becomes a dead letter in the group's dead-letter topic, which no consumer reads. `retry_of` sends it to the group
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
-_MOST_PROPERTIES: Final = 30_000  # of a message whose dead letter has room for the cause
+_MOST_PROPERTIES: Final = 30_000  # with fewer bytes a dead letter has room for the cause
 _FIRST_RETRY_LEVEL: Final = 3
 _OF_THE_LAST_TIME: Final = (
     record.PROPERTY_DELAY,
@@ -37,7 +37,7 @@ _OF_THE_LAST_TIME: Final = (
 
 
 class FailedMessages:
-    """The messages on which consumers of one broker failed. Thread-safe."""
+    """The messages on which one broker's consumers failed. Thread-safe."""
 
     def __init__(self, context: BrokerContext, put: Callable[..., AppendResult]) -> None:
         """``put(message, queue_id, …)`` stores a message."""
@@ -49,14 +49,14 @@ class FailedMessages:
         self._put = put
 
     def send_back(self, request: SendBack) -> SentBack | None:
-        """Store a message again on which a consumer failed: for later, or as a dead letter."""
+        """Store a failed message again: for a later delivery, or as a dead letter."""
         with self._runner.lock:
             group = self._groups.get(request.group)
             if group.retry_queues <= 0:
                 return None
             retries = self._topics.ensure(retry_topic(group.name), group.retry_queues)
         if not retries.permission & PERM_WRITE:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {retries.name!r} may not be written")
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {retries.name!r} is not writable")
         name, queue_id = retries.name, retries.next_queue()
         message = self._look_up(request.physical_offset)
         times = message.reconsume_times
@@ -94,7 +94,7 @@ class FailedMessages:
         return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
-        """Make a dead letter of what a consumer itself sends to its retry topic too often; return its queue."""
+        """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
         with self._runner.lock:
             group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
         if request.reconsume_times < _most_retries(group, request):
@@ -110,32 +110,34 @@ class FailedMessages:
         try:
             message = self._store.message_at(physical_offset)
         except CorruptionError as error:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message there: {error}") from error
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no readable message: {error}") from error
         if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
         return message
 
 
 def _most_retries(group: Group, request: SendBack | SendMessage) -> int:
-    """Return how often a message is delivered again before it is a dead letter."""
+    """Return the number of redeliveries before a message becomes a dead letter."""
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
 def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
-    """Return the request that lets a group have a dead letter once more, with all its retries.
+    """Return the request that sends a dead letter to its group again, with all its retries.
 
-    It goes to the retry topic of the group, so that no other group sees it, and is delivered at once.
+    It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately.
 
     Raises:
-        ConfigError: the message is no dead letter, or none of ``group`` where that is given.
+        ConfigError: the message is not a dead letter, or not one of ``group`` if that is given.
     """
     if not isinstance(letter, StoredMessage):
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
     topic = letter.topic
     if not topic.startswith(DEAD_LETTER_PREFIX):
-        raise ConfigError(f"{letter.message_id} of topic {topic!r} is no dead letter: expected {DEAD_LETTER_PREFIX}…")
+        raise ConfigError(
+            f"{letter.message_id} of topic {topic!r} is not a dead letter: expected {DEAD_LETTER_PREFIX}…"
+        )
     if group not in (None, topic.removeprefix(DEAD_LETTER_PREFIX)):
-        raise ConfigError(f"{letter.message_id} of topic {topic!r} is no dead letter of group {group!r}")
+        raise ConfigError(f"{letter.message_id} of topic {topic!r} is not a dead letter of group {group!r}")
     again = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
     again.properties.update(letter.properties)
     for name in _OF_THE_LAST_TIME:

@@ -1,7 +1,7 @@
-"""Choose how a message with a delivery time waits: by an exact delay level, the timer, or the relay.
+"""Choice of how a message with a delivery time waits: by an exact delay level, the timer, or the relay.
 
-A message names its time by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS. A broker that
-has neither timer nor relay, and no level of exactly that length, refuses it: 4.9 would deliver it at once.
+A message names its time by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS. A broker
+without timer, relay, or a level of exactly that length refuses it: 4.9 would deliver it immediately.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class DelayedSends:
         self._has_relay = has_relay
 
     def waiting_form(self, message: Message, queue_id: int) -> tuple[Message, int]:
-        """Return what to store instead of a message that names a time, and the queue to store it in.
+        """Return the message to store in place of one that names a time, and its queue.
 
-        A message whose time has come is stored as it is.
+        A message that is already due is stored unchanged.
 
         Raises:
-            MessageIllegalError: The broker can't delay a message that long; the text names the setting to switch on.
+            MessageIllegalError: The broker can't delay a message that long; the error names the setting to switch on.
             TimerRefusedError: The time is not a number, or too far away.
         """
         now_ms = self._now_ms()
@@ -74,14 +74,14 @@ class DelayedSends:
         return made
 
     def target_of(self, carried: Message) -> tuple[str, int]:
-        """Return the topic and queue to which the relay is to carry a message.
+        """Return the destination of a relayed message, as topic and queue.
 
         Raises:
-            MessageIllegalError: the relay is off, or the message does not say when it is to go where.
+            MessageIllegalError: the relay is off, or the message lacks its time or destination.
         """
         if not self._has_relay:
             raise MessageIllegalError(
-                f"topic {HOP_TOPIC!r}: nothing carries its messages to their time: "
+                f"topic {HOP_TOPIC!r}: the relay, which delivers its messages, is off: "
                 "open the broker with BrokerConfig(hops=True)"
             )
         properties = carried.properties
@@ -95,7 +95,7 @@ class DelayedSends:
 
 
 def names_time(properties: dict[str, str]) -> bool:
-    """Tell, cheaply, whether a message may name a time."""
+    """Return whether a message may name a time; a quick check."""
     return DELAY_MS in properties or DELIVER_MS in properties or DELAY_SEC in properties
 
 

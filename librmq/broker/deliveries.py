@@ -1,4 +1,4 @@
-"""Carry the messages of one broker to their time: by delay levels, the timer and the relay, each a step."""
+"""Deliveries of one broker at a later time: by delay levels, the timer and the relay, each a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Deliveries"]
 
 
 class Deliveries:
-    """The delayed messages of one broker. Called under the runner's lock, but for what `arrivals` is told."""
+    """The delayed messages of one broker. Called under the runner's lock, except the notifications of `arrivals`."""
 
     def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
         """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
@@ -72,7 +72,7 @@ class Deliveries:
                 self.arrivals.wake_by_topic[topic]()
 
     def save(self) -> None:
-        """Save how far each has come, whatever becomes of the others. Raises what the flush does."""
+        """Save the progress of each, whatever happens to the others. Raises the errors of the flush."""
         with ExitStack() as saves:
             if self.relay is not None:
                 saves.callback(self.relay.save)
@@ -116,15 +116,15 @@ class Deliveries:
     def _run_relay(self, now_ms: int) -> int | None:
         assert self.relay is not None
         due = self.relay.run_due(now_ms)
-        self._run_schedule()  # which carries the hops
+        self._run_schedule()  # it delivers the hops
         return due
 
     def _make_target(self, topic: str, queue_id: int) -> None:
-        """See that a topic has the queue: it may have been deleted since the message was sent."""
+        """Check that the topic has the queue; recreate a topic that was deleted since the send."""
         with self._runner.lock:
             found = self._topics.ensure(topic, self._default_queues)
         if not 0 <= queue_id < found.queues:
-            raise MessageIllegalError(f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}")
+            raise MessageIllegalError(f"topic {topic!r} has {found.queues} queues, but no queue {queue_id}")
 
     def _relayed(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self._store.message_at(result.physical_offset)

@@ -1,4 +1,4 @@
-"""Find where the instances of one consumer group subscribe to different things."""
+"""Differences between the subscriptions of one consumer group's instances."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["TopicDifference", "comparable", "group_differences", "told_differenc
 
 
 class TopicDifference(NamedTuple):
-    """A topic on which the instances of a group do not agree. Clients are sorted."""
+    """A topic for which the instances of a group have different subscriptions. Clients are sorted."""
 
     topic: str
     without: tuple[str, ...]
-    """The clients that do not subscribe to it. Queues are allotted to them all the same, and stay unread."""
+    """The clients that do not subscribe to it. They are allocated queues nevertheless, which stay unread."""
     subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
-    """Each different subscription with its clients. A message that its queue's owner did not ask for is passed over."""
+    """Each subscription with its clients. A message that the owner of its queue does not select is skipped."""
 
     def __str__(self) -> str:
         parts = [f"{', '.join(clients)}: {subscription}" for subscription, clients in self.subscriptions]
@@ -28,10 +28,10 @@ class TopicDifference(NamedTuple):
 
 
 def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
-    """Return the topics on which the instances of a group differ, sorted; empty if they may work together.
+    """Return the topics with different subscriptions, sorted; empty if the instances fit together.
 
-    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``, so leave out what
-    may differ without harm, such as a version.
+    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``, so leave out
+    harmless differences, such as versions.
     """
     clients = sorted(subscriptions, key=utf16_order)
     differences = []
@@ -52,13 +52,13 @@ def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[To
 
 
 def told_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say on what the instances of ``group`` differ and what to do about it; empty where they do not."""
+    """Return a sentence about the differences in ``group`` and the remedy; empty if there are none."""
     differences = group_differences(subscriptions)
     if not differences:
         return ""
     return (
-        f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues are left without a reader, "
-        "or messages passed over: give every instance the same subscriptions, or those that differ a new group name"
+        f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues stay unread or messages are "
+        "skipped: give every instance the same subscriptions, or those that differ a new group name"
     )
 
 

@@ -1,4 +1,4 @@
-"""The consumer groups that a broker knows: how often each retries, kept in ``subscriptionGroup.json``.
+"""The consumer groups of a broker and their retries, kept in ``subscriptionGroup.json``.
 
 Mirrors ``SubscriptionGroupManager``. Called under the runner's lock.
 """
@@ -30,7 +30,7 @@ _ORDERED: Final = "consumeMessageOrderly"  # a field of 5.x, which 4.9 ignores
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How a group consumes."""
+    """The settings of a group."""
 
     name: str
     retry_max_times: int
@@ -54,7 +54,7 @@ class Groups:
         auto_create: bool,
         now_ms: Callable[[], int],
     ) -> None:
-        """``save(table, now_ms)`` has a table written."""
+        """``save(table, now_ms)`` writes a table."""
         self._table = table
         self._save = save
         self._auto_create = auto_create
@@ -80,7 +80,7 @@ class Groups:
         return [name for name in self.known if name not in _BROKERS_OWN]
 
     def get(self, name: str) -> Group:
-        """The group, made on demand; `BrokerError` where that is switched off."""
+        """Return the group, made on demand; `BrokerError` if that is switched off."""
         found = self.known.get(name)
         if found is not None:
             return found

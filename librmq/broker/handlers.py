@@ -130,7 +130,7 @@ class Handlers:
         return handle
 
     def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Do as `_locked`; what the handler changes in the tables is durable when it returns."""
+        """Do as `_locked`; the handler's changes of tables are durable when it returns."""
         handle = self._locked(handler)
 
         def handle_and_write(request: Q) -> A:

@@ -1,4 +1,4 @@
-"""Iterate over a topic as an instance of a consumer group."""
+"""Iteration over a topic as an instance of a consumer group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def consume_topic(route: Route, topic: str, group: str, tags: str | None, sql: s
     consumer.subscribe(topic, tags=tags, sql=sql)
 
     def handed_out() -> Iterator[StoredMessage]:
-        with consumer:  # a loop that is left early ends this block by an exception
+        with consumer:  # leaving the loop early ends this block by an exception
             yield from consumer
             if not route.broker_names():
                 raise BrokerUnreachableError(

@@ -1,4 +1,4 @@
-"""The life of one broker: open, closed, killed, or inherited by a child process; and what its callers get then."""
+"""The life of one broker: open, closed, killed, or inherited by a child process; and its errors in each state."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ __all__ = ["BrokerLife"]
 
 
 class BrokerLife:
-    """Whether one broker answers. The owner of its turns, which do not run once it is dead."""
+    """Whether one broker answers. It owns the broker's turns, which do not run after its end."""
 
     def __init__(self, name: str, path: str) -> None:
         self.dead = False
-        """Whether it answers no calls any more."""
+        """Whether it accepts no more calls."""
         self.was_killed = False
         self.release_lock: Callable[[], object] = _nothing
-        """Called in a child process after a fork, in which no thread would release what writing has locked."""
+        """Called in a forked child, in which no thread would release the locks of a write."""
         self._name = name
         self._path = path
         self._why = "was closed"
         self._watchers: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Note that the broker is open. A fork ends it in the child."""
+        """Note that the broker is open; a fork ends it in the child."""
         _open.add(self)
 
     def end(self, *, was_killed: bool) -> None:
-        """Note that the broker takes no more calls, and tell its watchers. Under the runner's lock."""
+        """Note that the broker accepts no more calls, and notify its watchers. Under the runner's lock."""
         self.dead, self.was_killed = True, was_killed
         _open.discard(self)
         self.changed()
 
     def inherited(self) -> None:
-        """Note that this is a copy in a child process."""
+        """Note that this is a copy in a forked child."""
         self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
         self.release_lock()
 
     @property
     def why_dead(self) -> str:
-        """What is wrong with the handle, if it is dead."""
+        """The reason why the handle can't be used."""
         return f"{self._path}: this handle {self._why}"
 
     def check_open(self) -> None:
-        """Raise `StoreClosedError` once the broker is dead."""
+        """Raise `StoreClosedError` after the broker's end."""
         if self.dead:
             raise StoreClosedError(self.why_dead)
 
     def refusal(self, error: StoreError) -> RmqError:
-        """Return what clients get for an error of the store."""
+        """Return the error for clients for an error of the store."""
         if isinstance(error, StoreClosedError):
             return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
         if isinstance(error, DiskFullError | StoreFullError | FlushFailedError):
@@ -72,14 +72,14 @@ class BrokerLife:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise errors of the store as clients get them."""
+        """Raise errors of the store as errors for clients."""
         try:
             yield
         except StoreError as error:
             raise self.refusal(error) from error
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change and at the end; return a function that ends that."""
+        """Call ``changed`` when topics change and at the end; return a function that ends this."""
 
         def end() -> None:
             if changed in self._watchers:
@@ -89,7 +89,7 @@ class BrokerLife:
         return end
 
     def changed(self) -> None:
-        """Tell the watchers that topics or their queues are others, or that the broker has ended."""
+        """Notify the watchers that topics or queues have changed, or that the broker has ended."""
         for changed in list(self._watchers):
             changed()
 

@@ -1,4 +1,4 @@
-"""Which client of a group has a queue to itself, for orderly consumption.
+"""Queue locks: which client of a group consumes a queue in order.
 
 Mirrors ``RebalanceLockManager``. Locks are only in memory; each use checks whether a lock has expired.
 """
@@ -17,19 +17,19 @@ class QueueLocks:
 
     def __init__(self, expiry_ms: int) -> None:
         self._expiry_ms = expiry_ms
-        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, last renewed
+        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
 
     def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
-        """Return the id of the client that has the queue, None if no client does."""
+        """Return the id of the client that holds the queue, None if there is none."""
         held = self._held.get((group, queue))
         if held is None or now_ms - held[1] > self._expiry_ms:
             return None
-        if held[1] > now_ms:  # the clock was put back: the lock does not outlive its expiry by that
+        if held[1] > now_ms:  # the clock was set back: this must not prolong the lock
             self._held[group, queue] = held[0], now_ms
         return held[0]
 
     def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
-        """Lock queues or renew their locks, and return those that the client has now."""
+        """Lock queues or renew their locks, and return the queues that the client holds then."""
         got = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
         for queue in got:
             self._held[group, queue] = client_id, now_ms

@@ -1,8 +1,8 @@
-"""Pulls that found nothing and wait for a message: long polling.
+"""Long polling: pulls that found nothing and wait for a message.
 
-Mirrors ``PullRequestHoldService``. A pull that is held stands in the list of its queue, and is woken by a message that
-its subscription takes. Where only other messages came, the broker answers it at the next time at which 4.9 looks at all
-pulls, so that progress passes them. Nothing looks at a held pull in between.
+Mirrors ``PullRequestHoldService``. A held pull is in the list of its queue, and a matching message wakes it. If only
+other messages come, the broker answers it at the next time at which 4.9 checks all pulls, so that progress passes them.
+Held pulls are never polled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldPulls:
     """The held pulls of one broker. Called under the runner's lock; `by_queue` is looked into without."""
 
     def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
-        """``wake(at_ms)`` has `run_due` called by then."""
+        """``wake(at_ms)`` makes the runner call `run_due` by then."""
         self._sweep_ms = sweep_ms
         self._now_ms = now_ms
         self._begin_ms = now_ms()
@@ -52,20 +52,20 @@ class HeldPulls:
         selection: Selection,
         notify: Callable[[], None],
     ) -> None:
-        """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
+        """Hold a pull; it replaces an earlier one of the same client, group and queue."""
         held = self.by_queue.get(queue)
         if held is None:
             held = self.by_queue[queue] = {}
         held[holder] = _HeldPull(selection, notify)
 
     def remove(self, queue: _QueueName, holder: _Holder) -> None:
-        """Forget a pull, if it is held."""
+        """Remove a pull, if it is held."""
         held = self.by_queue.get(queue)
         if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
     def asked_again(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
-        """Forget a held pull; return the matching message that ended the hold, or None."""
+        """Remove a held pull; return the matching message that ended the hold, or None."""
         found = self._ended_by.pop((queue, holder), None)
         if found is None:
             self.remove(queue, holder)
@@ -73,9 +73,9 @@ class HeldPulls:
         return found[1] if found[0] is selection else None
 
     def forget(self, client_id: str, group: str | None = None) -> None:
-        """Forget what a client waits for, in a group that it leaves or (None) in all of them: it is taken to be gone.
+        """Remove the held pulls of a client in a group that it leaves or, with None, in all groups of a lost client.
 
-        In that case its pulls are answered, in case it lives: then it asks again, and learns that it is not known.
+        A lost client's pulls are answered: if it is alive, it pulls again and learns that the broker has removed it.
         """
         for queue, held in list(self.by_queue.items()):
             for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
@@ -88,14 +88,14 @@ class HeldPulls:
                 del self._ended_by[queue, holder]
 
     def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
-        """A message with these properties has come: answer the pulls that take it."""
+        """Answer the pulls that a new message with these properties matches."""
         held = self.by_queue.get(queue)
         if held is None:
             return
         for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
                 self._ended_by[queue, holder] = hold.selection, message
-                hold.notify()  # before the hold goes: an interruption here leaves it to the next message
+                hold.notify()  # before the removal, so that after an interruption the next message answers it
                 if held.get(holder) is hold:
                     self.remove(queue, holder)
             elif not hold.is_passed:
@@ -119,9 +119,9 @@ class HeldPulls:
         self._due.clear()
 
     def run_due(self, now_ms: int) -> int | None:
-        """Answer the pulls that other messages have passed; returns when to look again."""
+        """Answer the pulls that other messages have passed; return the time of the next call."""
         due = self._due
-        if due and due[0][0] > now_ms + max(self._sweep_ms, 0):  # the clock was put back
+        if due and due[0][0] > now_ms + max(self._sweep_ms, 0):  # the clock was set back
             now_ms = max(due)[0]
         while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
             _, _, queue, holder, hold = heapq.heappop(due)

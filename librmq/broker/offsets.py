@@ -1,7 +1,7 @@
-"""How far consumer groups have come, kept in ``consumerOffset.json``.
+"""Progress of consumer groups, kept in ``consumerOffset.json``.
 
-Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` from
-anywhere.
+Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` also
+without it.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ class GroupOffsets:
     def __init__(
         self, table: ConfigTable, save: Callable[[ConfigTable, int], None], changed: Callable[[], None]
     ) -> None:
-        """Take the table, and what to do with changes.
+        """Take the table, and the handlers of changes.
 
         Args:
             table: The rows of ``consumerOffset.json``.
-            save: ``save(table, now_ms)`` has a table written.
-            changed: Called after a change that is not saved, once until `save`.
+            save: ``save(table, now_ms)`` writes a table.
+            changed: Called after the first change since the last `save`.
         """
         self._table = table
         self._save = save
         self._changed = changed
         self.has_changed = False
-        """Return whether there is anything to save."""
-        self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table that were asked for
+        """Whether there are unsaved changes."""
+        self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
-        """A group's queue offsets in a topic, by queue id; empty where it has none."""
+        """Return a group's queue offsets in a topic, by queue id; empty without any."""
         return self._of.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
     def groups(self, topic: str) -> list[str]:
-        """The groups that have progress in a topic."""
+        """Return the groups that have progress in a topic."""
         rows = (name.rpartition("@") for name in list(self._table.rows))
         return [group for of, _, group in rows if of == topic]
 
     def get(self, group: str, topic: str, queue_id: int) -> int | None:
-        """A group's queue offset, None if never stored."""
+        """Return a group's queue offset, None if never stored."""
         return self.of_topic(group, topic).get(queue_id)
 
     def set(self, group: str, topic: str, queue_id: int, queue_offset: int) -> None:
-        """Store a group's queue offset; going back is allowed, and logged."""
+        """Store a group's queue offset; a lower one is allowed, and logged."""
         row = self._of.get((group, topic))
         if row is None:
             row = self._of[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
@@ -71,7 +71,7 @@ class GroupOffsets:
             self.has_changed = True
 
     def forget(self, topic: str, queue_id: int) -> None:
-        """Forget how far groups have come in a queue that is gone."""
+        """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
             if row.pop(queue_id, None) is not None and not self.has_changed:
@@ -82,10 +82,10 @@ class GroupOffsets:
                 self._of.pop((group, topic), None)
 
     def hold_back(self, end_of: Callable[[str, int], int]) -> None:
-        """Put progress that is ahead of its queue's end back to that end.
+        """Set progress beyond its queue's end back to that end.
 
-        A crash of the machine may take messages that were consumed. The next messages get their queue offsets, and
-        must not be skipped. Another process may have recovered the store, so the abort marker tells nothing here.
+        A crash of the machine can lose consumed messages. The next messages get their queue offsets, and must not be
+        skipped. Another process can have recovered the store, so this does not depend on the abort marker.
         """
         for name, row in self._table.rows.items():
             topic, _, group = name.rpartition("@")
@@ -103,7 +103,7 @@ class GroupOffsets:
                     self.set(group, topic, queue_id, end)
 
     def save(self, now_ms: int) -> None:
-        """Save the changes, if there are any."""
+        """Save changes, if there are any."""
         if self.has_changed:
             self._save(self._table, now_ms)
             self.has_changed = False

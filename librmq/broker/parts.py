@@ -1,4 +1,4 @@
-"""The parts of one open broker, and how they are put together over its store."""
+"""The parts of one open broker, and their composition over its store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["BrokerParts"]
 
 
 class BrokerParts:
-    """What answers the requests of one broker, and what it does by time."""
+    """The handlers of one broker's requests, and its scheduled steps."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class BrokerParts:
         files: Files,
         metrics: Metrics | None,
     ) -> None:
-        """Open the store and the tables, and start the steps. Raises what `MessageStore.open` does."""
+        """Open the store and the tables, and start the steps. Raises the errors of `MessageStore.open`."""
         self._life = life
         self._runner = runner = steps.runner
         self._metrics = metrics
@@ -69,7 +69,7 @@ class BrokerParts:
             raise
 
     def _wake_housekeeping(self) -> None:
-        """There is something to flush: where time is moved by hand a step does it."""
+        """Flush by a step under a manual clock."""
         if self._housekeeping.at is None:
             at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
             with self._runner.lock:
@@ -83,7 +83,7 @@ class BrokerParts:
                 self._metrics.gauge(name, None)
 
     def save(self) -> None:
-        """Save all progress, each part whatever becomes of the others."""
+        """Save all progress, each part whatever happens to the others."""
         now_ms = self._runner.now_ms()
         with self._runner.lock, ExitStack() as saves:
             saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
@@ -92,7 +92,7 @@ class BrokerParts:
             self.deliveries.save()
 
     def end_writing(self) -> None:
-        """Return when nothing is being written, and nothing will be."""
+        """End all writes; return when none is running."""
         self.context.writing.end(self._life.why_dead)
         self.deliveries.end(self._life.why_dead)
 

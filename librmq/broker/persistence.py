@@ -1,4 +1,4 @@
-"""Persistence of the broker's tables: topics and groups at once, consumers' progress and filters after a delay.
+"""Persistence of the broker's tables: topics and groups immediately, consumers' progress and filters after a delay.
 
 Mirrors the schedule of ``BrokerController``, but runs only when something has changed. With a threaded runner, no
 thread waits for the disk under the runner's lock: `TableWriter` copies a table under the lock and writes the copy
@@ -36,11 +36,11 @@ class TableWriter:
         wake: Callable[[], None],
         aside: Aside | None,
     ) -> None:
-        """Take the functions that do the waiting.
+        """Take the functions that wait.
 
         Args:
-            flush: Returns when the store's messages have reached the device.
-            now_ms: The time.
+            flush: Returns when the store's messages are on the device.
+            now_ms: Returns the time.
             wake: Schedules `run_due`. Called under the runner's lock.
             aside: Waits for the disk without the runner's lock. None: `save` writes before it returns.
         """
@@ -63,13 +63,13 @@ class TableWriter:
         ).run_due
 
     def save(self, table: ConfigTable, now_ms: int, *, rests_on_log: bool = False) -> None:
-        """Write what a table holds now. Under the runner's lock.
+        """Write the present content of a table. Under the runner's lock.
 
         It is durable when a later `write` returns. With ``rests_on_log`` the store is flushed first: progress that
         passes a message must not reach the device before the retry copy of that message.
 
         Raises:
-            StoreClosedError: after the end, when the files belong to another process.
+            StoreClosedError: after the end, when another process can own the files.
         """
         self._check_goes_on()
         if rests_on_log:
@@ -81,11 +81,13 @@ class TableWriter:
             self._wake()
 
     def write(self) -> None:
-        """Return when all that was saved before the call is durable. Thread-safe.
+        """Return when everything saved before the call is durable. Thread-safe.
 
-        `StoreIOError` if the disk refuses it: it is kept for the next time. `StoreClosedError` behind the end.
+        Raises:
+            StoreIOError: the disk refuses a write, which is kept for the next call.
+            StoreClosedError: the writes were ended.
         """
-        self._check_goes_on()  # in a child process no thread would release the lock
+        self._check_goes_on()  # in a forked child no thread would release the lock
         with self._one_at_a_time:
             self._check_goes_on()
             while pending := self._pending():
@@ -95,7 +97,7 @@ class TableWriter:
                 self._check_goes_on()
 
     def _write(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
-        """Write a table as it was snapshot, or (None) as it is, after the flush of what it rests on."""
+        """Write a snapshot of a table or, with None, its present content, after the flush that it depends on."""
         if table in self._rests_on_log:
             self._flush()
         if data is None:
@@ -104,7 +106,7 @@ class TableWriter:
             table.write(data)
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
-        """Pending writes, by table."""
+        """Return the pending writes by table."""
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
     def refuse(self, why: str) -> None:
@@ -135,14 +137,14 @@ class Persistence:
         now_ms: Callable[[], int],
         wake: Callable[[int], None],
     ) -> None:
-        """``wake(at_ms)`` has `run_due` called by then."""
+        """``wake(at_ms)`` makes the runner call `run_due` by then."""
         self._flush = flush
         self.offsets = GroupOffsets(tables.offsets, partial(writing.save, rests_on_log=True), self._offsets_changed)
         self._tables = tables
         self._writing = writing
         self._registrations = registrations
         self._wake = wake
-        self._are_filters_other = False  # than those that were saved last
+        self._are_filters_other = False  # the filters have unsaved changes
         self._offsets_saver = FlushAside(
             "the progress of consumers",
             flush=_rests_on_nothing,  # by itself: `TableWriter` flushes the store before this table
@@ -164,7 +166,7 @@ class Persistence:
         self._wake_for(self._offsets_saver)
 
     def filters_changed(self) -> None:
-        """The filters may be others than those that were saved last."""
+        """Note that the filters may differ from the saved ones."""
         if not self._are_filters_other and (self._tables.filters or any(True for _ in self._registrations)):
             self._wake_for(self._filters_saver)
             self._are_filters_other = True
@@ -213,5 +215,5 @@ class DelayProgress:
         self._tables.set_delay_offset(level, queue_offset)
 
     def persist(self, now_ms: int) -> None:
-        """Have it written."""
+        """Write the progress."""
         self._writing.save(self._tables.delays, now_ms)

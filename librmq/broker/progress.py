@@ -1,7 +1,7 @@
-"""Tell where queues begin and end and how far groups have come in them, and reset groups.
+"""Begins and ends of queues, progress of groups in them, and resets of groups.
 
-Mirrors ``ConsumerManageProcessor``, and of ``AdminBrokerProcessor`` and ``Broker2Client`` what concerns queue offsets.
-Called under the runner's lock where something changes.
+Mirrors ``ConsumerManageProcessor``, and the part of ``AdminBrokerProcessor`` and ``Broker2Client`` about queue offsets.
+Changes need the runner's lock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Progress:
         self._broker_name = context.name
 
     def query(self, request: QueryOffset) -> int | None:
-        """A group's stored progress; without any 0 where all of the queue is there and counts as in memory."""
+        """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
         stored = self._offsets.get(request.group, request.topic, request.queue_id)
         if stored is not None:
             return stored
@@ -56,7 +56,7 @@ class Progress:
         if begin > 0:
             return None
         if not end or not store.counts_as_on_disk(store.log.begin):
-            return 0  # whatever stands there first
+            return 0  # from the first message
         queue = store.queue(request.topic, request.queue_id)
         first = None if queue is None else queue.entry(0)
         return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0
@@ -66,7 +66,7 @@ class Progress:
         self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
-        """The groups of a topic."""
+        """Return the groups of a topic."""
         found: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
         for group in self._registry.consumers.values():
             if request.topic in group.subscriptions:
@@ -78,21 +78,21 @@ class Progress:
         return found
 
     def end(self, request: MaxOffset) -> int:
-        """Behind the last message of a queue."""
+        """Return the queue offset after the last message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[1]
 
     def begin(self, request: MinOffset) -> int:
-        """The first message of a queue."""
+        """Return the queue offset of the first message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[0]
 
     def queue_offset_at(self, request: QueueOffsetAt) -> int:
-        """The message of a queue that was stored nearest to a time."""
+        """Return the queue offset of the message stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
     def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Move a group's progress to queue offsets by queue id, whether it runs or not.
+        """Move a running or stopped group's progress to queue offsets by queue id.
 
-        Running instances are told, and go on from there; the stored progress is set as well.
+        Running instances are notified and continue from there; the stored progress is set as well.
         """
         by_queue = {
             MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
@@ -127,7 +127,7 @@ class Progress:
             )
         if queue_id is not None and not 0 <= queue_id < found.queues:
             raise BrokerError(
-                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}"
+                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {found.queues} queues, but no queue {queue_id}"
             )
         queues = range(found.queues) if queue_id is None else (queue_id,)
         offsets = {each: self._offset_of(topic, each, to) for each in queues}
@@ -154,9 +154,9 @@ class Progress:
         return found if message is None or message.store_timestamp_ms >= timestamp_ms else found + 1
 
     def behind(self) -> list[str]:
-        """Return what running groups have not consumed yet, a text for each queue; empty if all are level.
+        """Return a text for each queue with messages that a running group has not consumed.
 
-        The instances tell their progress; what waits for its time, retries included, is not looked at.
+        The instances report their progress; messages that still wait, including retries, do not count.
         """
         found = []
         for group in list(self._registry.consumers.values()):
@@ -168,7 +168,7 @@ class Progress:
                 for client in list(group.clients.values()):
                     try:
                         told = client.call(ConsumerOffsets(group.name, name))
-                    except RmqError:  # it is about to leave: what it has stored counts
+                    except RmqError:  # the instance is leaving, so its stored progress counts
                         continue
                     for queue, queue_offset in told.items():
                         if queue.broker_name == self._broker_name:
@@ -189,7 +189,7 @@ class Progress:
         members = self._registry.consumers.get(group)
         if members is None:
             raise BrokerError(
-                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: only a running group is reset"
+                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
             )
         offsets = {}
         for queue_id in range(topic.write_queues):
@@ -208,5 +208,5 @@ class Progress:
             try:
                 client.call(ResetOffsets(group, name, offsets))
             except RmqError:
-                continue  # it is about to leave
+                continue  # the instance is leaving
         return offsets

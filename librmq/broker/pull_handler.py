@@ -1,4 +1,4 @@
-"""Pulls: reads of queues for consumers, which wait if there is no message.
+"""Pulls: reads of queues for consumers, held if there is no message.
 
 Mirrors ``PullMessageProcessor``.
 """
@@ -56,7 +56,7 @@ class PullHandler:
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
 
     def pull(self, request: PullMessage) -> PullResponse:
-        """Read, or hold the request."""
+        """Read a queue, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held_pulls, notify = self._store, self._held_pulls, request.notify
         name, holder = (topic, queue_id), (request.client_id, request.group)
@@ -96,9 +96,9 @@ class PullHandler:
     def _give_last(
         self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
     ) -> PullResponse | None:
-        """The message that has ended a hold, straight from the log: its entry need not be written yet. Held again.
+        """Return the message that ended a hold from the log, before its entry is written, and hold the pull again.
 
-        None where more have come, or the log does not have it: then the queue is read as usual.
+        Return None if there are more messages or the log lacks it; then the queue is read as usual.
         """
         raw = self._store.log.read(arrived.physical_offset, arrived.size)
         if raw is None:
@@ -119,7 +119,7 @@ class PullHandler:
         self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
 
     def _check(self, request: PullMessage) -> Selection:
-        """Refuse what can't be read; else what the group takes."""
+        """Refuse a pull that can't be served; return the group's selection."""
         if request.max_messages < 0:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
@@ -127,16 +127,16 @@ class PullHandler:
         name = request.topic
         group = self._groups.known.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} has consumption switched off")
         topic = self._topics.known.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         if not topic.permission & PERM_READ:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} may not be read")
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} is not readable")
         if not 0 <= request.queue_id < topic.read_queues:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
-                f"topic {name!r} has {topic.read_queues} queues to read: there is no queue {request.queue_id}",
+                f"topic {name!r} has {topic.read_queues} readable queues, but no queue {request.queue_id}",
             )
         if request.subscription is not None:
             self._check_type(request.subscription)
@@ -145,12 +145,12 @@ class PullHandler:
         if members is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
         if members.model is MessageModel.BROADCASTING and not group.broadcasts:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not broadcast")
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} has broadcasting switched off")
         subscription = members.subscriptions.get(name)
         if subscription is None:
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_NOT_EXIST,
-                f"group {group.name!r} does not subscribe to topic {name!r}, said the last heartbeat: do all its "
+                f"group {group.name!r} does not subscribe to topic {name!r} by its last heartbeat: do all its "
                 "instances subscribe to the same topics?",
             )
         found = self._selected.get((group.name, name))
@@ -159,7 +159,7 @@ class PullHandler:
         return self._selection_of(group.name, subscription)
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
-        """Return the selection of a group's subscription, made once."""
+        """Return the cached selection of a group's subscription."""
         topic = subscription.topic
         registration = None
         if subscription.expression_type not in ("", "TAG"):
@@ -181,7 +181,7 @@ class PullHandler:
         return found[1]
 
     def check_subscription(self, request: CheckSubscription) -> None:
-        """Refuse what could not be pulled."""
+        """Refuse a subscription that can't be pulled."""
         self._check_type(request.subscription)
         parse_selection(request.subscription)
 
@@ -210,7 +210,7 @@ class PullHandler:
         message.properties["DELAY"] = "0"
         try:
             self._sending.put(message, 0)
-        except RmqError as error:  # for example a full disk; the client continues at a valid offset anyway
+        except RmqError as error:  # for example a full disk; the client continues at a valid offset nevertheless
             _log.warning("group %s: the event %s could not be stored: %s", request.group, event, error)
 
 

@@ -1,6 +1,6 @@
-"""Tell retention what the readers of a broker's store have not consumed: groups, and the broker's own parts.
+"""Unconsumed messages of a broker's readers, for retention: of groups, and of the broker's own parts.
 
-A queue in which a group has no progress counts from its begin, as its lag does. A group without any progress in a topic
+A queue in which a group has no progress counts from its begin, like its lag. A group without any progress in a topic
 counts if it runs and consumes from the first message, or if the topic holds its retries. Dead letters have no reader.
 """
 

@@ -1,8 +1,8 @@
-"""Which clients there are: the groups they produce and consume for, and what each group subscribes to.
+"""The known clients: the groups that they produce and consume for, and each group's subscriptions.
 
-Mirrors ``ConsumerManager``, ``ConsumerGroupInfo`` and ``ProducerManager``. A group has one set of subscriptions,
-whichever instance told them. Of two for a topic the one with the larger version stays. A heartbeat removes the topics
-that it does not name. In memory only; called under the runner's lock.
+Mirrors ``ConsumerManager``, ``ConsumerGroupInfo`` and ``ProducerManager``. A group has one set of subscriptions, from
+all of its instances; for a topic the one with the larger version counts. A heartbeat removes the topics that it does
+not name. In memory only; called under the runner's lock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Changes", "ConsumerGroup", "Registry"]
 
 @dataclass(slots=True)
 class ConsumerGroup:
-    """A consumer group as its living instances have it."""
+    """A consumer group with its running instances."""
 
     name: str
     kind: str
     model: MessageModel
     consume_from: ConsumeFrom
     clients: dict[str, Endpoint] = field(default_factory=dict)
-    """By client id, in the order in which they came."""
+    """The clients by id, in the order in which they joined."""
     told: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
     """The last heartbeat data of each client, by client id."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Changes:
     """Changes by a request."""
 
     changed: list[str] = field(default_factory=list)
-    """Groups whose members or topics are others now."""
+    """Groups whose members or topics have changed."""
     ended: list[str] = field(default_factory=list)
     """Groups whose last member has left."""
 
@@ -57,14 +57,14 @@ class Registry:
 
     def __init__(self) -> None:
         self.consumers: dict[str, ConsumerGroup] = {}
-        """By group; those with a member."""
+        """Consumer groups with members, by name."""
         self.producers: dict[str, dict[str, Endpoint]] = {}
         """By group and client id; those with a member."""
         self.shared_ids: set[str] = set()
         """Ids that two clients use."""
 
     def heartbeat(self, beat: Heartbeat) -> Changes:
-        """Take what a client consists of, in place of what it said before."""
+        """Register a client's groups in place of its former ones."""
         changes = Changes()
         for name in beat.producer_groups:
             self.producers.setdefault(name, {})[beat.client_id] = beat.client
@@ -77,7 +77,7 @@ class Registry:
         return changes
 
     def leave(self, client_id: str, producer_group: str | None, consumer_group: str | None) -> Changes:
-        """A client leaves a group, as producer or consumer or both."""
+        """Remove a client from a group, as producer or consumer or both."""
         changes = Changes()
         if producer_group is not None:
             self._leave_producers(client_id, [producer_group])
@@ -86,14 +86,14 @@ class Registry:
         return changes
 
     def forget(self, client_id: str) -> Changes:
-        """A client is gone: it leaves all its groups."""
+        """Remove a lost client from all its groups."""
         changes = Changes()
         self._leave_producers(client_id, list(self.producers))
         self._leave_consumers(client_id, list(self.consumers), changes)
         return changes
 
     def endpoint(self, client_id: str) -> Endpoint | None:
-        """The client of an id, None if it is not known."""
+        """Return the client of an id, None if it is unknown."""
         for clients in (*self.producers.values(), *(group.clients for group in self.consumers.values())):
             if client_id in clients:
                 return clients[client_id]
@@ -114,7 +114,7 @@ class Registry:
         )
 
     def connections(self, name: str) -> GroupConnections | None:
-        """Return the running instances of a consumer group; None if there is none."""
+        """Return the running instances of a consumer group; None if it has none."""
         group = self.consumers.get(name)
         if group is None:
             return None
@@ -140,7 +140,7 @@ class Registry:
         return found
 
     def client_ids(self) -> tuple[str, ...]:
-        """The ids of all clients, sorted."""
+        """Return the ids of all clients, sorted."""
         ids = {client_id for clients in self.producers.values() for client_id in clients}
         return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
 

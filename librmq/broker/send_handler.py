@@ -1,7 +1,7 @@
-"""Storing of messages: from producers, and written by the broker itself.
+"""Sends: storing of messages from producers and of the broker's own.
 
-Mirrors ``SendMessageProcessor``. The properties of a stored message are those that 4.9 stores, in its order. Appending
-takes no lock of the runner; only waking the pulls that wait for the message does.
+Mirrors ``SendMessageProcessor``. A stored message has the properties that 4.9 stores, in the same order. Appending
+does not take the runner's lock; only waking held pulls does.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SendHandler:
         self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * config.busy_after_s)
         self._longest_wait_s = config.longest_wait_s
-        self._stuck_at = -1  # the log's end when a write was last seen under way,
-        self._stuck_since = 0  # and when it was seen first
+        self._stuck_at = -1  # the log's end when a running write was last seen,
+        self._stuck_since = 0  # and the time when it was first seen
         self.failed = FailedMessages(context, self.put)
         host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
@@ -95,7 +95,7 @@ class SendHandler:
         sys_flag = request.sys_flag | record.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
-        wait = properties.pop(_WAIT, None)  # stored only where 4.9 stores it
+        wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if message._delays is not None:
             _name_time(message, properties)
         made = Message._of(name, message.body, message.flag, properties)
@@ -126,9 +126,9 @@ class SendHandler:
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
     def send_batch(self, request: SendBatch) -> SendResponse:
-        """Store messages of one topic, side by side."""
+        """Store messages of one topic next to each other."""
         if not request.messages:
-            raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "a batch needs at least one message")
+            raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "expected at least one message in a batch")
         first = request.messages[0]
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
@@ -158,12 +158,12 @@ class SendHandler:
         return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
 
     def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
-        """Wait for the device where durability and message want it."""
+        """Wait for the device if durability and message require it."""
         if self._waits and (wait is None or wait.lower() == "true"):
             try:
                 self._store.wait_for(result)
             except FlushFailedError:
-                return SendStatus.FLUSH_DISK_TIMEOUT  # it is in the log, and may or may not survive
+                return SendStatus.FLUSH_DISK_TIMEOUT  # the message is in the log, but may not survive the machine
         return _OK
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
@@ -184,7 +184,7 @@ class SendHandler:
             if len(self._odd_levels) < _MOST_ODD_LEVELS:
                 self._odd_levels.add((topic, level))
             what = f"waits as level {levels.max_level}, the highest" if level > 0 else "is not delayed"
-            _log.warning("topic %s: there is no delay level %d: the message %s, as in 4.9", topic, level, what)
+            _log.warning("topic %s: there is no delay level %d, so the message %s, as in 4.9", topic, level, what)
         return level
 
     def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
@@ -201,7 +201,7 @@ class SendHandler:
         """Turn a message of a transaction into a half message; return its flags."""
         properties = message.properties
         if names_time(properties) and is_timed(properties):
-            raise MessageIllegalError(f"topic {message.topic!r}: a message of a transaction can't name a time")
+            raise MessageIllegalError(f"topic {message.topic!r}: a message of a transaction can't have a delivery time")
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # an undecided message can't be delayed
@@ -224,7 +224,7 @@ class SendHandler:
     ) -> AppendResult:
         """Append a message unchanged and wake the pulls that wait for it; see `MessageStore.append`.
 
-        Returns when it is in the page cache, whatever the store's durability.
+        Returns when it is in the page cache, for any durability of the store.
         """
         store = self._store
         if store.appender.lock.is_writing():
@@ -247,7 +247,7 @@ class SendHandler:
         return self._store.submit(message, queue_id, **fields).result
 
     def _check_busy(self, topic: str) -> None:
-        """Refuse to queue up behind a write that takes too long, or to wait in the queue too long."""
+        """Refuse a send if another write takes too long, or if this one would wait too long."""
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
@@ -258,7 +258,7 @@ class SendHandler:
             self._metrics.count("busy", topic=topic)
         raise BrokerBusyError(
             ResponseCode.SYSTEM_BUSY,
-            f"the store is busy: a write has taken {took_ms} ms so far, others wait up to {self._longest_wait_s} s",
+            f"the store is busy: a write has taken {took_ms} ms, and others wait up to {self._longest_wait_s} s",
         )
 
 
@@ -267,7 +267,7 @@ def _is_timed(message: Message) -> bool:
 
 
 def _name_time(message: Message, properties: dict[str, str]) -> None:
-    """Name the time that an application gave a message by the properties that 5.x has for it."""
+    """Set the properties of 5.x for the delivery time that an application gave a message."""
     if message.deliver_at_ms is not None:
         properties[DELIVER_MS] = str(message.deliver_at_ms)
     elif message.delay_s:
@@ -275,9 +275,9 @@ def _name_time(message: Message, properties: dict[str, str]) -> None:
 
 
 def _choose(topic: Topic, queue_id: int) -> int:
-    """The queue of a send that names none; `BrokerError` for one that is not there."""
+    """Return the queue of a send; `BrokerError` if it does not exist."""
     if queue_id >= 0 or topic.queues == 0:
         raise BrokerError(
-            ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues: there is no queue {queue_id}"
+            ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues, but no queue {queue_id}"
         )
     return topic.next_queue()

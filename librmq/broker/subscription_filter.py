@@ -1,6 +1,6 @@
 """Selections of subscriptions, for reads of a queue and for one arriving message.
 
-Mirrors ``ExpressionMessageFilter``: tags by their hash, which leaves the exact text to consumers; SQL exactly.
+Mirrors ``ExpressionMessageFilter``: tags by their hash, whose exact text consumers check; SQL exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ALL", "Selection", "exact_selection", "parse_selection", "registered
 
 
 class Selection:
-    """A subscription, ready to use. Immutable, thread-safe."""
+    """A subscription, ready to use. Immutable and thread-safe."""
 
     __slots__ = ("_codes", "_sql", "matching")
 
@@ -32,7 +32,7 @@ class Selection:
         sql: SqlFilter | Registration | None = None,
     ) -> None:
         self.matching = matching
-        """For `MessageStore.read`; None takes all."""
+        """The filter for `MessageStore.read`; None selects all."""
         self._codes = None if tags is None or tags.takes_all else tags.codes
         self._sql = sql
 
@@ -61,14 +61,14 @@ def exact_selection(expression: str, expression_type: str, is_exact: bool = True
 
 
 def parse_selection(subscription: Subscription) -> Selection:
-    """A subscription by its text; `BrokerError` if that can't be parsed."""
+    """Parse a subscription; `BrokerError` if that fails."""
     expression_type = subscription.expression_type or "TAG"
     if expression_type == "TAG" and subscription.expression in ("*", ""):
         return ALL
     if expression_type not in ("TAG", "SQL92"):
         raise BrokerError(
             ResponseCode.SUBSCRIPTION_PARSE_FAILED,
-            f"topic {subscription.topic!r}: filters of type {expression_type!r} are not known",
+            f"topic {subscription.topic!r}: filters of type {expression_type!r} are unknown",
         )
     try:
         return exact_selection(subscription.expression, expression_type, False)
@@ -77,7 +77,7 @@ def parse_selection(subscription: Subscription) -> Selection:
 
 
 def registered_selection(registrations: Registrations, registration: Registration) -> Selection:
-    """An SQL subscription that is registered: the bitmaps of the store help to read it."""
+    """Return the selection of a registered SQL subscription, which can use the store's bitmaps."""
     from librmq.store.engine.message_filters import BySql
 
     return Selection(BySql(registration, registrations), sql=registration)

@@ -32,7 +32,7 @@ _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 
 
 class Topic:
-    """One topic as `Topics` has it. ``queues`` is what a queue id of a send must be below."""
+    """A topic in `Topics`. The queue id of a send must be below ``queues``."""
 
     __slots__ = (
         "_turn",
@@ -57,11 +57,11 @@ class Topic:
         self.is_retry = name.startswith(RETRY_PREFIX)
         self.is_sendable = is_sendable
         self.is_ready = False
-        """Sendable, and durable: a send has nothing more to see to."""
-        self._turn = itertools.count()  # counting is one step for the interpreter
+        """Whether the topic is writable and durable, so that a send needs no further check."""
+        self._turn = itertools.count()  # counting is one atomic step
 
     def next_queue(self) -> int:
-        """The queue in turn, for a message whose sender leaves it to the broker."""
+        """Return the next queue in turn, for a send that leaves it to the broker."""
         return next(self._turn) % max(self.write_queues, 1)
 
 
@@ -78,7 +78,7 @@ class Topics:
         now_ms: Callable[[], int],
         changed: Callable[[], None],
     ) -> None:
-        """``save(table, now_ms)`` has a table written; ``changed()`` is called after each change."""
+        """``save(table, now_ms)`` writes a table; ``changed()`` is called after each change."""
         self._table = table
         self._save = save
         self._settings = settings
@@ -109,9 +109,11 @@ class Topics:
         return [name for name in self.known if name not in self._own and not is_system_topic(name)]
 
     def for_send(self, name: str, default_queues: int) -> Topic:
-        """The topic that a message is sent to, made on demand with ``default_queues`` queues or the broker's default.
+        """Return the topic of a send, made on demand with ``default_queues`` queues or the broker's default.
 
-        `MessageIllegalError` for what clients may not send to, `BrokerError` for a topic that is not there.
+        Raises:
+            MessageIllegalError: clients can't send to the topic.
+            BrokerError: the topic does not exist.
         """
         topic = self.known.get(name)
         if topic is None:
@@ -130,14 +132,14 @@ class Topics:
             return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):
             return self._put(name, 1, 1, _READ_WRITE)
-        raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist, and is not made by a send")
+        raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist, and a send does not create it")
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
-        """A topic of the broker's making, such as that of a group's retries."""
+        """Return a topic of the broker's own, such as that of a group's retries, made on demand."""
         return self.known.get(name) or self._put(name, queues, queues, _READ_WRITE)
 
     def set(self, name: str, read_queues: int, write_queues: int, permission: int) -> None:
-        """Make or change a topic by hand."""
+        """Make or change a topic for an administrator."""
         validate_client_topic(name)
         if name in self._own or is_system_topic(name):
             raise MessageIllegalError(f"topic {name!r} is the broker's own")
@@ -151,7 +153,7 @@ class Topics:
         self._put(name, read_queues, write_queues, permission)
 
     def delete(self, name: str) -> None:
-        """Forget a topic; `BrokerError` for one that is not there, `MessageIllegalError` for the broker's own."""
+        """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
         if name in self._own or is_system_topic(name):
             raise MessageIllegalError(f"topic {name!r} is the broker's own")
         if self.known.pop(name, None) is None:

@@ -1,6 +1,6 @@
-"""Transactions as a broker runs them: ended by producers, checked by time, asked about.
+"""Transactions of a broker: producers end them, a schedule checks them, and producers are asked.
 
-Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; what they do is in `librmq.txn`.
+Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; `librmq.txn` has the operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 _log = logging.getLogger("librmq.broker")
 
 DiscardHook = Callable[[StoredMessage, int], object]
-"""Called with a half message that a check gave up, and how often it had been checked."""
+"""Called with a half message that a check discarded, and its number of checks."""
 
 
 class BrokerTransactions:
@@ -52,7 +52,7 @@ class BrokerTransactions:
         self._unasked: set[str] = set()  # groups that the log reports as unreachable
         self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
-        self._lock = threading.RLock()  # of an end and of the check; retention asks in the midst of an end
+        self._lock = threading.RLock()  # for ends and checks; retention can ask during an end
         self._waits = store.config.durability == "sync"
         aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(
@@ -73,7 +73,7 @@ class BrokerTransactions:
         arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
 
     def prepared(self) -> None:
-        """A half message was stored, or may wait since before."""
+        """Wake the check for a half message that was stored, or can be waiting."""
         if self._step.at is None:
             with self._runner.lock:
                 self._runner.wake(self._step)
@@ -95,7 +95,7 @@ class BrokerTransactions:
         finally:
             self._announce()  # a delivered message counts even if its op message failed
         if op is not None and self._waits:
-            self._store.wait_for(op)  # without the lock: others end theirs, and share the flush
+            self._store.wait_for(op)  # without the lock, so that other ends can share the flush
         if half is not None:
             self._count(request.state.name.lower(), half)
 
@@ -103,24 +103,24 @@ class BrokerTransactions:
         try:
             return self._store.message_at(physical_offset)
         except CorruptionError:
-            return None  # the end is refused, and says so
+            return None  # the end is refused
 
     def _announce(self) -> None:
-        """Announce final messages; without the lock, which is taken under the runner's."""
+        """Announce final messages, without this lock, because the runner's lock comes first."""
         while True:
             try:
                 final = self._finals.popleft()
-            except IndexError:  # maybe another thread was quicker
+            except IndexError:  # another thread announced it
                 return
             self._arrivals.stored(*final)
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
-        """Return the queue offset from which on halves may be open, and which of those have ended by now."""
+        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
         with self._lock:
             return self._transactions.open_halves()
 
     def save(self) -> None:
-        """Note how far the check has come, after a flush of the store. Raises what that does."""
+        """Save the progress of the check, after a flush of the store. Raises the errors of the flush."""
         with self._lock:
             self._transactions.save()
 
@@ -144,7 +144,7 @@ class BrokerTransactions:
         self._topics.ensure(name)
 
     def _is_reachable(self, group: str) -> bool:
-        """Tell whether a producer of the group is connected; the log tells once that none is."""
+        """Return whether a producer of the group is connected; log once if none is."""
         if self._registry.producers.get(group):
             return True
         self._unreachable(group, "none is connected: start a TransactionProducer of the group")
@@ -156,7 +156,7 @@ class BrokerTransactions:
             _log.warning("producer group %s can't be asked about its open transactions, which wait: %s", group, why)
 
     def _ask(self, question: CheckBack) -> None:
-        """Pass a question on to the producer of the group whose turn it is, or to the next that takes it."""
+        """Pass a question to the next producer of the group in turn that accepts it."""
         producers = list((self._registry.producers.get(question.group) or {}).values())
         turn = self._turns.get(question.group, 0)
         self._turns[question.group] = turn + 1
@@ -165,9 +165,9 @@ class BrokerTransactions:
         for number in range(len(producers)):
             try:
                 producers[(turn + number) % len(producers)].call(request)
-            except RmqError as error:  # an ordinary producer, or one that is about to leave
+            except RmqError as error:  # an ordinary producer, or one that is leaving
                 why = error
-            except Exception:  # for example from a user's executor that was shut down; the check continues
+            except Exception:  # for example a user's executor was shut down; the check continues
                 _log.exception("producer group %s can't be asked about a transaction", question.group)
                 return
             else:
@@ -194,11 +194,11 @@ class BrokerTransactions:
 
 def _told(result: object, error: Exception | None) -> None:
     if error is not None:
-        _log.error("a hook for discarded half messages has failed", exc_info=error)
+        _log.error("a hook for discarded half messages failed", exc_info=error)
 
 
 class CheckOffsets:
-    """Store of the check's progress, as that of a consumer group of the broker's own."""
+    """Store of the check's progress, as that of an internal consumer group."""
 
     def __init__(self, offsets: GroupOffsets) -> None:
         self._offsets = offsets

@@ -42,5 +42,5 @@ _MODULES = {
     "store": ("MessageStore",),
     "upkeep.snapshot": ("Rescued", "Snapshot", "rescue", "restore", "snapshot"),
 }
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""The life of an open store: opening, recovery, what is due by time, closing, and the end of a handle after a fork."""
+"""The life of an open store: opening, recovery, scheduled work, closing, and the end of a handle after a fork."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = getLogger("librmq.store")
 
 
 class StoreHandle:
-    """A store that is open in this process, with the parts that a recovery or a refresh replaces. Thread-safe."""
+    """A store open in this process, with the parts that a recovery or a refresh replaces. Thread-safe."""
 
     config: StoreConfig
     levels: DelayLevels
@@ -58,17 +58,17 @@ class StoreHandle:
     def __init__(
         self, path: str, files: Files, clock: Clock, bitmap_of: BitmapOf | None, *, read_only: bool, in_background: bool
     ) -> None:
-        """Prepare a handle that takes no calls yet; `open` makes it take them."""
+        """Prepare a handle that accepts no calls until `open`."""
         self.path = path
         self.files = files
         self.clock = clock
         self.read_only = read_only
         self.readers: Readers | None = None
-        """What tells retention which messages are not consumed."""
+        """Tells retention which messages are not consumed."""
         self.recovered: list[Damage] = []
         self.view: ReadOnlyView | None = None
         self.closed: str | None = "was not opened"
-        """Why no calls are taken; None while they are."""
+        """The reason why no calls are accepted; None while they are."""
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
         self.thread = HousekeepingThread(path, self._run_due, clock)
@@ -117,7 +117,7 @@ class StoreHandle:
         self.appender.configure(config, self.levels)
 
     def _load(self, mode: RecoveryMode) -> None:
-        """Open the parts for writing and make them agree."""
+        """Open the parts for writing and repair them."""
         bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
         parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
         with critical:
@@ -125,7 +125,7 @@ class StoreHandle:
         self.recovered = self.recovered + parts.cuts
 
     def _show(self, view: ReadOnlyView) -> None:
-        """Take the parts of a read-only view, which are other objects now."""
+        """Use the present parts of a read-only view."""
         self._configure(view.config)
         with critical:
             self._take(view.parts)
@@ -165,7 +165,7 @@ class StoreHandle:
             self._file_lock.check()
 
     def _take_calls(self) -> None:
-        """Take the calls of users from now on."""
+        """Accept calls of users from now on."""
         self.closed = None
         self.appender.accepts = not self.read_only
         if self._in_background:
@@ -174,18 +174,18 @@ class StoreHandle:
     # ------------------------------------------------------------------------------------------------------ while open
 
     def refresh(self) -> bool:
-        """See what another process has written; see `MessageStore.refresh`."""
+        """Read what another process has written; see `MessageStore.refresh`."""
         self.check_open()
         return self.view is not None and self.view.refresh()
 
     def written_queues(self) -> QueueTable:
-        """Return the queues with the entries of all that was appended before, as far as the disk has room."""
+        """Return the queues with the entries of all messages appended before, as far as the disk has room."""
         if self.closed is None:
             self.appender.write_entries_that_fit()
         return self.queues
 
     def up_to_date(self) -> Parts:
-        """Return the parts, with everything in them that was acknowledged before the call."""
+        """Return the parts, with everything that was acknowledged before the call."""
         self.refresh()
         self.appender.drain()
         return self.appender.open_parts()
@@ -198,7 +198,7 @@ class StoreHandle:
             return self.durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:
-        """Do what is due by time; see `MessageStore.run_due`."""
+        """Do due work; see `MessageStore.run_due`."""
         self.check_writable()
         with critical:
             return self._run_due(now_ms)
@@ -207,7 +207,7 @@ class StoreHandle:
         return self.housekeeping.run_due(now_ms)  # a recovery replaces it
 
     def _expire(self, now_ms: int) -> int | None:
-        """Take the step of retention, which finds whether the disk has room for messages."""
+        """Run the step of retention, which also checks whether the disk has room for messages."""
         try:
             return self.retention.run_due(now_ms)
         finally:
@@ -215,7 +215,7 @@ class StoreHandle:
             with appender.lock.mutex:
                 refused = self.closed is not None or commit.failure is not None
                 appender.accepts = not refused and not self.retention.refuses_writes
-                if commit.failure is not None:  # meanwhile
+                if commit.failure is not None:  # a flush failed during the step
                     appender.accepts = False
 
     def check_room(self) -> None:
@@ -241,7 +241,7 @@ class StoreHandle:
         return verdict
 
     def recover(self) -> list[Damage]:
-        """Open the parts again and make them agree with the whole log; see `MessageStore.recover`."""
+        """Reopen the parts and make them agree with the whole log; see `MessageStore.recover`."""
         appender = self.appender
         appender.lock.check_reentry()
         self.thread.stop()
@@ -251,7 +251,7 @@ class StoreHandle:
                 raise self.unusable()
             with critical:
                 appender.catch_up()
-                self.closed, appender.accepts = "could not be recovered", False  # unless it is
+                self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
                 self._close_parts()
             before = len(self.recovered)
             try:
@@ -271,7 +271,7 @@ class StoreHandle:
         """Flush the store, mark it as cleanly closed and release it; see `MessageStore.close`."""
         with critical:
             if not self._end("is closed"):
-                self._release()  # what a signal has left of an open or a recovery
+                self._release()  # after an open or a recovery that a signal interrupted
                 return
             try:
                 if not self.read_only:
@@ -297,10 +297,10 @@ class StoreHandle:
                 self._release()
 
     def forget(self) -> None:
-        """Leave the store to the parent, in a child process after a fork."""
+        """Leave the store to the parent, in a forked child."""
         self.closed = "was opened before a fork: reopen the store in the child"
         self.thread.forget()
-        self._file_lock = None  # so that closing waits for no thread of the parent's
+        self._file_lock = None  # so that closing does not wait for a thread of the parent
         self.appender.forget()
         self.durability.commit.forget(f"{self.path}: this handle {self.closed}")
 
@@ -319,7 +319,7 @@ class StoreHandle:
         with appender.lock.flushing:
             parts, appender.parts = appender.parts, None
             if parts is not None:
-                self.durability.commit.stop(f"{self.path}: the log was released before this had reached the device")
+                self.durability.commit.stop(f"{self.path}: the log was closed before this reached the device")
                 parts.close()
 
     def _release(self) -> None:
@@ -362,10 +362,10 @@ class StoreHandle:
         return self.unusable()
 
     def unusable(self) -> Exception:
-        """Return the error of a handle that is closed, or open for reading only."""
+        """Return the error of a handle that is closed or read-only."""
         if self.closed is not None:
             return StoreClosedError(f"{self.path}: this handle {self.closed}")
-        return ReadOnlyError(f"{self.path}: this handle only reads")
+        return ReadOnlyError(f"{self.path}: this handle is read-only")
 
 
 _open_handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()

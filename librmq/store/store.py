@@ -43,7 +43,7 @@ __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadRe
 
 
 class MessageStore:
-    """A store directory, opened.
+    """The open store in a directory.
 
     Thread-safe: appends take turns, reads take no lock. In a child process after a fork, calls raise an error.
     """
@@ -59,7 +59,7 @@ class MessageStore:
     _handle: StoreHandle
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a store is opened: MessageStore.open(path)")
+        raise TypeError("open a store by MessageStore.open(path)")
 
     @classmethod
     def open(  # noqa: PLR0913 (each is a choice of its own, by name)
@@ -136,9 +136,9 @@ class MessageStore:
 
     @classmethod
     def temporary(cls, config: StoreConfig | None = None, *, clock: Clock | None = None) -> Self:
-        """Open a new store in a directory of its own that is deleted on closing, with tiny files by default.
+        """Open a new store in a new directory that is deleted on closing, by default with tiny files.
 
-        For a store that touches no disk at all: ``MessageStore.open("/store", files=MemoryFiles())``.
+        For a store without a disk use ``MessageStore.open("/store", files=MemoryFiles())``.
         """
         folder = TemporaryFolder()
         store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
@@ -157,27 +157,27 @@ class MessageStore:
 
     @property
     def log(self) -> CommitLog:
-        """The log; after `recover` or `refresh` it may be another object."""
+        """The log; `recover` and `refresh` can replace the object."""
         return self._handle.log
 
     @property
     def index(self) -> KeyIndex:
-        """The key index, likewise."""
+        """The key index; `recover` and `refresh` can replace the object."""
         return self._handle.index
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, likewise."""
+        """The checkpoint; `recover` and `refresh` can replace the object."""
         return self._handle.checkpoint
 
     @property
     def recovered(self) -> list[Damage]:
-        """What opening and `recover` found and cut."""
+        """The findings and cuts of opening and `recover`."""
         return self._handle.recovered
 
     @property
     def readers(self) -> Readers | None:
-        """What tells retention which messages are not consumed; set by the broker that opens the store."""
+        """Tells retention which messages are not consumed; set by the broker that opens the store."""
         return self._handle.readers
 
     @readers.setter
@@ -207,7 +207,7 @@ class MessageStore:
     def append_batch(
         self, messages: Sequence[Message], queue_id: int = 0, *, wait: bool = True, **fields: Unpack[BatchFields]
     ) -> list[AppendResult]:
-        """Append messages of one topic to one queue, all or none, side by side in one file of the log.
+        """Append messages of one topic to one queue, all or none, next to each other in one log file.
 
         ``properties`` are added to those of each message; ``wait`` is as in `append`.
 
@@ -285,16 +285,15 @@ class MessageStore:
         Args:
             tags: Tags, as ``a || b``.
             sql: An SQL92 expression.
-            registration: A group's registration that is in force now, as (topic, group). Its bitmaps are read before
-                the log.
-            predicate: A function of the message. One that takes more than 10 ms is reported, and one that raises does
-                not match; a `WatchedPredicate` has its own budget, policies and counts.
+            registration: The registered filter of a group, as (topic, group). Its bitmaps are read before the log.
+            predicate: A function of the message. A call over 10 ms is logged, and a message on which it raises does not
+                match; a `WatchedPredicate` has its own budget, policies and counts.
 
         Raises:
-            ConfigError: SQL is asked for and ``enable_property_filter`` is off, or no such group is registered.
+            ConfigError: ``sql`` is given but ``enable_property_filter`` is off, or the group has no filter.
             FilterSyntaxError: The expression does not compile.
         """
-        from librmq.store.engine.message_filters import message_filter  # a grammar comes with it
+        from librmq.store.engine.message_filters import message_filter  # loads a grammar
 
         return message_filter(
             tags,
@@ -317,7 +316,7 @@ class MessageStore:
 
     @property
     def queues(self) -> QueueTable:
-        """Return the queues by topic and queue id, with the entries of all that was appended before."""
+        """Return the queues by topic and queue id, with the entries of all messages appended before."""
         return self._handle.written_queues()
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
@@ -358,7 +357,7 @@ class MessageStore:
         *,
         exact: bool = True,
     ) -> list[StoredMessage]:
-        """Return the messages of ``topic`` with this key, or with it as unique key, in log order.
+        """Return the messages of ``topic`` with this key or unique key, in log order.
 
         The index knows hashes and whole seconds. ``max_messages`` limits what is taken from the index. With ``exact``
         false all of that is returned, with collisions and repetitions, as by a broker.
@@ -377,7 +376,7 @@ class MessageStore:
         if not isinstance(message_id, str):
             raise TypeError(
                 f"message_id: expected an offset id or a unique key as a str, found {message_id!r:.80}: "
-                f"message_at takes a physical offset, messages a queue offset"
+                f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
         return find_by_id(self._handle.up_to_date(), message_id, topics)
@@ -411,7 +410,7 @@ class MessageStore:
         """Return the queue offset of the message stored nearest to a time, as a broker answers; 0 without a queue.
 
         Raises:
-            ConfigError: ``time`` is no `datetime` with a time zone, nor milliseconds since 1970.
+            ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
         """
         timestamp_ms = to_timestamp_ms("time", time)
         parts = self._handle.up_to_date()
@@ -532,8 +531,8 @@ class MessageStore:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            f"{self!r} can't be pickled, nor can what holds it: one process owns a store; open it there, with "
-            f"read_only=True beside a writer"
+            f"{self!r} and objects that hold it can't be pickled, because one process owns a store; open it there, "
+            f"with read_only=True beside a writer"
         )
 
     def __repr__(self) -> str:

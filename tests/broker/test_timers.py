@@ -134,7 +134,7 @@ def test_delay_and_deliver_at_choose_what_waits(settings: dict[str, Any], waits_
             Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
             assert [message.body for message in broker.messages(waits_in)] == [b"at"]
         else:
-            with pytest.raises(MessageIllegalError, match="is to wait 90 s"):
+            with pytest.raises(MessageIllegalError, match="waits 90 s"):
                 Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
         Producer(broker, "p").send(Message("T", b"level", delay=timedelta(minutes=1)))
         assert b"level" in [message.body for message in broker.messages("SCHEDULE_TOPIC_XXXX")]
@@ -162,7 +162,7 @@ def test_what_the_relay_delivers_can_be_consumed(rmq: Kit, broker: Broker) -> No
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
 def test_the_relay_refuses_a_queue_that_is_not_there(broker: Broker) -> None:
     broker.create_topic("T", 2)
-    with pytest.raises(BrokerError, match="there is no queue 5"):
+    with pytest.raises(BrokerError, match="no queue 5"):
         carried(broker, 5)
     message = Message("SYSTEM_SCHEDULE_MSG", b"x")
     with pytest.raises(MessageIllegalError, match="send_at"):

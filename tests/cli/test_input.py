@@ -184,7 +184,7 @@ def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"commitlog_file_size": 131072}', "commitlog_file_size: the settings say 131072, the files"),
+        ('{"commitlog_file_size": 131072}', "commitlog_file_size: expected 65536, as in the files of "),
         ('{"commitlog_file_size": "x"}', "commitlog_file_size: expected a whole number"),
         ('{"no_such_setting": 1}', "no_such_setting: unknown setting of StoreConfig"),
         ("[]", "expected a JSON object"),

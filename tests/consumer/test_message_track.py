@@ -70,5 +70,5 @@ def test_dead_letters_sent_again(one_queue: Kit) -> None:
     stored, _ = one_queue.messages("%RETRY%g")
     assert (stored.keys, stored.tags, stored.properties["color"]) == (("k",), "x", "red")
     assert len(one_queue.dead_letters("g")) == 1
-    with pytest.raises(ConfigError, match="no dead letter"):
+    with pytest.raises(ConfigError, match="not a dead letter"):
         one_queue.broker.resend_dead_letters("g", one_queue.messages("t"))

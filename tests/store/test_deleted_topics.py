@@ -62,7 +62,7 @@ def test_verify_calls_it_sound_and_mentions_it(tmp_path: Path, by: str) -> None:
         MessageStore.open(tmp_path, CONFIG, background=False).close()
     verdict = verify(tmp_path, CONFIG)
     assert verdict.sound, verdict.damage
-    assert "queue 3 of topic T was deleted: 10 of its records are in the log still" in verdict.notes
+    assert "queue 3 of topic T was deleted: 10 of its records are still in the log" in verdict.notes
     assert len([note for note in verdict.notes if "was deleted" in note]) == 4
 
 

@@ -75,7 +75,7 @@ def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
         (files_with("dledger-n0/index/"), "DLedger (dledger-n0)"),
         (files_with("consumequeue/T/0/"), "a folder consumequeue but no commitlog"),
         (files_with("index/20240101000000000"), "a folder index but no commitlog"),
-        (files_with("commitlog"), "commitlog is a file"),
+        (files_with("commitlog"), "commitlog: expected a folder, found a file"),
         (files_with(sizes=log_files(0, 2000, 4000)), "one of every 2 files"),
         (files_with(sizes=log_files(1000, 4000, 7000, 10000)), "one of every 3 files"),
     ],
@@ -89,7 +89,7 @@ def test_what_is_not_read_is_refused_by_name(files: MemoryFiles, said: str) -> N
 def test_a_file_is_no_store() -> None:
     files = MemoryFiles()
     files.write(ROOT, b"text")
-    with pytest.raises(NotAStoreError, match="a file, not the folder"):
+    with pytest.raises(NotAStoreError, match="expected the folder of a store, found a file"):
         directory.recognise(ROOT, files)
 
 

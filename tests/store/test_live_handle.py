@@ -52,7 +52,7 @@ def test_a_second_writer_is_told_what_to_do(tmp_path: Path) -> None:
     with (
         MessageStore.open(tmp_path / "s", StoreConfig.tiny()),
         pytest.raises(
-            StoreLockedError, match=r"by this process \(pid \d+\); one process .*docs/processes.md.*read_only"
+            StoreLockedError, match=r"by this process \(pid \d+\); only one process .*docs/processes.md.*read_only"
         ),
     ):
         MessageStore.open(tmp_path / "s", wait=0.001)

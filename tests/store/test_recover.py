@@ -848,7 +848,7 @@ def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
     place = old.physical_offset % 4096 + at
     found[path] = data[:place] + b"/" + data[place + 1 :]
     files = in_memory(found)
-    with pytest.raises(CorruptionError, match="it names no queue"):
+    with pytest.raises(CorruptionError, match="its queue is impossible"):
         opened(files)
     assert files.size(f"{ROOT}/abort") is None
     assert derived(contents(files)) == derived(found)
@@ -884,7 +884,9 @@ def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with opened(files) as store:
         end = store.log.end
     (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
-    assert warning.startswith(f"{ROOT}: recovered in 0.0 s, as it was not closed: the log ends at {end}, nothing was")
+    assert warning.startswith(
+        f"{ROOT}: recovered in 0.0 s, because it was not closed: the log ends at {end}, nothing was"
+    )
     caplog.clear()
     opened(files).close()
     assert not caplog.records

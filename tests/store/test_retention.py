@@ -392,7 +392,7 @@ def test_the_refusal_says_why() -> None:
     kept.run(MIDNIGHT)
     error = kept.retention.refusal()
     assert isinstance(error, DiskFullError)
-    assert str(error) == "/store: no message is taken: the disk is 93.4% full, more than 90%"
+    assert str(error) == "/store: message refused: the disk is 93.4% full, more than 90%"
 
 
 def test_the_ratios_are_settings() -> None:

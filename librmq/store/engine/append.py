@@ -56,7 +56,7 @@ _new_result = tuple.__new__
 
 
 class Appender:
-    """The one writer of an open store: its lock, and all that is written under it. Thread-safe.
+    """The only writer of an open store: its lock, and everything that is written under it. Thread-safe.
 
     It outlives its parts: `take` gives it those of a recovery. Every append and every other change of the parts waits
     for ``lock``.
@@ -102,7 +102,7 @@ class Appender:
         self._commit, self._housekeeping = commit, housekeeping
 
     def __reduce__(self) -> str:
-        raise TypeError("a store can't be pickled, nor can its methods: one process owns a store; open it there")
+        raise TypeError("a store and its methods can't be pickled, because one process owns a store; open it there")
 
     def open_parts(self) -> Parts:
         """Return the parts, or raise why there are none."""
@@ -411,11 +411,11 @@ class Appender:
         dispatcher.records += records
         dispatcher.writing_at = -1
         if len(dispatcher.records) >= _BATCH:
-            with suppress(StoreIOError):  # the messages are in the log; the next append meets the error
+            with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
                 dispatcher.drain()
 
     def _admit(self) -> int:
-        """Return the store time of records to be written now, under the lock. `append` has this inline.
+        """Return the store time for records to be written now, under the lock; `append` has this inline.
 
         The error says why no append is accepted, or is that of writing due entries.
         """
@@ -456,7 +456,7 @@ class Appender:
             self._delays[text] = found
         return found
 
-    # ------------------------------------------------------------------------------------------- what follows from it
+    # ------------------------------------------------------------------------------------------------ derived from it
 
     def mend(self) -> None:
         """Repair what an interrupted append left, under the lock, before derived data are used."""

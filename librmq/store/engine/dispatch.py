@@ -61,7 +61,7 @@ def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
 
 
 def parse_level(text: str | None) -> int:
-    """Parse the delay level of a record; 0, no delay, for a text that is no number of 32 bits."""
+    """Parse the delay level of a record; 0, no delay, for a text that is not a number of 32 bits."""
     return 0 if text is None else java_int(text) or 0
 
 
@@ -253,7 +253,7 @@ class Dispatcher:
 
 
 class KeyBlock(NamedTuple):
-    """Return the keys of many records as arguments of `KeyIndex.append_block`."""
+    """The keys of many records, as arguments of `KeyIndex.append_block`."""
 
     physical_offsets: NDArray[np.int64]
     timestamps: NDArray[np.int64]

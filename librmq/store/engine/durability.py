@@ -19,22 +19,22 @@ class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
 
     def __init__(self, parts: Parts, appender: Appender, check_lock: Callable[[], object]) -> None:
-        """Take ``check_lock()``, which raises if another process has taken the store over."""
+        """Use ``check_lock()``, which raises if another process has taken over the store."""
         self._parts = parts
         self._appender = appender
         self._check_lock = check_lock
         self.commit = GroupCommit(self._flush_log, parts.log.end, self._refuse)
         """The log's part."""
         self.settled = parts.log.end
-        """Below this physical offset queues and index have reached the device too."""
-        self._derived_failure: StoreIOError | None = None  # of queues or index: no flush behind it counts
+        """Physical offset below which queues and index are on the device too."""
+        self._derived_failure: StoreIOError | None = None  # a failure of queues or index, after which no flush counts
 
     def flush(self) -> int:
-        """Flush the log, then what is derived from it, then the checkpoint; return up to which physical offset.
+        """Flush the log, the parts derived from it, and the checkpoint; return the flushed physical offset.
 
         Raises:
-            FlushFailedError: This flush of the log or an earlier one has failed: the store takes nothing more.
-            StoreIOError: This flush of queues or index or an earlier one has failed: opening makes them again.
+            FlushFailedError: This or an earlier flush of the log failed: the store accepts nothing more.
+            StoreIOError: This or an earlier flush of queues or index failed: the next open rebuilds them.
             StoreClosedError: The store was closed meanwhile.
         """
         appender, parts = self._appender, self._parts
@@ -52,11 +52,11 @@ class Durability:
                 self.commit.reach(end)
                 flush_all(queues)
                 index.flush()
-                if self._derived_failure is not None:  # what that one left out may pass for flushed now
+                if self._derived_failure is not None:  # the kernel can now report unwritten pages as flushed
                     raise self._still_failed(self._derived_failure)
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-                    # No later than the last record, should the clock have gone back.
+                    # At most the time of the last record, in case the clock was set back.
                     checkpoint.index_timestamp_ms = min(indexed, stored)
                 checkpoint.flush()
                 self.settled = end
@@ -75,7 +75,7 @@ class Durability:
         return StoreIOError(failure.call, failure.filename, OSError(failure.errno, why))
 
     def _flush_log(self) -> int:
-        """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""
+        """Flush the log if this handle is still the only writer, because another writer can have overwritten it."""
         self._check_lock()
         return self._parts.log.flush()
 

@@ -1,7 +1,7 @@
-"""Work of a store by time: flush, write the checkpoint, delete expired files, prepare pages.
+"""Scheduled work of a store: flush, write the checkpoint, delete expired files, prepare pages.
 
-`Housekeeping.run_due` is a pure step over the store's parts: it does what is due and says when to be called next. In an
-application a thread of the store calls it (`Background`); under a clock that a test moves, the test does.
+`Housekeeping.run_due` is a pure step over the store's parts: it does due work and returns the time of its next call. In
+an application a thread of the store calls it (`Background`); under a manual clock the test does.
 Mirrors 4.9.4's ``FlushRealTimeService``, ``FlushConsumeQueueService``, ``CleanCommitLogService`` and
 ``AllocateMappedFileService``.
 """
@@ -29,14 +29,14 @@ _log = logging.getLogger("librmq.store")
 _MIN_AHEAD: Final = 4 << 20
 _MAX_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
-_AGAIN_MS: Final = 10_000  # after something failed that may succeed later
+_AGAIN_MS: Final = 10_000  # after a temporary failure
 
 
 class Housekeeping:
-    """One store's work by time. Not thread-safe: one caller at a time.
+    """Scheduled work of one store. Not thread-safe: one caller at a time.
 
-    ``alarm`` is a physical offset: an append that ends at or behind it must wake the caller of `run_due`. Appends
-    compare with it and nothing else, so that an idle store costs nothing and a busy one a comparison.
+    ``alarm`` is a physical offset: an append that ends at or after it must wake the caller of `run_due`. Appends only
+    compare with it, so the cost is a comparison in a busy store and nothing in an idle one.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Housekeeping:
         expire: Callable[[int], int | None],
         now_ms: int,
     ) -> None:
-        """Take what it does by time.
+        """Take the functions to call.
 
-        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` counts entries that are not flushed, and
+        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` counts unflushed entries, and
         ``expire(now_ms)`` is the step of retention.
         """
         self._config = config
@@ -63,41 +63,41 @@ class Housekeeping:
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
         self._said = ""
-        self._expired_end = -1  # the end of the log's files when expiry was last looked at
+        self._expired_end = -1  # the end of the log's files at the last check of expiry
         self.alarm = -1
 
     def expire_soon(self) -> None:
-        """Check retention in the next `run_due`, because kept files can be deletable now."""
+        """Check retention in the next `run_due`, because kept files may have become deletable."""
         self._expire_at_ms = self._derived_at_ms
 
     def run_due(self, now_ms: int) -> int | None:
         """Do due work, and return the time of the next call (ms), None if only an append can bring work."""
-        self.alarm = sys.maxsize  # what comes meanwhile is seen below
-        self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # the clock may have been set back
+        self.alarm = sys.maxsize  # later appends are noticed below
+        self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # in case the clock was set back
         self._derived_at_ms = min(self._derived_at_ms, now_ms)
         log = self._log
         ahead = self._ahead()
         try:
             log.prepare(ahead)
-        except StoreError as error:  # the append that needs the room will meet it
-            _log.warning("no room could be made ready ahead of the log: %s", error)
+        except StoreError as error:  # the append that needs the room gets this error
+            _log.warning("no room could be prepared after the log's end: %s", error)
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
-            return None  # nothing is taken any more
+            return None  # the store accepts nothing more
         queues_due = self._flush_queues(now_ms)
-        if log.sequence.end > self._expired_end:  # another file of the log: the total may be too large
+        if log.sequence.end > self._expired_end:  # a new log file can exceed the total size
             self._expired_end, self._expire_at_ms = log.sequence.end, now_ms
         if self._expire_at_ms is not None and now_ms >= self._expire_at_ms:
             try:
                 self._expire_at_ms = self._expire(now_ms)
             except StoreError as error:
-                _log.error("log files that are due could not be deleted: %s", error)
+                _log.error("due log files could not be deleted: %s", error)
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
-            log_alarm = sys.maxsize  # callers who wait flush for themselves, the others wake the caller of this
+            log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
         self.alarm = min(log_alarm, log.end + ahead // 2)
         if log.end >= self.alarm or (queues_due is None and self._entries()):
-            return now_ms  # an append came by while the alarm was off
+            return now_ms  # an append came while the alarm was off
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 
     def _ahead(self) -> int:
@@ -105,11 +105,11 @@ class Housekeeping:
         return min(max(2 * (self._log.end - self._commit.flushed), _MIN_AHEAD), _MAX_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
-        """Flush the log if it is time; when next, and the place of the append that may bring it forward."""
+        """Flush the log if due; return the next time, and the physical offset of an append that advances it."""
         config, commit = self._config, self._commit
         waiting = self._log.end - commit.flushed
         interval, thorough = round(1000 * config.flush_interval_s), round(1000 * config.flush_thorough_interval_s)
-        if config.durability == "sync":  # those who wait flush for themselves; here it is for those who don't
+        if config.durability == "sync":  # waiting callers flush; this is for the others
             interval = thorough = 0
         if waiting > 0:
             enough = waiting >= config.flush_least_bytes
@@ -120,7 +120,7 @@ class Housekeeping:
             try:
                 commit.reach(self._log.end)
             except FlushFailedError as error:
-                _log.error("no messages are taken any more: %s", error)
+                _log.error("the store accepts no more messages: %s", error)
                 return None, sys.maxsize
             if self._log.end > commit.flushed:
                 return now_ms + interval, sys.maxsize
@@ -141,8 +141,8 @@ class Housekeeping:
         self._derived_at_ms = now_ms
         try:
             self._flush_derived()
-        except StoreError as error:  # nothing is lost: they can be made again from the log
-            if str(error) != self._said:  # once, until another happens
+        except StoreError as error:  # nothing is lost: they can be rebuilt from the log
+            if str(error) != self._said:  # log each error once
                 _log.error("queues and index could not be flushed: %s", error)
             self._said = str(error)
             return now_ms + round(1000 * seconds)
@@ -151,7 +151,7 @@ class Housekeeping:
 
 
 class HousekeepingThread:
-    """The thread that calls a store's `Housekeeping`, started by the first append that has work for it. Thread-safe."""
+    """The thread that calls a store's `Housekeeping`, started by the first append with work for it. Thread-safe."""
 
     def __init__(self, path: str, run_due: Callable[[int], int | None], clock: Clock) -> None:
         self._path = path
@@ -163,7 +163,7 @@ class HousekeepingThread:
         self._is_missed = False
 
     def wake(self) -> None:
-        """Let the thread look at what there is to do."""
+        """Let the thread check for work."""
         background = self._background
         if background is not None:
             background.wake()
@@ -172,27 +172,27 @@ class HousekeepingThread:
                 if self._background is None and self._may_start:
                     try:
                         self._background = Background(self._run_due, self._clock, "librmq-store")
-                    except RuntimeError as error:  # the messages are written all the same
+                    except RuntimeError as error:  # the messages are written nevertheless
                         self._miss(error)
                         return
                     self._is_missed = False
 
     def _miss(self, error: RuntimeError) -> None:
-        """Say that no thread can be started; the next append that has work for one tries again."""
+        """Log that no thread can be started; the next append with work for one tries again."""
         if not self._is_missed:
             _log.warning(
-                "%s: messages are stored, but nothing is flushed or deleted by time as no thread can be started (%s); "
+                "%s: no thread can be started (%s), so stored messages are not flushed or deleted by time; "
                 "call flush(), or raise the limit of threads",
                 self._path, error,
             )  # fmt: skip
         self._is_missed = True
 
     def allow(self) -> None:
-        """Let the next `wake` start the thread."""
+        """Allow the next `wake` to start the thread."""
         self._may_start = True
 
     def stop(self) -> None:
-        """Return when the thread, if any, has ended; none starts until `allow`."""
+        """Stop the thread and return when it has ended; none starts until `allow`."""
         with critical:
             with self._guard:
                 background, self._background, self._may_start = self._background, None, False
@@ -200,6 +200,6 @@ class HousekeepingThread:
                 background.stop()
 
     def forget(self) -> None:
-        """Leave the thread to the parent, in a child process after a fork."""
+        """Leave the thread to the parent, in a forked child."""
         self._background, self._may_start = None, False
         self._guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""Records ready to append, which have all but place, queue offset and store time; and what an append takes and gives.
+"""Records ready to append, without place, queue offset and store time; and the arguments and results of an append.
 
 `Appender` prepares batches and copies of stored records without the writer's lock, then writes them under it.
 """
@@ -49,11 +49,11 @@ _pack_header: Final = {
     ).pack
     for hosts in record_format.HEADERS
 }
-"""By the flags of its hosts, what packs the header of a prepared record."""
+"""Packer of a prepared record's header, by the flags of its hosts."""
 
 
 class Prepared(NamedTuple):
-    """A record that has no place yet."""
+    """A record without a place."""
 
     lane: Lane
     size: int
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
     checksum: int
     body_size: int
     tail: bytes
-    """All from the body on."""
+    """Everything from the body on."""
     properties_raw: bytes
     tags_code: int
     unique_key: str | None
@@ -85,15 +85,15 @@ class CopyTarget(NamedTuple):
 
 
 class AppendResult(NamedTuple):
-    """Where a message went."""
+    """Place of an appended message."""
 
     physical_offset: int
     size: int
-    """Bytes of the record."""
+    """Size of the record in bytes."""
     queue_offset: int
     store_timestamp_ms: int
     store_host: bytes
-    """As it stands in the record: address and port."""
+    """Address and port, as in the record."""
 
     @property
     def offset_id(self) -> str:
@@ -102,7 +102,7 @@ class AppendResult(NamedTuple):
 
 
 class AppendFields(TypedDict, total=False):
-    """The fields of a record that a broker fills in: times in ms, hosts as (address, port) or as a record has them."""
+    """Fields of a record that a broker sets: times in ms, hosts as (address, port) or in the form of a record."""
 
     born_timestamp_ms: int | None
     born_host: record_format.Host | bytes | None
@@ -114,7 +114,7 @@ class AppendFields(TypedDict, total=False):
 
 
 class BatchFields(TypedDict, total=False):
-    """The same of a batch, and its properties."""
+    """These fields for a batch, and its properties."""
 
     properties: Mapping[str, str] | None
     born_timestamp_ms: int | None
@@ -125,7 +125,7 @@ class BatchFields(TypedDict, total=False):
 
 
 class AgainFields(TypedDict, total=False):
-    """What another record of a message has that differs."""
+    """Fields in which another record of a message can differ."""
 
     raw: bytes | None
     flag: int | None
@@ -212,7 +212,7 @@ def place_copies(
 
 
 class PreparedBatch(NamedTuple):
-    """The messages of a batch, column by column: a call for a whole column costs each message the least."""
+    """The messages of a batch, column by column, because calls for whole columns cost least."""
 
     sizes: list[int]
     flags: list[int]
@@ -284,5 +284,5 @@ def checked_host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> in
         record_format.STORE_HOST_V6 if len(store_host) > 8 else 0
     )
     if sys_flag & record_format.HOSTS_V6 & ~flags:
-        raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
+        raise MessageIllegalError(f"sys flag {sys_flag:#x} claims an IPv6 host; found an IPv4 host")
     return flags

@@ -49,7 +49,7 @@ def find_by_key(
 def _with_those_before_a_jump(
     parts: Parts, places: list[int], topic: str, key: str, begin_ms: int, end_ms: int
 ) -> list[int]:
-    """Return the places, newest first, also of records that the index has at another time.
+    """Return the places, newest first, including records that the index has at another time.
 
     An index file has no times before its first record. After the clock was set back, that record can be a later one.
     """
@@ -63,7 +63,7 @@ def _with_those_before_a_jump(
 
 
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
-    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched beside those with queues."""
+    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
     try:
         _, physical_offset = record.parse_offset_message_id(message_id)
     except ValueError:
@@ -72,7 +72,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         try:
             message = parts.log.message(physical_offset)
         except CorruptionError:
-            message = None  # 32 digits can be a unique key too
+            message = None  # 32 digits can also be a unique key
         if message is not None and message.offset_id == message_id.upper():
             return [message]
     found = {
@@ -81,7 +81,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
-    if not found:  # records that are not indexed: of a rollback, or of a topic without a queue
+    if not found:  # unindexed records: of a rollback, or of a topic without a queue
         found = {
             message.physical_offset: message
             for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))

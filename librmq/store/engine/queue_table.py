@@ -1,4 +1,4 @@
-"""The queues of a store, opened when they are first asked for."""
+"""The queues of a store, each opened at its first use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["OpenQueue", "QueueName", "QueueState", "QueueTable"]
 QueueName = tuple[str, int]
 
 OpenQueue = Callable[[str, int], ConsumeQueue]
-"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
+"""Opens a queue by topic and queue id; a new queue is empty."""
 
 
 class QueueState(NamedTuple):
-    """A queue as it was closed."""
+    """The state of a queue at its close."""
 
     min_offset: int
     max_offset: int
@@ -26,13 +26,13 @@ class QueueState(NamedTuple):
 
 
 class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
-    """The queues of a store, opened when they are first asked for. Thread-safe as a dict is.
+    """The queues of a store, each opened at its first use. Thread-safe like a dict.
 
-    Iterating and counting open none; `opened` gives those that are open.
+    Iterating and counting open no queue; `opened` returns the open ones.
     """
 
     def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState | None]) -> None:
-        """``known`` are queues that need not be opened yet, as they were closed; None where that is not known."""
+        """``known`` are the queues at the close of the store, with their states or None."""
         self._open_queue = open_queue
         self._known = dict(known)
         self._open: dict[QueueName, ConsumeQueue] = {}
@@ -47,13 +47,13 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         state = self._known[name]
         queue = self._open_queue(*name)
         opened = self._open.get(name)
-        if opened is not None:  # by another thread, which may have written to it since
+        if opened is not None:  # another thread has opened it, and can have written to it
             return opened
         if state is None:
             return self._open.setdefault(name, queue)
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
-            found = f"it ends at queue offset {queue.max_offset}, and was closed at {state.max_offset}"
+            found = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
             raise CorruptionError(path, position, "entry", f"{found}: run librmq recover")
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)
@@ -96,7 +96,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         return list(self._open.values())
 
     def states(self) -> dict[QueueName, QueueState]:
-        """Return the state of every queue; one that was never opened is as it was closed."""
+        """Return the state of every queue; an unopened queue has its state at the close."""
         opened = {
             name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
             for name, queue in self._open.items()

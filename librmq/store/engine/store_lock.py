@@ -1,4 +1,4 @@
-"""The lock of a store that is open for writing: one process at a time has it, and one handle within the process."""
+"""The lock of a store that is open for writing: one process, and one handle in it, holds the lock."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from librmq.store.format import directory
 __all__ = ["forget_locks", "lock_store", "unlock_store"]
 
 _LOOK_AGAIN_S: Final = 0.05
-"""How often a lock is tried that another writer holds."""
+"""Interval at which a lock of another writer is tried."""
 
 _held: dict[FileLock, weakref.ref[object]] = {}
-"""The locks that this process holds, and the handles they belong to."""
+"""The locks of this process, with their handles."""
 
 
 def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLock:
@@ -38,14 +38,14 @@ def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLo
             left = deadline - clock.monotonic()
             if left <= 0:
                 raise StoreLockedError(
-                    f"{error}; one process at a time writes to a store (docs/processes.md): close it there, wait "
-                    f"for it by wait=seconds, or open it here with read_only=True"
+                    f"{error}; only one process can write to a store (docs/processes.md): close it there, wait "
+                    f"with wait=seconds, or open it here with read_only=True"
                 ) from None
         clock.wait(never, min(left, _LOOK_AGAIN_S))
 
 
 def _lock(handle: object, path: str, files: Files) -> FileLock:
-    """Take the lock; first release that of a handle which Ctrl-C took from its caller."""
+    """Take the lock; first release the lock of a handle that Ctrl-C lost."""
     place = directory.lock_path(path)
     try:
         lock = files.lock(place)
@@ -69,5 +69,5 @@ def unlock_store(lock: FileLock) -> None:
 
 
 def forget_locks() -> None:
-    """Leave the locks to the parent, in a child process after a fork."""
+    """Leave the locks to the parent, in a forked child."""
     _held.clear()

@@ -1,1 +1,1 @@
-"""The files of a store, byte by byte, and where they lie."""
+"""The files of a store, byte by byte, and their places."""

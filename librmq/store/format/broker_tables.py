@@ -7,7 +7,7 @@
     consumerOffset.json      offsetTable             topic@group -> queue id -> queue offset
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
-    *.json.bak               the former content of the file
+    *.json.bak               the previous content of the file
 
 Mirrors ``ConfigManager`` and its subclasses ``TopicConfigManager``, ``SubscriptionGroupManager``,
 ``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. Other
@@ -117,7 +117,7 @@ class BrokerTables:
         Raises:
             ConfigError: a filter is malformed.
         """
-        from librmq.filter.registrations import Registrations  # it loads a grammar, which few callers need
+        from librmq.filter.registrations import Registrations  # loads a grammar that few callers need
 
         registrations = Registrations()
         registrations.load({"filterDataByTopic": self.filters}, now_ms)

@@ -98,7 +98,7 @@ class Checkpoint:
         self._files.flush(self._file)
 
     def close(self) -> None:
-        """Release the file; the checkpoint cannot be written any more."""
+        """Release the file, after which the checkpoint can't be written."""
         self._file = None
         self._writable = False
 

@@ -1,4 +1,4 @@
-"""The layout of a store's folder, the kinds of stores, and the settings that a store's files tell.
+"""The layout of a store's folder, the kinds of stores, and the settings visible in a store's files.
 
 ::
 
@@ -121,13 +121,13 @@ def recognise(path: str, files: Files) -> StoreKind:
     """Return the kind of store in folder ``path``, without changing it.
 
     Raises:
-        NotAStoreError: the path is no folder, or holds queues without a log, a log replicated by DLedger, or one part
-        of
-            a log that is spread over several paths.
+        NotAStoreError: the path is not a folder, or holds queues without a log, a log replicated by DLedger, or one
+        part of a
+            log that is spread over several paths.
     """
     if not files.is_folder(path):
         if files.size(path) is not None:
-            raise NotAStoreError(f"{path}: a file, not the folder of a store")
+            raise NotAStoreError(f"{path}: expected the folder of a store, found a file")
         return StoreKind.NEW
     names = {entry.name: entry for entry in files.list(path)}
     for name, entry in names.items():
@@ -145,7 +145,7 @@ def recognise(path: str, files: Files) -> StoreKind:
                 )
         return StoreKind.NEW
     if not log.is_folder:
-        raise NotAStoreError(f"{path}: {COMMITLOG} is a file, not a folder")
+        raise NotAStoreError(f"{path}: {COMMITLOG}: expected a folder, found a file")
     _refuse_part_of_log(path, files)
     queues = {entry.name for entry in files.list(os.path.join(path, CONSUMEQUEUE)) if not entry.is_folder}
     if "CURRENT" in queues and any(name.startswith("MANIFEST-") for name in queues):
@@ -184,7 +184,7 @@ def check_kind(path: str, files: Files, *, writable: bool = False, log_only: boo
             raise NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
         foreign = [entry.name for entry in files.list(path) if entry.name not in _MAY_PRECEDE]
         if foreign:
-            raise NotAStoreError(f"{path}: a folder with something else in it ({foreign[0]}): no store is made there")
+            raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
     if kind is StoreKind.V5_ROCKSDB and not log_only:
         raise NotAStoreError(f"{path}: {kind.value}, which librmq cannot read; it reads only the log of such a store")
     return kind
@@ -273,11 +273,11 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 
 
 def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> StoreConfig:
-    """Return ``base`` with the settings that the store's files tell.
+    """Return ``base`` with the settings that the store's files show.
 
     ``base`` is by default `StoreConfig`'s defaults for a new store and for a log with files of their size, otherwise a
-    4.9 broker's. An existing store without retention of its own gets none by age or size, because its files do not say
-    what its owner wants deleted. If files of one kind disagree, most are right, and opening the others raises
+    4.9 broker's. An existing store without kept retention gets none by age or size, because its files do not show
+    what its owner wants deleted. If files of one kind disagree, the majority decides, and opening the others raises
     `CorruptionError`. Empty files, and lengths that no setting produces, are ignored.
     """
     told = {**read_kept_config(path, files), **_told_by_files(path, files)}
@@ -289,7 +289,7 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
             base = dataclasses.replace(base, max_total_size=None, file_reserved_hours=None)
     total, file_size = told.get("max_total_size"), told.get("commitlog_file_size", base.commitlog_file_size)
     if total is not None and total < file_size:
-        del told["max_total_size"]  # it was kept beside files of another size
+        del told["max_total_size"]  # it was kept for files of another size
     return dataclasses.replace(base, **told)
 
 
@@ -327,8 +327,8 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
         ours = getattr(config, name)
         if ours != value:
             raise ConfigError(
-                f"{name}: the settings say {_json(ours)}, the files of {path} say {_json(value)}: a store keeps its "
-                "sizes, so give these, or open it without settings"
+                f"{name}: expected {_json(value)}, as in the files of {path}, found {_json(ours)}: a store keeps its "
+                "sizes, so use these, or open it without settings"
             )
     if slots is not None and entries is not None:
         ours = file_length(config.max_hash_slot_num, config.max_index_num)
@@ -426,7 +426,7 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
     except CorruptionError:
         return None  # opening the index names the damage
     except StoreIOError as error:
-        if error.errno != errno.ENOENT:  # the writer can delete a file meanwhile
+        if error.errno != errno.ENOENT:  # a writer can have deleted a file
             raise
         return None
     return told if told and told[0] <= _MAX_SLOTS else geometry(length)
@@ -436,13 +436,13 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
 
 
 def broker_conf(path: str, config: StoreConfig) -> str:
-    """Return the properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
+    """Return the properties for a 4.9 broker to open the store in folder ``path`` with settings ``config``."""
     root = os.path.abspath(path)
     if any(unicodedata.category(character) == "Cc" for character in root):
         raise ConfigError(f"{root!r}: expected a path without control characters: move the store elsewhere")
     if "," in root:
         raise ConfigError(
-            f"{root}: a broker takes a path with a comma for several, and deletes the queues: move the store elsewhere"
+            f"{root}: a broker reads a path with a comma as several, and deletes the queues: move the store elsewhere"
         )
     properties = {
         "storePathRootDir": root,
@@ -462,7 +462,7 @@ def broker_conf(path: str, config: StoreConfig) -> str:
 
 
 def _property(value: str) -> str:
-    """Return a value in the form that ``java.util.Properties`` reads: in Latin-1, with escapes."""
+    """Return a value as ``java.util.Properties`` reads it: in Latin-1, with escapes."""
     escaped = []
     for character in value:
         if character == "\\":

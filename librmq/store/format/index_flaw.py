@@ -1,4 +1,4 @@
-"""An index file held against itself."""
+"""Check of an index file for contradictions within it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK: Final = 1 << 20
 
 
 def find_flaw(file: IndexFile) -> tuple[int, str] | None:
-    """Check header, entries and slots against each other, and return position and description of the first flaw.
+    """Compare header, entries and slots, and return position and description of the first contradiction.
 
     This does not compare the entries with the log.
     """

@@ -19,7 +19,7 @@
     | entry entries - 1  |  16  previous              4   number of the slot's next older entry, 0 for none
     +--------------------+
 
-A file's begin and end start as the end of the file before it, until its first entry brings its own. Mirrors
+A file's begin and end start as the end of the file before it, until its first entry sets them. Mirrors
 4.9.4's ``IndexFile``, ``IndexHeader`` and ``IndexService``.
 """
 
@@ -81,8 +81,8 @@ def geometry(length: int) -> tuple[int, int] | None:
 def find_geometry(file: File) -> tuple[int, int] | None:
     """Return slots and entries of a file by its header and length, None if they are ambiguous.
 
-    The newest entry names the header's last record, and its slot leads to it. Four entries to a slot, 4.9's default,
-    are tried first, and count if the file has no entry.
+    The newest entry belongs to the header's last record, and its slot points to it. Four entries to a slot, 4.9's
+    default, are tried first, and are the answer for a file without entries.
     """
     usual, room = geometry(file.size), file.size - HEADER_SIZE
     if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
@@ -131,7 +131,7 @@ class IndexHeader(NamedTuple):
     end_physical_offset: int
     slot_count: int
     index_count: int
-    """The number of the next entry: one more than there are."""
+    """The number of the next entry: one more than the number of entries."""
 
     def overlaps(self, begin_ms: int, end_ms: int) -> bool:
         """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""

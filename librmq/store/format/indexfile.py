@@ -76,7 +76,9 @@ class IndexFile:
         if slots is None or entries is None:
             found = geometry(file.size)
             if found is None:
-                raise CorruptionError(file.path, file.size, "size", f"no index file has {file.size} bytes")
+                raise CorruptionError(
+                    file.path, file.size, "size", f"expected the size of an index file, found {file.size} bytes"
+                )
             slots, entries = found
         check_geometry(slots, entries)
         self.path = file.path
@@ -234,7 +236,7 @@ class IndexFile:
     def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, found: list[int]) -> None:
         """Append to ``found`` the physical offsets of a hash, the newest first, until it has ``max_results``.
 
-        An entry's time is exact to the second. A chain ends behind its first entry before ``begin_ms``, and in a
+        An entry's time is exact to the second. A chain ends after its first entry before ``begin_ms``, and in a
         damaged file where 4.9's search ends. Thread-safe.
 
         Raises:

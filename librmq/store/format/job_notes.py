@@ -90,7 +90,7 @@ class MovedJobs:
         """The notes of jobs that stay committed, by name."""
 
     def copied(self, physical_offset: int, raw: bytes, new_physical_offset: int, new_raw: bytes) -> None:
-        """Note that a record was copied; records come in the order of the log, those of cuts behind them."""
+        """Note that a record was copied; records come in log order, those of cuts after them."""
         if self._lowest is None:
             self._lowest = physical_offset
         if self._at and physical_offset < self._notes[self._at - 1][1].begin:  # a cut: check all jobs again

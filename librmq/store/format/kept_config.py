@@ -1,4 +1,4 @@
-"""The settings of a store that its files do not tell, in a file of librmq's own.
+"""The settings of a store that its files do not show, in a file of librmq's own.
 
 ::
 

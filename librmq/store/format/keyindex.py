@@ -91,8 +91,7 @@ class KeyIndex:
 
         As in 4.9, names that are no numbers are ignored.
 
-        Raises:
-            CorruptionError: a number is no time, a file has another length, or a header is impossible.
+        CorruptionError: a number is not a time, a file has another length, or a header is impossible.
         """
         check_geometry(slots, entries)
         return cls(os.fspath(folder), slots, entries, files or DiskFiles(), now_ms or SystemClock().now_ms, writable)
@@ -111,7 +110,7 @@ class KeyIndex:
                 )
             found.append(self._open_file(path))
         if self.writable and len(found) > 1 and found[-1].header == FRESH:
-            found[-1].begin_after(found[-2].header)  # the process that made it died before it gave it a length
+            found[-1].begin_after(found[-2].header)  # the process that made the file died before it set its begin
         return found
 
     def _listed(self) -> list[FolderEntry]:
@@ -200,7 +199,7 @@ class KeyIndex:
                 break
         return found
 
-    # ------------------------------------------------------------------------------------------- the writer's
+    # ------------------------------------------------------------------------------------------ for the writer
 
     def append(self, physical_offset: int, store_timestamp_ms: int, key_hashes: Sequence[int]) -> None:
         """Add one record with all its keys in order. Call it for records without keys too, because it can add a file.
@@ -266,7 +265,7 @@ class KeyIndex:
             tail.put_block(physical[begin:end], times[begin:end], hashes[begin:end])
             begin = end
         if keys and record_of_key[-1] < records - 1:
-            self._room()  # if the file is full now, the record behind the last key needs a new one
+            self._room()  # if the file is full now, the record after the last key needs a new one
 
     def _room(self) -> IndexFile:
         """Return the newest file, or a new one if it is full."""
@@ -280,7 +279,7 @@ class KeyIndex:
         else:  # never before the others, because names define their order
             moment = max(moment, (_moment(tail.name) or 0) + 1)
             if moment > _LAST_MOMENT:
-                raise CorruptionError(tail.path, 0, "name", "there is no name for a file behind it")
+                raise CorruptionError(tail.path, 0, "name", "expected a name that leaves room for a later file")
         tail = IndexFile.create(
             os.path.join(self.folder, _name(moment)),
             self.max_slots,
@@ -321,7 +320,7 @@ class KeyIndex:
         self._list = [other for other in self._list if other is not file]
         self._tail = self._list[-1] if self._list else None
         self._files.delete(file.path)
-        file.release()  # its blocks are free when the last reader has finished
+        file.release()  # its blocks become free when the last reader has finished
         with self._guard:
             self._folder_dirty = True
         return file.path

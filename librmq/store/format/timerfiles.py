@@ -252,7 +252,7 @@ class TimerLog:
         return self._files.begin
 
     def resume(self, end: int) -> bool:
-        """Continue at ``end``, clear everything behind it, and return whether there was anything."""
+        """Continue at ``end``, clear everything after it, and return whether there was anything."""
         files = self._files
         self.end = max(files.begin, min(end, files.end))
         start = files.start_of(self.end)
@@ -317,7 +317,7 @@ class TimerLog:
             block_end = min(end - start, self._files.file_size)
             file = self._files.file_at(start)
             if file is None:
-                continue  # deleted meanwhile: all that it names is gone
+                continue  # deleted, because its messages are deleted
             buffer, at = file.buffer, 0
             while at + UNIT_SIZE <= block_end:
                 count = min(_UNITS_AT_ONCE, (block_end - at) // UNIT_SIZE)

@@ -46,7 +46,7 @@ __all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", 
 KEPT: Final = 4096
 """Most entries, and most records with keys, to hold, unless the writer is further behind."""
 ATTEMPTS: Final = 20
-"""Most repetitions of a listing after a listed file was deleted."""
+"""Most repetitions of a listing after the deletion of a listed file."""
 GLANCE: Final = 128
 """Number of bytes that identify a record: all but its text."""
 _LOG_FILES_MAPPED: Final = 32
@@ -100,7 +100,7 @@ class LiveQueue(ConsumeQueue):
     __slots__ = ("_late",)
 
     _late: tuple[int, bytes]
-    """A queue offset and the entries in memory from there on; one value, so that readers need no lock."""
+    """A queue offset and the entries from it on in memory; one value, so that readers need no lock."""
 
     def __init__(
         self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, late: list[bytes]
@@ -248,7 +248,7 @@ class LiveQueues(QueueTable):
                 if isinstance(queue, LiveQueue) and queue.max_offset == first:
                     queue.extend(entries)
                     continue
-                self._open.pop(name, None)  # the topic was made again; the next request opens the queue
+                self._open.pop(name, None)  # the topic was created again; the next request opens the queue
                 before = self._late.get(name)
                 if before is not None and before[0] + len(before[1]) == first:
                     before[1].extend(entries)

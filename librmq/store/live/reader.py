@@ -1,4 +1,4 @@
-"""A read-only view of a store, beside a writer in another process, or without one.
+"""A read-only view of a store, beside a writer in another process or without one.
 
 ::
 
@@ -136,7 +136,7 @@ class ReadOnlyView:
                 parts = self._recovered(config) if live is None else live.parts
                 changed = self._lock_holder() != holder or (live is None and self._look_at_marks() != marks)
             except (StoreIOError, CorruptionError):
-                # A writer makes and deletes files between our listing and opening them.
+                # A writer makes and deletes files between the listing and their opening.
                 if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
                     raise
                 continue
@@ -165,7 +165,7 @@ class ReadOnlyView:
         start = log.sequence.start_of(log.end)
         behind = None
         if start is not None:
-            with suppress(StoreIOError):  # gone: then the listing is another
+            with suppress(StoreIOError):  # deleted, which changes the listing
                 at = log.end - start
                 behind = self._files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
         return *self._look_at_marks(), behind

@@ -6,7 +6,7 @@
                            "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
 
 A broker ignores it, and without it a store opens as a broker would open it. It counts only if it agrees with the log:
-the same oldest file, the same last record, nothing behind it.
+the same oldest file, the same last record, nothing after it.
 """
 
 from __future__ import annotations

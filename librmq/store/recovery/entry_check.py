@@ -1,4 +1,4 @@
-"""Entries of a queue compared with those that records lead to, and written where they differ."""
+"""Comparison of a queue's entries with those of its records, and correction of differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExpectedEntry(NamedTuple):
 
 
 class EntryCheck:
-    """Compares the entries of one topic's queue; what differs is added to ``damages``, and written if ``mend``."""
+    """Compares the entries of one queue; differences are added to ``damages``, and corrected with ``mend``."""
 
     __slots__ = ("_bitmap_of", "_delayed", "_log", "_mend", "_queue", "_topic", "_units", "damages")
 
@@ -55,9 +55,9 @@ class EntryCheck:
     def compare(
         self, queue: ConsumeQueue, at: int, entries: Sequence[bytes], units: Mapping[int, ExpectedEntry]
     ) -> None:
-        """Compare a run of entries with the queue from queue offset ``at`` on, and write those that differ.
+        """Compare a run of entries with the queue from queue offset ``at`` on, and correct differences.
 
-        ``units`` are by queue offset, of a queue with extension.
+        ``units`` are by queue offset, for a queue with extension.
         """
         self._queue, self._units = queue, units
         same = self._count_same(at, entries) if at >= queue.min_offset else 0
@@ -70,7 +70,7 @@ class EntryCheck:
         queue = self._queue
         lacking = queue_offset >= queue.max_offset
         if lacking and self.damages and self.damages[-1].kind == "missing":
-            return  # said already
+            return  # reported before
         path, position = queue.place_of(queue_offset)
         what = f"lacks entries from queue offset {queue_offset} on"
         if queue.min_offset <= queue_offset < queue.max_offset:
@@ -121,7 +121,7 @@ class EntryCheck:
         return same
 
     def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Return whether an entry is acceptable after all: by its unit, or in the form of 4.9's recovery."""
+        """Return whether a different entry is acceptable: because of its unit, or in the form of 4.9's recovery."""
         place, size, code = ENTRY.unpack(found)
         if found[:12] != expected[:12]:
             return False
@@ -134,11 +134,11 @@ class EntryCheck:
         if not is_ext_address(code):
             return is_free or code in wanted
         if self._queue.ext is None:
-            return False  # there are no units to which it could lead
+            return False  # there are no units to which it could point
         if before := self._queue.read(queue_offset - 1, 1):
             place_before, _, earlier = ENTRY.unpack(before)
             if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
-                return False  # units are in the order of their entries; those of deleted records do not count
+                return False  # units are in the order of their entries, except those of deleted records
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
@@ -146,7 +146,7 @@ class EntryCheck:
 
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
-    """Return the damage of a field of 8 bytes in a record; with ``mend`` it is put right."""
+    """Return the damage of a field of 8 bytes in a record; correct the field with ``mend``."""
     field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
     if mend:
         log.patch(physical_offset + at, _LONG.pack(expected))
@@ -163,7 +163,7 @@ def is_illegible(message: StoredMessage) -> bool:
 
 
 def record_at(log: CommitLog, physical_offset: int, size: int) -> StoredMessage | None:
-    """Return the record of that size that stands there, None if none does."""
+    """Return the record of that size at this place, None if there is none."""
     try:
         raw = log.read(physical_offset, size)
     except CorruptionError:
@@ -176,7 +176,7 @@ def hole(log: CommitLog, following: ExpectedEntry) -> bytes:
 
     If a broker finds no record at an entry, it skips all entries below the next log file, counted from the entry's
     place. So the entry names the file before the one of the next message, with an impossible size. In the first file
-    the entry leads to the next message, which a broker then returns twice.
+    the entry points to the next message, which a broker then returns twice.
     """
     place, size, _ = ENTRY.unpack(following.packed)
     start = place - place % log.file_size
@@ -184,12 +184,12 @@ def hole(log: CommitLog, following: ExpectedEntry) -> bytes:
 
 
 def _is_made_up(entry: bytes, following: bytes) -> bool:
-    """Return whether an entry was made by `_hole`."""
+    """Return whether `hole` made an entry."""
     return ENTRY.unpack(entry)[1] == HOLE_SIZE or entry[:12] == following[:12]
 
 
 def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
-    """Return whether readers can pass an entry without a message of its own."""
+    """Return whether readers can skip an entry without a message of its own."""
     place, size, _ = ENTRY.unpack(found)
     next_place = ENTRY.unpack(following)[0]
     if size == HOLE_SIZE:

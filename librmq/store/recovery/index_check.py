@@ -82,7 +82,7 @@ class IndexCheck:
         """Whether the index ends before the next record."""
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
-        self.sound = not (self._none and self._end > begin)  # otherwise files show that there were others before them
+        self.sound = not (self._none and self._end > begin)  # files show whether others existed before them
         """Whether the index can be completed; otherwise it must be rebuilt."""
         self._checked = index.files if whole else []  # rebuilt parts need no check
         for file in self._checked[:-1]:
@@ -94,10 +94,10 @@ class IndexCheck:
         for before, file in itertools.pairwise(index.files):
             if file.header.index_count <= 1 and file.header != before.header.follower:
                 self.sound = False  # it was torn when the first entry was added
-                self.damages.append(Damage(file.path, 0, "index", "header: no entries, nor that of such a file"))
+                self.damages.append(Damage(file.path, 0, "index", "header: expected that of an empty file"))
 
     def offer(self, record: RawPending) -> None:
-        """Take the keys of the next record, unless `at_end`."""
+        """Add the keys of the next record, unless `at_end`."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
         if run is None:  # the index ends before the log
@@ -108,7 +108,7 @@ class IndexCheck:
         unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
         keys = None if raw_keys is None else java_decode(raw_keys)
         while run is not None and run.physical_offset < physical_offset:
-            self._damaged(run, f"names {run.physical_offset}, where no record with keys is")
+            self._damaged(run, f"points to {run.physical_offset}, where there is no record with keys")
             run = self._run = next(self._runs, None)
         expected = key_hashes(prefix_hash, unique_key, keys)
         there: list[int] = []
@@ -159,15 +159,15 @@ class IndexCheck:
 
     def _damaged(self, run: _Run, what: str) -> None:
         self.sound = False
-        if not self.damages or self.damages[-1].file != run.file.path:  # one a file says enough
+        if not self.damages or self.damages[-1].file != run.file.path:  # one for each file is enough
             position = run.file.entry_position(run.number)
             kind = "ahead" if run.physical_offset >= self._log.end else "entry"
             self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))
 
     def finish(self) -> None:
-        """No record follows."""
+        """Finish after the last record."""
         while self._run is not None:
-            self._damaged(self._run, f"names {self._run.physical_offset}, where no record is")
+            self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
             self._run = next(self._runs, None)
         for file in self._checked:
             found = find_flaw(file)

@@ -44,7 +44,7 @@ def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Dam
     """Delete files that a crash left incomplete; their content can be rebuilt.
 
     In the log these are files of length zero at its end; in queues (unless ``queues`` is false) and units files of
-    length zero and those beside a missing one; in the index a file of length zero and those behind it, which continue
+    length zero and those beside a missing one; in the index a file of length zero and those after it, which continue
     it.
     """
     log = os.path.join(path, directory.COMMITLOG)
@@ -64,12 +64,12 @@ def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Dam
 
 def _clear(found: Sequence[str], files: Files) -> list[Damage]:
     _delete(found, files)
-    what = "a file of length zero, or beside one that is missing, as a crash leaves it"
+    what = "a file of length zero, or beside a missing one, left by a crash"
     return [Damage(file, 0, "size", what) for file in found]
 
 
 def _delete(paths: Sequence[str], files: Files) -> None:
-    """Delete files durably, one after the other, so that no crash brings some back after the store was closed."""
+    """Delete files durably one by one, so that no crash restores some after the store was closed."""
     for path in paths:
         files.delete(path)
         files.flush_folder(os.path.dirname(path))
@@ -93,7 +93,7 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     """Return the files of a sequence that a crash left beside a missing file or one of length zero.
 
     If the last entry before the gap belongs to a deleted message, they are the files before the gap, which were being
-    deleted. Otherwise they are those behind it, the last first.
+    deleted. Otherwise they are those after it, the last first.
     """
     found = _numbered(folder, files)
     if len({size for _, size in found if size}) > 1:
@@ -126,8 +126,8 @@ def load(  # noqa: C901 (a step for each part of a store)
 
     Raises:
         CorruptionError: no crash explains the damage, for example sound records follow it, and the mode is not
-        thorough.
-            The store is not changed.
+        thorough. The
+            store is not changed.
     """
     clean = not has_abort(files, path)
     writable, thorough = mode is not None, mode is not None and mode.is_thorough
@@ -265,16 +265,16 @@ def load(  # noqa: C901 (a step for each part of a store)
 
 
 def describe_recovery(path: str, log_end: int, found: Sequence[Damage], took_ms: int) -> str:
-    """Log in one line what a recovery after an unclean exit has cut, and how long it took."""
+    """Return one line for the log: what a recovery after an unclean exit cut, and how long it took."""
     cut = [damage for damage in found if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
     if cut:
         size, place = sum(damage.bytes for damage in cut), os.path.join(directory.OWN, "salvage")
-        what = f"{size} bytes were cut from {cut[0].offset} on ({cut[0].what}); what was not zero is kept in {place}"
+        what = f"{size} bytes were cut from {cut[0].offset} on ({cut[0].what}); the nonzero bytes are kept in {place}"
     others = len(found) - len(cut)
-    again = f", {others} parts of queues and index were made again" if others else ""
+    again = f", {others} parts of queues and index were rebuilt" if others else ""
     seconds = took_ms / 1000
-    return f"{path}: recovered in {seconds:.1f} s, as it was not closed: the log ends at {log_end}, {what}{again}"
+    return f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
 
 
 class Settled(NamedTuple):
@@ -339,7 +339,7 @@ def _opened(
         if forget is not None:
             forget()
         _delete(gone, files)
-        mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be made again"))
+        mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be rebuilt"))
         return open_part()
 
 

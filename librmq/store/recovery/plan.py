@@ -33,10 +33,10 @@ _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was nev
 class RecoveryMode(enum.Enum):
     """Extent of a recovery and its cuts."""
 
-    LAST_EXIT = "what the last exit calls for"
+    LAST_EXIT = "as the last exit requires"
     """Cut only damage that a crash explains; otherwise refuse the store."""
-    PREVIEW = "what the last exit calls for, in memory"
-    """For a read-only view, in an `OverlayFiles`: end the log at the first damage, and keep the bytes behind it."""
+    PREVIEW = "as the last exit requires, in memory"
+    """For a read-only view, in an `OverlayFiles`: end the log at the first damage, and keep the bytes after it."""
     WHOLE_LOG = "all of the log"
     """On demand: cut at the first damage, and rebuild files with a wrong length or an impossible header."""
     LIVING = "all of the log of an open store"
@@ -63,7 +63,7 @@ class RecordLook:
     """Findings of the walk over the log after an unclean exit.
 
     A sector that was not written holds zeros. In topic or properties they lead to an impossible queue, or to zeros that
-    `_is_torn` recognises. The latter are searched behind the first record that the checkpoint does not cover.
+    `_is_torn` recognises. The latter are searched after the first record that the checkpoint does not cover.
     """
 
     def __init__(self, vouched_for_ms: int) -> None:
@@ -151,7 +151,7 @@ class Planner:
             if is_nameless:
                 if not self._mode.is_thorough:
                     self.check_cut(torn, log.data_behind(at))
-                return None, min(unvouched, at)  # nothing behind it stays
+                return None, min(unvouched, at)  # nothing after it stays
         return None, unvouched
 
     def _check_walk(self, log_end: int) -> None:
@@ -170,7 +170,7 @@ class Planner:
             _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, size)
             what = names_no_queue(raw, raw[topic_at:topic_end], known)
             if what is not None:
-                what += f": `librmq recover {self._path}` would cut the log here and keep what follows aside"
+                what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
 
     def _bytes_behind(self, end: LogEnd) -> int:
@@ -190,7 +190,7 @@ class Planner:
     def check_cut(self, end: LogEnd, cut: int) -> None:
         """Refuse to cut sound records, unless a crash explains the damage before them.
 
-        A crash explains it if the last writes reached the device in another order: uncovered records are then behind a
+        A crash explains it if the last writes reached the device in another order: uncovered records are then after a
         page or sector that was never written.
         """
         if not cut or self._mode is RecoveryMode.PREVIEW:
@@ -204,13 +204,13 @@ class Planner:
             log.sequence.path_at(at),
             at,
             "record" if end.damage is None else end.damage.kind,
-            f"{what}, and sound records from {following} on: this is no end that a crash leaves. "
+            f"{what}, and sound records from {following} on, which no crash leaves. "
             f"`librmq recover {self._path}` would cut {cut} bytes here and keep them aside "
-            f"(--dry-run shows it), `librmq salvage {self._path}` gives what is sound",
+            f"(--dry-run shows it), `librmq salvage {self._path}` returns the sound records",
         )
 
     def _explained_by_crash(self, at: int, upto: int) -> bool:
-        """Return whether no sound record is behind ``at``, or only uncovered ones behind zeros."""
+        """Return whether no sound record is after ``at``, or only uncovered ones after zeros."""
         log = self._parts.log
         following = salvage.find_record(log.sequence, at + 1, upto)
         if following is None:
@@ -222,7 +222,7 @@ class Planner:
 
 
 def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
-    """Return the index files behind the checkpoint, which can be incomplete on the device."""
+    """Return the index files after the checkpoint, which can be incomplete on the device."""
     files, limit = parts.index.files, parts.checkpoint.index_timestamp_ms
     for number, file in enumerate(files):
         end = file.header.end_timestamp_ms
@@ -234,14 +234,14 @@ def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
 
 
 def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> str | None:
-    """Return why a record names no possible queue, None if it names one; ``known`` holds checked queues."""
+    """Return why a record's queue is impossible, None if it is possible; ``known`` holds checked queues."""
     name = topic, raw[record.QUEUE_ID_AT] > 127
     if name not in known:
         queue_id = int.from_bytes(raw[record.QUEUE_ID_AT : record.QUEUE_ID_AT + 4], "big", signed=True)
         try:
             validate_queue(java_decode(topic), queue_id)
         except MessageIllegalError as error:
-            return f"it names no queue: {error}"
+            return f"its queue is impossible: {error}"
         known.add(name)
     return None
 
@@ -249,8 +249,8 @@ def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> 
 def _is_torn(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
     """Return whether a crash left zeros in the properties of a record.
 
-    A sector is written completely or not at all. Of a running write only its first words are there. Other zeros do not
-    come from a crash.
+    A sector is written completely or not at all. A running write can have written only its first words. Other zeros do
+    not come from a crash.
     """
     if raw.find(b"\0", properties_at) < 0:
         return False

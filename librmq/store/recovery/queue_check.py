@@ -392,14 +392,14 @@ class QueueCheck:
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
-        """Hold what has collected against the queue."""
+        """Compare the collected entries with the queue."""
         if self.entries:
             assert self._next is not None
             self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
             self.entries, self._units = [], {}
 
     def finish(self) -> None:
-        """No record follows."""
+        """Finish after the last record."""
         self.settle()
         if self._held is not None:
             claimed, held = self._held
@@ -429,14 +429,14 @@ class QueueCheck:
         stale = queue.data_behind_end()
         if stale:
             path, position = queue.place_of(queue.max_offset)
-            self.damages.append(Damage(path, position, "tail", "bytes behind the last entry", stale))
+            self.damages.append(Damage(path, position, "tail", "bytes after the last entry", stale))
             if self._mend:
                 queue.recover()
 
     def _report_ahead(self, queue_offset: int) -> None:
         path, position = self.queue.place_of(queue_offset)
         ahead = self.queue.max_offset - queue_offset
-        what = f"{ahead} entries from queue offset {queue_offset} on that no record of the log leads to"
+        what = f"{ahead} entries from queue offset {queue_offset} on without a record in the log"
         self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
 
     def _check_older(self) -> None:
@@ -448,7 +448,7 @@ class QueueCheck:
         if wrong is None:
             return
         path, position = queue.place_of(wrong)
-        what = f"queue offset {wrong}: points at no record of this queue"
+        what = f"queue offset {wrong}: points to no record of this queue"
         self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))
         if not self._mend:
             return

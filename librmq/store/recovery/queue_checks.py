@@ -81,7 +81,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 validate_queue(topic, queue_id)
             except MessageIllegalError as error:
                 path = self._log.sequence.path_at(physical_offset)
-                raise CorruptionError(path, physical_offset, "record", f"it names no queue: {error}") from None
+                raise CorruptionError(path, physical_offset, "record", f"its queue is impossible: {error}") from None
             check = self._check((topic, queue_id))
         self[topic_raw, queue_id] = check
         return check

@@ -1,4 +1,4 @@
-"""Where in a queue the entries of certain records stand, found by halving."""
+"""Search for the entries of certain records in a queue, by bisection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 
 
 def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
-    """Return the begin of the records of each queue that counts from 0, by its first entry.
+    """Return the begin of the records of each queue that counts from 0 again, by its first entry.
 
     A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
     """
@@ -56,9 +56,9 @@ def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: in
 
 
 def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
-    """Return the first queue offset whose message is at or behind ``physical_offset``, by binary search.
+    """Return the first queue offset whose message is at or after ``physical_offset``, by bisection.
 
-    The search first goes back from the end in growing steps, because the place is mostly there. So few files are
+    The search first goes back from the end in growing steps, because the place is mostly there, so few files are
     mapped.
     """
     low, high = queue.min_offset, queue.max_offset
@@ -75,7 +75,7 @@ def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
 
 
 def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
-    """Return the first entry from ``queue_offset`` to ``end`` that is no filler."""
+    """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
     while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
         raw = queue.read(queue_offset, min(_BLOCK, end - queue_offset))
         others = np.flatnonzero(np.frombuffer(raw, ENTRY_DTYPE)["size"] != HOLE_SIZE)

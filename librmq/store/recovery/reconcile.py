@@ -62,7 +62,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
 
     Raises:
         GapError: a queue lacks entries from before ``begin``, and cannot be repaired from there.
-        CorruptionError: a record is unreadable or names no possible queue.
+        CorruptionError: a record is unreadable or has an impossible queue.
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(

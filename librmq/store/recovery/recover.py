@@ -1,7 +1,7 @@
 """Recovery: carries out the plan for the log, and makes queues and index agree with it.
 
 After an unclean exit the records of the opening's walk (`librmq.store.recovery.open`) are dispatched again. Bytes
-behind the log's end are copied (`librmq.store.recovery.salvage`) and cut. Unlike 4.9.4, a recovery never loses keys
+after the log's end are copied (`librmq.store.recovery.salvage`) and cut. Unlike 4.9.4, a recovery never loses keys
 that the log still has, and indexes each key once.
 """
 
@@ -116,7 +116,7 @@ class Recovery:
     def _cut_log(self, end: LogEnd, cut: int) -> None:
         log = self._parts.log
         if cut:
-            why = f"no record: {end.damage.what}" if end.damage else "bytes behind the last record"
+            why = f"no record: {end.damage.what}" if end.damage else "bytes after the last record"
             if not self._is_preview:
                 salvage.keep(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
@@ -195,7 +195,7 @@ class Recovery:
                 path = parts.log.sequence.path_at(error.offset)
                 if error.file != path:
                     raise
-                # A record that names no queue ends the log.
+                # A record with an impossible queue ends the log.
                 end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
                 if not self._plan.mode.is_thorough:
                     self._planner.check_cut(end, cut)

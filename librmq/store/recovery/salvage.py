@@ -1,4 +1,4 @@
-"""Salvage: copies of everything that recovery cuts, and the records behind damage.
+"""Salvage: copies of everything that recovery cuts, and the records after damage.
 
 ::
 
@@ -7,7 +7,7 @@
         00000000000000088235                                the bytes of the log from this physical offset on
         00000000000000131072                                the same from the next file of the log
 
-A cut is copied and flushed before a byte of the log goes; whole files are linked if the file system can. A broker
+A cut is copied and flushed before the log loses a byte; whole files are linked if the file system can. A broker
 ignores the folder, and it can be deleted at any time. Of cuts without a sound record, as a crash leaves them, the
 newest eight are kept. Other cuts stay until you delete them.
 """
@@ -58,7 +58,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A kept cut: ``size`` bytes behind ``physical_offset``; None for fields that its manifest lacks."""
+    """A kept cut: ``size`` bytes from ``physical_offset`` on; None for fields that its manifest lacks."""
 
     path: str
     physical_offset: int
@@ -158,7 +158,7 @@ def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | G
 
     The log's records come first, in physical order, whatever is damaged or missing there. Those of each kept cut
     follow, the oldest cut first, without records that the log or an older cut has at the same place. In a sound record
-    all lengths agree and the body matches its checksum; behind damage it must also name its own place. A record between
+    all lengths agree and the body matches its checksum; after damage it must also name its own place. A record between
     sound ones that names another place is returned with the right one.
 
     This takes no lock and changes nothing.
@@ -177,7 +177,7 @@ def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
     end: int | None = None
     for source in _sources(os.path.join(path, COMMITLOG), files):
         if end is not None and source.start > end:
-            yield Gap(end, source.start - end, os.path.dirname(source.path), "no file of the log holds these bytes")
+            yield Gap(end, source.start - end, os.path.dirname(source.path), "these bytes are in no log file")
         end = source.end
         yield from _read(source, [], files)
 
@@ -266,7 +266,7 @@ def _manifest(path: str, files: Files) -> dict[str, Any]:
 
 
 def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
-    """Keep the ``size`` bytes of the log behind ``physical_offset`` before a cut, and return their folder.
+    """Keep the ``size`` bytes of the log from ``physical_offset`` on before a cut, and return their folder.
 
     They are on the device when it returns.
 
@@ -311,7 +311,7 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
 
 
 def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> int:
-    """Copy the bytes behind ``physical_offset``, and return the number of sound records in them."""
+    """Copy the bytes from ``physical_offset`` on, and return the number of sound records in them."""
     sequence, count = log.sequence, 0
     for start in sequence.starts:
         begin = max(physical_offset, start)

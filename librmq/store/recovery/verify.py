@@ -1,6 +1,6 @@
 """Verification of a store, without changing a byte.
 
-It finds unreadable records and bodies that do not match their checksum, bytes behind the log's end, queues and index
+It finds unreadable records and bodies that do not match their checksum, bytes after the log's end, queues and index
 that lack records, are ahead of the log or contradict it, files of a wrong length, folders that belong to no queue, and
 a checkpoint later than the last record. It cannot find changes in a record's flag, times, hosts, reconsume times and
 prepared offset. Only bodies have a checksum; topic, queue, offsets, tags and keys are checked by the entries that point
@@ -70,26 +70,26 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
     path, files = os.fspath(path), files or DiskFiles()
     kind = directory.recognise(path, files)
     if not kind.has_log:
-        raise NotAStoreError(f"{path}: no store; there is no folder {directory.COMMITLOG}")
+        raise NotAStoreError(f"{path}: expected a store, found no folder {directory.COMMITLOG}")
     holder = files.lock_holder(directory.lock_path(path))
     return verify_parts(path, config or directory.infer_config(path, files), files, holder)
 
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
-    """Check with everything given; ``writer`` names the process whose log can be ahead, if any."""
+    """Check with these settings; ``writer`` names the process whose log can be ahead, if any."""
     closed = writer is None and not has_abort(files, path)
     look = _Look(path, config, files, closed=closed)
     damage = look.damage()
     notes = [UNKNOWABLE]
     for (topic, queue_id), count in sorted(look.left_out.items()):
-        notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are in the log still")
+        notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
-        notes.append("an abort marker stands: the store was not closed")
+        notes.append("there is an abort marker: the store was not closed")
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
         for _ in range(_LOOKS - 1):
-            if damage:  # a second look does not find bytes that were just being written
+            if damage:  # a second look rules out bytes of a running write
                 again = set(_Look(path, config, files, closed=False).damage())
                 damage = [one for one in damage if one in again]
     return Verdict(tuple(damage), tuple(notes))
@@ -111,13 +111,13 @@ class _Look:
         if log is None:
             return self._found
         end = log.found_end
-        if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # not just being written
+        if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # no running write
             self._note(end.damage)
         else:
             behind = log.data_behind(end.physical_offset)
             if behind:
                 place = log.sequence.path_at(end.physical_offset)
-                what = f"expected zeros behind the last record, found {behind} bytes up to the last that is none"
+                what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
                 self._found.append(Damage(place, end.physical_offset, "tail", what, behind))
         queues = self._queues()
         index = self._part(self._open_index)
@@ -164,7 +164,7 @@ class _Look:
         queues = {}
         for topic, queue_id in names:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
-            # One that cannot be opened is reported already as lacking everything.
+            # A queue that can't be opened is already reported as lacking all entries.
             queues[topic, queue_id] = queue or ConsumeQueue.open(
                 directory.queue_folder(self._path, topic, queue_id),
                 self._config.consumequeue_file_size,
@@ -215,5 +215,5 @@ class _Look:
             (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms)
         ):
             if timestamp_ms > last_timestamp_ms:
-                what = f"a time of {timestamp_ms}, the last record was stored at {last_timestamp_ms}"
+                what = f"expected at most {last_timestamp_ms}, the store time of the last record, found {timestamp_ms}"
                 self._found.append(Damage(path, 8 * place, "checkpoint", what, 8))

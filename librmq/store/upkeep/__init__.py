@@ -1,1 +1,1 @@
-"""Delete what has expired; copy a store in use."""
+"""Deletion of expired files, and copies of a store in use."""

@@ -8,10 +8,11 @@
     messages              are accepted        are accepted   are accepted         are refused
 
 Retention deletes whole files, the oldest first, but never the file with the last record. A file expires when its last
-record is ``file_reserved_hours`` old; file times are not used. Files beyond ``max_total_size`` go at once. No mapping
+record is ``file_reserved_hours`` old; file times are not used. Files beyond ``max_total_size`` go now. No mapping
 is closed, so a reader that holds a part of a deleted file can continue.
 
-A broker tells by `Readers` which messages its groups have not consumed. Such messages are deleted with their file, with
+A broker reports by `Readers` which messages its groups have not consumed. Such messages are deleted with their file,
+with
 one warning for each group and file. With ``keep_unconsumed`` the file stays instead, and messages are refused while the
 log is larger than ``max_total_size``.
 
@@ -162,7 +163,7 @@ class Retention:
         return self._next_due(now_ms)
 
     def expire(self, now_ms: int, *, at_most: int = _FILES_A_ROUND, forced: bool = False) -> list[str]:
-        """Delete expired log files, ``at_most`` so many, at any hour, and return all deleted paths.
+        """Delete at most ``at_most`` expired log files, at any hour, and return all deleted paths.
 
         ``forced`` deletes the oldest files even if they have not expired. Errors are those of `run_due`.
         """
@@ -184,12 +185,12 @@ class Retention:
         """Return the error for a message that arrives while `refuses_writes`."""
         if self._knows_no_reader_of_a_full_log():
             return StoreFullError(
-                f"{self._path}: no message is taken: the log has reached max_total_size, {self._max_total_size} bytes, "
-                f"and keep_unconsumed keeps its files where no broker tells what its groups have consumed: open the "
-                f"store by Broker.open, or raise max_total_size"
+                f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, "
+                f"and keep_unconsumed keeps its files, because no broker reports what its groups have consumed: open "
+                f"the store by Broker.open, or raise max_total_size"
             )
         return DiskFullError(
-            f"{self._path}: no message is taken: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}"
+            f"{self._path}: message refused: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}"
         )
 
     def full_error(self) -> StoreFullError | None:
@@ -201,7 +202,7 @@ class Retention:
         if (error is not None) != self._is_full_told:
             self._is_full_told = error is not None
             if error is None:
-                _logger.info("%s: messages are taken again: those that were not consumed are", self._path)
+                _logger.info("%s: messages are accepted again: the kept ones are consumed", self._path)
             else:
                 _logger.error("%s", error)
         return error
@@ -215,7 +216,7 @@ class Retention:
             return None
         reader = held.reader
         return StoreFullError(
-            f"{self._path}: no message is taken: the log has reached max_total_size, {self._max_total_size} bytes, and "
+            f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, and "
             f"keep_unconsumed keeps its oldest file: group {reader.group!r} has not consumed {_count(held.messages)} "
             f"there, from queue offset {held.queue_offset} of {reader.topic}/{reader.queue_id} on: {remedy(reader)}, "
             f"or raise max_total_size"
@@ -253,7 +254,7 @@ class Retention:
         if refuses and not self.refuses_writes:
             _logger.error("%s", self.refusal())
         elif self.refuses_writes and not refuses:
-            _logger.info("%s: messages are taken again; the disk is %.1f%% full", self._path, 100 * self.used_ratio)
+            _logger.info("%s: messages are accepted again: the disk is %.1f%% full", self._path, 100 * self.used_ratio)
         self.refuses_writes = refuses
 
     def _ends(self) -> list[int]:
@@ -291,7 +292,7 @@ class Retention:
         return self._log.first_store_timestamp_ms(start) or 0
 
     def _first_behind(self, start: int) -> int | None:
-        """Return the store time of the first record behind the file at ``start``, from the first file that has one."""
+        """Return the store time of the first record after the file at ``start``, from the first file that has one."""
         for other in self._log.sequence.starts:
             if other > start and (stored := self._log.first_store_timestamp_ms(other)):
                 return stored
@@ -304,7 +305,7 @@ class Retention:
             for _, _, raw in self._log.scan(start, start + self._log.file_size, check_body=False):
                 last = raw or last
         except CorruptionError:
-            last = None  # later records can be behind the damage
+            last = None  # later records can follow the damage
         if last is not None:
             return record.store_timestamp_ms(last)
         return _LAST_MOMENT if following is None else following

@@ -129,7 +129,7 @@ def snapshot(
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
             )
-            what = f"no sound record, though the log goes on to {log_end}: no snapshot is made of a damaged log"
+            what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
             raise CorruptionError(file, found_end, "record", what)
 
         def cut(topic: str, queue_id: int, queue_offset: int) -> int:
@@ -236,7 +236,7 @@ class _Renumbering:
         self._log_ends = {name: len(queue) for name, queue in self._old.items()}
 
     def new_offset(self, topic: str, queue_id: int, queue_offset: int) -> int:
-        """Return the queue offset behind all that ``queue_offset`` of the damaged store had passed."""
+        """Return the queue offset after everything that ``queue_offset`` of the damaged store had passed."""
         name = topic, queue_id
         begin, end = self._made_again.get(name, 0), self._log_ends.get(name, 0)
         if begin >= end:
@@ -292,7 +292,7 @@ def _growing(target: str, files: Files) -> Iterator[str]:
     """Make a folder that gets the name ``target`` on success, and is removed after an error."""
     target = target.rstrip(os.sep) or target
     if files.list(target) if files.is_folder(target) else files.size(target) is not None:
-        raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "there is something else already"))
+        raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "it is not empty"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
     make_folders(files, parent)
     files.make_folder(part)
@@ -334,7 +334,7 @@ def _flush_folders(folder: str, files: Files) -> None:
 def _check_copyable(path: str, files: Files) -> None:
     kind = directory.check_kind(path, files)
     if kind is not directory.StoreKind.V4 and not directory.is_4_with_timers(path, files):
-        raise NotAStoreError(f"{path}: {kind.value}, which has files besides that no snapshot is made of")
+        raise NotAStoreError(f"{path}: {kind.value}, some of whose files a snapshot can't copy")
 
 
 def _is_whole(path: str, files: Files) -> bool:
@@ -365,7 +365,7 @@ def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
         end = log.found_end.physical_offset
         following = salvage.find_record(log.sequence, end + 1)
         if following is not None and log.walk(end).physical_offset == end:  # otherwise it was being written
-            what = f"no record, though sound ones follow from {following} on: no snapshot is made of a damaged log"
+            what = f"expected a record, because sound ones follow from {following} on: repair the log before a snapshot"
             raise CorruptionError(log.sequence.path_at(end), end, "record", what)
         return end
 
@@ -470,7 +470,7 @@ def _copy_config(
                 _copy_config(path, part, files, name)
             continue
         if not entry.is_file:
-            continue  # a pipe holds nothing of a store
+            continue  # not a file of a store
         if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))

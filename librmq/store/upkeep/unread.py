@@ -1,7 +1,7 @@
-"""Tell which messages of a log file some group has not consumed yet.
+"""Messages of a log file that some group has not consumed yet.
 
-A store knows no groups. A broker tells it by `Readers` how far each reader of a queue has come: consumer groups, and
-those of its own parts that bring messages to their time. Retention asks before it deletes a file.
+A store does not know groups. A broker reports by `Readers` the progress of each reader of a queue: of consumer groups,
+and of its own parts that deliver messages later. Retention asks before it deletes a file.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ FindQueue = Callable[[str, int], ConsumeQueue | None]
 
 
 class Unread(NamedTuple):
-    """How far a reader has come in a queue."""
+    """The progress of a reader in a queue."""
 
     group: str
     topic: str
     queue_id: int
     queue_offset: int
-    """The first message that the reader may still need."""
+    """Queue offset of the first message that the reader may still need."""
     has_passed: Callable[[int], bool] | None = None
-    """Whether a queue offset from there on is not needed any more; None needs all of them."""
+    """Returns whether a later queue offset is no longer needed; None needs all of them."""
 
 
 class UnreadInFile(NamedTuple):
-    """What a reader still needs of a part of the log."""
+    """The messages that a reader still needs in a part of the log."""
 
     reader: Unread
     queue_offset: int
-    """The first message."""
+    """Queue offset of the first message."""
     messages: int
 
 
 class Readers(Protocol):
-    """What retention asks of a broker. Called by any thread, without a lock of the store."""
+    """Retention's questions to a broker. Any thread calls them, without a lock of the store."""
 
     def unread(self, before: int) -> Iterable[Unread]:
-        """Return how far each reader has come, by queue; what is stored at or behind ``before`` is not asked for."""
+        """Return each reader's progress by queue; messages stored at or after ``before`` don't matter."""
         ...
 
     def lost(self, unread: UnreadInFile) -> None:
-        """Note that messages were deleted before their reader had come to them."""
+        """Note that messages were deleted before their reader reached them."""
         ...
 
 
 def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
-    """Find what is stored from physical offset ``begin`` to ``end`` and not consumed yet, reader by reader."""
+    """Yield the unconsumed messages from physical offset ``begin`` to ``end``, reader by reader."""
     for reader in readers.unread(end):
         queue = find(reader.topic, reader.queue_id)
         if queue is None:
@@ -69,7 +69,7 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
 
 
 def remedy(unread: Unread) -> str:
-    """Return what lets a reader's messages go."""
+    """Return how to free a reader's messages."""
     if is_system_topic(unread.topic) or unread.group.startswith("CID_SYSTEM_"):
-        return "they go when their time has come or their transaction has ended"
-    return f"let the group consume, or pass over them by broker.reset_group({unread.group!r}, {unread.topic!r}, 'end')"
+        return "they can be deleted when their time has come or their transaction has ended"
+    return f"let the group consume, or skip them by broker.reset_group({unread.group!r}, {unread.topic!r}, 'end')"

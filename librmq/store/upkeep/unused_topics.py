@@ -1,4 +1,4 @@
-"""Delete the queues of topics that are gone. Mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``."""
+"""Deletion of the queues of deleted topics. Mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool
             return False
         lane = appender.lanes.get(name)
         queue.clear()
-        if lane is not None:  # another thread may be about to append by it
+        if lane is not None:  # another thread can be about to append through it
             lane.next_queue_offset = 0
         queue.flush()
         for folder in folders:
