@@ -1,6 +1,6 @@
-"""The messages of one group and queue that were received and not acknowledged: what is in flight.
+"""Messages in flight: those of one group and queue that were received but not acknowledged.
 
-Mirrors what ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x note, but in memory. Pure: no store, no clock.
+Mirrors the notes of ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x, but in memory. Pure: no store, no clock.
 
 ::
 
@@ -27,13 +27,13 @@ _SAVED_FIELDS: Final = 6
 
 
 def receive_retry_topic(group: str, topic: str) -> str:
-    """Return the topic of the messages of ``topic`` that a group received and did not acknowledge in time."""
+    """Return the topic of a group's messages of ``topic`` that were received but not acknowledged in time."""
     return f"{RETRY_PREFIX}{group}_{topic}"
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a receiver names its delivery by. As text it has the nine fields of 5.x, with blanks between them."""
+    """Names a delivery for its receiver. As text it has the nine fields of 5.x, separated by blanks."""
 
     received_ms: int
     invisible_ms: int
@@ -52,7 +52,7 @@ class Receipt:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the receipt of a text, None for a text that is none."""
+        """Return the receipt in a text, None for any other text."""
         first = text.split(" ", 5)
         last = first[-1].rsplit(" ", 3)
         fields = [*first[:-1], *last]
@@ -73,38 +73,38 @@ class Flight:
     ) -> None:
         self.physical_offset = physical_offset
         self.received_ms = received_ms
-        """With `invisible_ms`, what its receipt says."""
+        """Note a delivery; `invisible_ms` is that of its receipt."""
         self.invisible_ms = invisible_ms
         self.attempt = attempt
         """1 for the first delivery."""
         self.visible_ms = received_ms + invisible_ms if visible_ms is None else visible_ms
-        """When it comes again unless it is acknowledged; renewals move it past what the receipt says."""
+        """Time of the next delivery unless it is acknowledged; renewals move it beyond the time in the receipt."""
 
     def has(self, receipt: Receipt) -> bool:
-        """Return whether a receipt is its latest."""
+        """Return whether a receipt is the latest one."""
         return self.received_ms == receipt.received_ms and self.invisible_ms == receipt.invisible_ms
 
 
 class QueueFlights:
-    """What is in flight in one queue for one group. Called under the runner's lock."""
+    """The messages in flight in one queue for one group. Called under the runner's lock."""
 
     __slots__ = ("acknowledged", "attempt_id", "committed", "counts", "flights", "next_offset")
 
     def __init__(self, next_offset: int) -> None:
         self.next_offset = next_offset
         self.committed = next_offset
-        """The progress as it was stored last; if the table has another, a reset or another consumer has moved it."""
+        """The last stored progress; if the table differs, a reset or another consumer has moved it."""
         self.flights: dict[int, Flight] = {}
-        """By queue offset, in their order."""
+        """Flights by queue offset, in order."""
         self.counts: dict[int, int] = {}
-        """Deliveries by queue offset, of messages in order that come again."""
+        """Deliveries by queue offset, for messages in order that are delivered again."""
         self.acknowledged: set[int] = set()
         """Queue offsets in order that were acknowledged before an earlier one."""
         self.attempt_id = ""
 
     @property
     def progress(self) -> int:
-        """The smallest queue offset that is not acknowledged."""
+        """The smallest unacknowledged queue offset."""
         return next(iter(self.flights), self.next_offset)
 
     def add(self, queue_offset: int, flight: Flight) -> None:
@@ -112,7 +112,7 @@ class QueueFlights:
         self.flights[queue_offset] = flight
 
     def finish(self, queue_offset: int) -> None:
-        """Note that a message is done with."""
+        """Remove a message that was processed."""
         del self.flights[queue_offset]
         self.counts.pop(queue_offset, None)
 
@@ -121,7 +121,7 @@ class QueueFlights:
         return any(flight.visible_ms > now_ms for flight in self.flights.values())
 
     def read_again(self) -> None:
-        """Read a queue in order from the first message that is not acknowledged."""
+        """Read a queue in order again from the first unacknowledged message."""
         if not self.flights:
             self.acknowledged.clear()
             self.counts.clear()
@@ -134,7 +134,7 @@ class QueueFlights:
         self.next_offset = first
 
     def to_row(self) -> dict[str, Any]:
-        """Return the form in which it is saved."""
+        """Return the saved form."""
         return {
             "committed": self.progress,
             "next": self.next_offset,
@@ -148,13 +148,14 @@ class QueueFlights:
 
     @classmethod
     def of_row(cls, row: Any, progress: int, end: int) -> Self:  # noqa: ANN401 (it comes from a file)
-        """Return what a saved row says of a queue.
+        """Return the state in a saved row.
 
         Args:
-            row: What `to_row` returned, or anything.
-            progress: The stored progress of the group. Where it is smaller than the row's, the row is from later, or
-                the group was reset: all from there on is visible.
-            end: The queue's end; a crash of the machine may have taken messages.
+            row: A result of `to_row`, or anything else.
+            progress: The stored progress of the group. If it is smaller than the row's, the row is newer or the group
+            was reset,
+                so everything from there on is visible.
+            end: The queue's end; a crash of the machine can have lost messages.
         """
         made = cls(progress)
         saved = _saved_flights(row)
@@ -168,7 +169,7 @@ class QueueFlights:
 
 
 def _saved_flights(row: Any) -> list[list[int]] | None:  # noqa: ANN401 (it comes from a file)
-    """Return the numbers of a row's flights by queue offset; None for a row that is none."""
+    """Return the numbers of a row's flights by queue offset; None for an invalid row."""
     if not isinstance(row, dict) or not isinstance(row.get("flights"), str):
         return None
     if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("committed", "next")):

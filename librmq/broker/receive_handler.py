@@ -1,4 +1,4 @@
-"""Receives that hide each message for a time of its own: POP, in a store that stays one of 4.9.
+"""Receives that hide each message for its own time: POP, in a store that stays one of 4.9.
 
 Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor`` and ``PopReviveService`` of
 5.x, without their records in the log::
@@ -7,10 +7,10 @@ Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeP
     ready ───────────────> in flight ───────────────> done
                            │  change: visible later, or now
                            └─ its time is over: stored again in %RETRY%<group>_<topic>, as one more attempt
-                              (a group in order: the queue is read again from its first message not acknowledged)
+                              (a group in order: the queue is read again from its first unacknowledged message)
 
-What is in flight is in memory, and in ``librmq/receives.json``, saved with the progress of groups. The broker of 4.9
-ignores the file. Without it, what was in flight comes again immediately.
+Messages in flight are in memory, and in ``librmq/receives.json``, saved with the progress of groups. The broker of 4.9
+ignores the file. Without it, messages in flight are delivered again immediately.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _READS_WITHOUT_MESSAGE: Final = 8
 
 
 class ReceiveHandler:
-    """The receives of one broker, and what is in flight. Called under the runner's lock."""
+    """The receives of one broker, and its messages in flight. Called under the runner's lock."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ReceiveHandler:
         self.save_all = self._saved.save_all
 
     def start(self) -> None:
-        """Take up what was in flight when the store was closed."""
+        """Restore the messages that were in flight when the store was closed."""
         for key in self._saved:
             if self._offsets.get(*key) is not None:
                 self._queue(*key)
@@ -110,7 +110,7 @@ class ReceiveHandler:
     # ---- requests
 
     def receive(self, request: Receive) -> ReceiveResponse:
-        """Hand out messages, or hold the request."""
+        """Return messages, or hold the request."""
         group, queues, selection = self._check(request)
         self._note_clock(self._runner.now_ms())
         notify = request.notify
@@ -128,7 +128,7 @@ class ReceiveHandler:
         self._held.remove(request.notify)
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
-        """Note that messages are done with."""
+        """Remove processed messages from flight."""
         return tuple([self._acknowledge(request.group, request.topic, text) for text in request.receipts])
 
     def _acknowledge(self, group: str, topic: str, text: str) -> bool:
@@ -146,7 +146,7 @@ class ReceiveHandler:
         return True
 
     def change(self, request: ChangeInvisible) -> str:
-        """Move the time at which a message comes again."""
+        """Change the time at which a message is delivered again."""
         _check_number("invisible_ms", request.invisible_ms, 0, MAX_INVISIBLE_MS)
         now_ms = self._runner.now_ms()
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
@@ -168,7 +168,7 @@ class ReceiveHandler:
     # ---- checks
 
     def _check(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
-        """Refuse what can't be received; else return the group, the queues in turn, and what it takes."""
+        """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
         _check_number("max_messages", request.max_messages, 1, 32)
         _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
         if request.max_attempts is not None:
@@ -227,13 +227,13 @@ class ReceiveHandler:
     def _look(
         self, request: Receive, group: Group, queues: list[tuple[str, int]], selection: Selection
     ) -> list[Received]:
-        """Take messages from the queues in turn, up to as many as are asked for."""
+        """Take messages from the queues in turn, up to the requested number."""
         found: list[Received] = []
         for topic, queue_id in queues:
             room = request.max_messages - len(found)
             if room <= 0:
                 break
-            takes = ALL if topic != request.topic else selection  # a message that comes again has matched
+            takes = ALL if topic != request.topic else selection  # a redelivered message has matched before
             if (topic, queue_id) in self._store.queues:
                 found += self._take(request, group, (group.name, topic, queue_id), room, takes)
         if found and self._metrics is not None:
@@ -281,7 +281,7 @@ class ReceiveHandler:
         return found
 
     def _again(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
-        """Answer a repeated attempt in order with what is in flight."""
+        """Answer a repeated attempt in order with the messages in flight."""
         messages = [(flight, self._store.message_at(flight.physical_offset)) for flight in queue.flights.values()]
         return [self._received(request.topic, key, one, flight, True) for flight, one in messages if one is not None]
 
@@ -305,10 +305,10 @@ class ReceiveHandler:
             flight.physical_offset,
         )
 
-    # ---- what is in flight
+    # ---- messages in flight
 
     def _queue(self, group: str, topic: str, queue_id: int) -> QueueFlights:
-        """Return what is in flight in a queue; start again where the group's progress was moved by others."""
+        """Return a queue's messages in flight; start again if the group's progress was moved otherwise."""
         key = group, topic, queue_id
         queue = self._queues.get(key)
         progress = self._offsets.get(group, topic, queue_id)
@@ -341,7 +341,7 @@ class ReceiveHandler:
         self._saved.changed()
 
     def _finish(self, key: QueueKey, queue_offset: int) -> None:
-        """A message is done with: move the progress, and wake who waits for the queue in order."""
+        """Finish a message: move the progress, and wake receives that wait for the queue in order."""
         queue = self._queues[key]
         queue.finish(queue_offset)
         self._commit(key, queue)
@@ -362,12 +362,12 @@ class ReceiveHandler:
         return flight if flight is not None and flight.has(receipt) else None
 
     def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
-        """Return the delivery that a receipt names; raise `ReceiptError` if it has ended."""
+        """Return the delivery of a receipt; raise `ReceiptError` if it has ended."""
         receipt = self._parse(text)
         if receipt is None:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
-                f"{text!r:.200} is no receipt of {self._broker_name}: pass one as received",
+                f"{text!r:.200} is not a receipt of {self._broker_name}: pass one unchanged",
             )
         key = self._key(group, topic, receipt)
         flight = self._flight(key, receipt)
@@ -375,7 +375,7 @@ class ReceiveHandler:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
                 f"group {group!r}, {topic!r}/{receipt.queue_id}: the message at queue offset {receipt.queue_offset} is "
-                "no longer in flight under this receipt: it has come again, or was acknowledged",
+                "no longer in flight under this receipt: it was delivered again, or was acknowledged",
             )
         return key, receipt, flight
 
@@ -389,7 +389,7 @@ class ReceiveHandler:
         self._runner.wake(self._step, at_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
-        """Let messages come again whose invisible time is over."""
+        """Deliver messages again whose invisible time is over."""
         self._note_clock(now_ms)
         due = self._due
         while due and due[0][0] <= now_ms:
@@ -414,7 +414,7 @@ class ReceiveHandler:
         return due[0][0] if due else None
 
     def _note_clock(self, now_ms: int) -> None:
-        """Where the clock was put back, hide no message for longer than its invisible time from now."""
+        """After the clock was set back, hide no message for longer than its invisible time from now."""
         if now_ms < self._latest_ms:
             for key, queue in self._queues.items():
                 for queue_offset, flight in queue.flights.items():
@@ -424,7 +424,7 @@ class ReceiveHandler:
         self._latest_ms = now_ms
 
     def _store_again(self, key: QueueKey, flight: Flight) -> None:
-        """Store a message for its group once more, as 5.x does when it revives one."""
+        """Store a message again for its group, as 5.x does when it revives one."""
         message = self._store.message_at(flight.physical_offset)
         if message is None:
             _log.warning(

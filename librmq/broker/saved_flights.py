@@ -1,13 +1,13 @@
-"""What is in flight, in a file of librmq's own that is saved with the progress of groups.
+"""Messages in flight, in a file of librmq's own that is saved with the progress of groups.
 
 ::
 
     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
                                 {"committed", "next", "flights"}}}}
                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
-                            with blanks between them, commas between messages
+                            separated by blanks, messages by commas
 
-The broker of 4.9 ignores the file. Without it, what was in flight comes again immediately.
+The broker of 4.9 ignores the file. Without it, messages in flight are delivered again immediately.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class SavedFlights:
     """The file of one broker. Called under the runner's lock."""
 
     def __init__(self, context: BrokerContext, queues: Mapping[QueueKey, QueueFlights]) -> None:
-        """``queues`` is what is in flight, as it changes."""
+        """``queues`` are the messages in flight, which change."""
         self._context = context
         self._queues = queues
         self._table = _table(context)
-        self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # those that were not asked for yet
+        self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # rows that were not taken yet
         self._has_changed = False
         self._saver = FlushAside(
             "what is in flight",
@@ -66,7 +66,7 @@ class SavedFlights:
         return self._rows.pop(_name(key), None)
 
     def changed(self) -> None:
-        """Have the file saved soon."""
+        """Save the file soon."""
         if not self._has_changed:
             self._has_changed = True
             due = self._saver.changed()
@@ -95,12 +95,12 @@ def _name(key: QueueKey) -> str:
 
 
 def _table(context: BrokerContext) -> ConfigTable:
-    """Read what was saved; a file that can't be read counts as none."""
+    """Read the saved file; an unreadable one counts as missing."""
     path, files = os.path.join(context.store.path, _FILE), context.store.files
     try:
         return ConfigTable(path, "receives", _check_rows, False, files)
     except CorruptionError as error:
-        _log.warning("%s: what was in flight is unknown, and comes again: %s", context.name, error)
+        _log.warning("%s: messages in flight are unknown, so they are delivered again: %s", context.name, error)
         for damaged in (path, f"{path}.bak"):
             if files.size(damaged) is not None:
                 files.delete(damaged)

@@ -21,9 +21,9 @@ COMMAND: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.child 
 
 def serve() -> None:
     """Read the parts that the parent sends until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its children
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what else is printed does not get among the frames
+    os.dup2(2, 1)  # prints must not mix with the frames
     work: ReadRequest = _received(sys.stdin.buffer)
     parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(sys.stdin.buffer, parts), daemon=True).start()
@@ -40,14 +40,14 @@ def serve() -> None:
                 else:
                     _send(out, SHARED, place)
             _send(out, END, b"")
-    except BrokenPipeError:  # the parent has closed the read, or is gone
+    except BrokenPipeError:  # the parent closed the read or ended
         os._exit(0)
     except Exception as error:
         _send(out, ERROR, pickled(error))
 
 
 def _received(source: BinaryIO) -> Any:
-    """Return what the parent sent; the process ends when it has closed the pipe."""
+    """Return an object from the parent; the process ends when the parent has closed the pipe."""
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
         os._exit(0)
@@ -55,7 +55,7 @@ def _received(source: BinaryIO) -> Any:
 
 
 def _receive(source: BinaryIO, parts: queue.SimpleQueue[Part]) -> None:
-    """Take parts as they come, so that the parent never waits for one that is read."""
+    """Accept parts immediately, so that the parent never waits while one is read."""
     while True:
         parts.put(_received(source))
 
@@ -74,7 +74,7 @@ def _send_all(out: Any, view: memoryview) -> None:
 
 
 def _end_without(parent: int) -> None:
-    """End this process when the parent is gone, though a fork of it holds the pipe."""
+    """End this process when the parent has ended, although a fork of it holds the pipe."""
     if not hasattr(os, "getppid") or os.name != "posix":
         return
     never = threading.Event()

@@ -1,9 +1,9 @@
-"""A read by several processes, of which the caller's is one; batches come in the order of the parts.
+"""A read by several processes, including the caller's; batches come in the order of the parts.
 
-Children are programs of their own, not forks, so the caller may have threads and needs no ``__main__`` guard. Parts are
-given out one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has. While
+Children are separate programs, not forks, so the caller can have threads and needs no ``__main__`` guard. Parts are
+assigned one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has. While
 it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so no process waits for the slowest. A child
-takes as long to start as this process to read `_PARTS_TO_START` parts, so its first part lies behind them.
+takes as long to start as this process to read `_PARTS_TO_START` parts, so its first part comes after them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _AHEAD_BYTES: Final = 32 << 20
 
 
 class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
-    """The rows of parts in order, read by ``count`` processes, of which this is one.
+    """The rows of parts in order, read by ``count`` processes including this one.
 
-    `close` ends the others at once; so does the end of the rows, and dropping the reader. Reading raises
+    `close`, the end of the rows, or dropping the reader end the other processes immediately. Reading raises
     `ReadingProcessError` if one of them is killed, and `StoreError` after `close`.
     """
 
@@ -58,7 +58,7 @@ class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
         super().__init__(self._source)
 
     def close(self) -> None:
-        """End the processes that read; no more rows can be read."""
+        """End the reading processes; no more rows can be read."""
         self._source.close()
 
 
@@ -94,7 +94,7 @@ class _Source:
 
 
 class _OwnPart:
-    """A part that this process reads ahead: what it has read of it, and the rest."""
+    """A part that this process reads ahead: the batches read, and the rest."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
@@ -102,7 +102,7 @@ class _OwnPart:
         self.is_whole = False
 
     def more(self) -> int:
-        """Read one more batch, and return its bytes; an error is kept for its turn."""
+        """Read one more batch and return its size in bytes; an error is kept for its turn."""
         try:
             batch = next(self._batches, None)
         except Exception as error:
@@ -118,13 +118,11 @@ class _OwnPart:
 
 
 class _Reading:
-    """Who reads which part."""
+    """The assignment of parts to processes."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
         if not sys.executable:
-            raise ConfigError(
-                "processes: this Python does not know its program (sys.executable); read with processes=1"
-            )
+            raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
         self._parts = parts
         self._left = deque(range(len(parts)))
         """The parts that no process has."""
@@ -163,7 +161,7 @@ class _Reading:
         child.give(number, self._parts[number])
 
     def _give_out(self) -> None:
-        """Give the children that have started their next parts."""
+        """Assign the next parts to children that have started."""
         for child in self._children:
             child.listen()
             while child.is_ready and child.parts < _PARTS_AHEAD:
@@ -214,14 +212,14 @@ class _Reading:
 
 
 class _Child:
-    """A process that reads parts, seen by the one that wants their batches."""
+    """A process that reads parts, seen by the receiver of their batches."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
         self.is_ready = False
         self.parts = 0
-        """How many parts it has that did not end."""
+        """Number of its unfinished parts."""
         self.last = -1
-        """The last part that it was given: its batches come in this order."""
+        """Its last part; batches come in this order."""
         self._frames: deque[tuple[bytes, Any]] = deque()
         self._is_closed = False
         self._slots = Slots.create()
@@ -246,7 +244,7 @@ class _Child:
         self._send(ReadRequest(os.getpid(), options, schema, inherited or None))
 
     def give(self, number: int, part: Part) -> None:
-        """Let it read a part, which lies behind those that it has."""
+        """Assign a part, which comes after its other parts."""
         self.last = number
         self.parts += 1
         self._send(part)
@@ -254,12 +252,12 @@ class _Child:
     def _send(self, what: object) -> None:
         data = pickle.dumps(what)
         view = memoryview(LENGTH.pack(len(data)) + data)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its frames tell
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as its frames will show
             while view.nbytes:
                 view = view[self._stdin.write(view) :]
 
     def listen(self) -> bool:
-        """Take what it has said so far; return whether there is a batch, or an end, to take."""
+        """Receive its frames; return whether there is a batch or an end to take."""
         while not self._frames and self._says():
             self._take_frame()
         return bool(self._frames)

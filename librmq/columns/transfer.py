@@ -1,8 +1,8 @@
-"""How a process that reads parts of a store hands its batches to the process that asked for them.
+"""Transfer of batches from a process that reads parts of a store to the process that wants them.
 
 ::
 
-    parent ── stdin ──> child      length 8, bytes: pickles: a `ReadRequest`, then each part that the child is to read
+    parent ── stdin ──> child      length 8, bytes: pickles: a `ReadRequest`, then each part for the child
            <── stdout ──           frames: kind 1, length 8, bytes
            ── free ──>             the number of each slot that may be written again, 1 byte
 
@@ -48,9 +48,9 @@ __all__ = [
 FRAME: Final = struct.Struct(">cQ")
 LENGTH: Final = struct.Struct(">Q")
 READY: Final = b"r"
-"""The child has started, and takes parts."""
+"""The child has started, and accepts parts."""
 SHARED: Final = b"s"
-"""A batch in a slot: its number, where it begins there, its length."""
+"""A batch in a slot: the slot's number, and the batch's start and length."""
 BATCH: Final = b"b"
 """A batch."""
 END: Final = b"p"
@@ -65,7 +65,7 @@ _PLACE: Final = struct.Struct(">BQQ")
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What a child has to know before its first part."""
+    """The settings of a child."""
 
     parent: int
     options: ReadOptions
@@ -90,7 +90,7 @@ class Slots:
 
     @classmethod
     def create(cls) -> Slots | None:
-        """Return shared memory; None where the system has none of this kind."""
+        """Return shared memory; None if the system has no memory of this kind."""
         if not hasattr(os, "memfd_create"):
             return None
         try:
@@ -100,18 +100,18 @@ class Slots:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What the child inherits."""
+        """The descriptors for the child."""
         return self._descriptors[0], self._descriptors[1]
 
     def close_inherited(self) -> None:
-        """Close what the child has by now; the mapping stays."""
+        """Close the descriptors that the child has inherited; the mapping stays."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def buffer(self, place: bytes | bytearray) -> pa.Buffer:
         """Return the message of a `SHARED` frame; its slot is free when the last array on it is gone.
 
-        A caller that keeps batches would use up the slots, so then it gets copies.
+        A caller that keeps batches would use up the slots, so it gets copies then.
         """
         slot, begin, size = _PLACE.unpack(place)
         found = np.frombuffer(self._map, np.uint8, size, slot * SLOT_BYTES + begin)
@@ -130,7 +130,7 @@ class _FreeSlots:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.held = 0
-        """How many slots hold a batch that the caller has."""
+        """Number of slots with a batch that the caller holds."""
 
     def release(self, slot: int) -> None:
         self.held -= 1
@@ -154,14 +154,14 @@ class SlotWriter:
     def write(self, batch: pa.RecordBatch) -> bytes | None:
         """Write a batch into the next free slot, and return its place; None if the batch is too large.
 
-        Waits until the parent needs one of the slots no longer.
+        Wait until the parent releases a slot.
         """
         if self._schema_bytes + pa.ipc.get_record_batch_size(batch) > SLOT_BYTES:
             return None
         if not self._free:
             self._free += os.read(self._freed, SLOTS)
             if not self._free:
-                raise BrokenPipeError("the parent is gone")
+                raise BrokenPipeError("the parent has ended")
         slot = self._free.pop()
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._map[slot * SLOT_BYTES :][:SLOT_BYTES]))
         pa.ipc.new_stream(sink, self._schema).write_batch(batch)
@@ -169,7 +169,7 @@ class SlotWriter:
 
 
 def pickled(error: Exception) -> bytes:
-    """Return an error as bytes; one that cannot be pickled goes as its text."""
+    """Return an error as bytes, or its text if it can't be pickled."""
     try:
         return pickle.dumps((type(error), error.args, error.__dict__))
     except Exception:
@@ -177,7 +177,7 @@ def pickled(error: Exception) -> bytes:
 
 
 def unpickled(data: bytes | bytearray) -> BaseException:
-    """Return an error from what `pickled` made of it; its class may want other arguments than its text."""
+    """Return the error that `pickled` encoded, without its constructor, which may need other arguments."""
     kind, arguments, fields = pickle.loads(data)
     error: BaseException = kind.__new__(kind, *arguments)
     error.__dict__.update(fields)
@@ -185,7 +185,7 @@ def unpickled(data: bytes | bytearray) -> BaseException:
 
 
 def pipe_size(descriptor: Any) -> None:
-    """Widen a pipe where the system allows it."""
+    """Widen a pipe if the system allows it."""
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import fcntl
 

@@ -1,6 +1,6 @@
-"""State of a consumer instance for diagnosis: its queues, and where the code of its listeners stands.
+"""State of a consumer instance for diagnosis: its queues, and the places of its running listeners.
 
-Threads are looked at only when a broker asks, so delivery pays nothing for it.
+Threads are examined only when a broker asks, so delivery has no cost.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
 
 
 def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]:
-    """Return the listeners that threads run now.
+    """Return the listeners that threads are running.
 
     ``call`` is the code of the method that calls a listener with the arguments ``self`` (``delivery``), ``assigned``
     and ``messages``.
@@ -95,7 +95,7 @@ def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]
 
 
 def _depth(top: FrameType, end: FrameType) -> int:
-    """Return the number of frames from ``top`` up to, but without, ``end``."""
+    """Return the number of frames from ``top`` to ``end``, exclusive."""
     depth, frame = 0, top
     while frame is not end and frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back

@@ -1,7 +1,7 @@
-"""Simple consumers: a received message is hidden for a time, and comes again unless it is acknowledged.
+"""Simple consumers: a received message is hidden for a time, and is delivered again unless it is acknowledged.
 
-Mirrors ``SimpleConsumer`` of 5.x; what users of SQS know. There is no rebalance: each instance of a group receives from
-all queues.
+Mirrors ``SimpleConsumer`` of 5.x, which is similar to SQS. There is no rebalance: each instance of a group receives
+from all queues.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ class ReceivedMessage(DeliveredMessage):
         super().__init__(message.raw, queue, message.queue_offset, (0, 0))
         self._topic = received.topic
         self.receipt = received.receipt
-        """Names this delivery to the broker."""
+        """Identifies this delivery at the broker."""
         self.attempt = received.attempt
-        """1 for the first delivery."""
+        """Number of this delivery, from 1."""
         self.visible_timestamp_ms = received.visible_timestamp_ms
-        """When it comes again unless it is acknowledged, in ms since 1970."""
+        """Time of the next delivery unless it is acknowledged, in ms since 1970."""
 
     @property
     def topic(self) -> str:
-        """The topic that it was sent to, for a redelivery too."""
+        """The topic of the send, also for a redelivery."""
         return self._topic
 
 
 class _Wait:
-    """The receives that one call has the brokers hold."""
+    """The held receives of one call."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self.wake = wake
         self._held: list[tuple[Endpoint, Callable[[], None]]] = []
 
     def ask(self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]) -> tuple[Received, ...]:
-        """Receive, or be held until `wake` is called."""
+        """Receive, or be held until the broker calls `wake`."""
 
         def notify() -> None:
             self.wake()
@@ -97,7 +97,7 @@ class _Wait:
         return tuple(response.messages)
 
     def cancel(self) -> None:
-        """End what is still held."""
+        """Cancel the held receives."""
         while self._held:
             endpoint, notify = self._held.pop()
             with suppress(BrokerUnreachableError):
@@ -105,7 +105,7 @@ class _Wait:
 
 
 class SimpleConsumer:
-    """An instance of a group that receives messages and acknowledges each. Thread-safe, in several threads at once.
+    """An instance of a group that receives messages and acknowledges each. Thread-safe, also for parallel receives.
 
     ::
 
@@ -124,17 +124,17 @@ class SimpleConsumer:
         Args:
             route: A `Broker`, or several in a `RouteTable`.
             group: The consumer group. It must have no push or pull consumers: both move one progress.
-            client: The identity; by default one of its own.
-            instance_name: Makes the client's id the same from run to run.
+            client: The identity; by default a new one.
+            instance_name: Keeps the client's id the same from run to run.
 
         Raises:
             ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
-            TypeError: ``route`` is no route.
+            TypeError: ``route`` is not a route.
         """
         check_route(route, type(self).__name__)
         validate_group(group)
         if client is not None and instance_name is not None:
-            raise ConfigError("instance_name: the client that was given has one")
+            raise ConfigError("instance_name: expected None with client, which has one")
         if client is not None:
             client.check_route(route)
         self.group = group
@@ -151,19 +151,19 @@ class SimpleConsumer:
     # ---- life
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
-        """Receive from a topic too: by ``tags`` between ``||`` (None: all), or by an SQL92 expression.
+        """Subscribe to a topic by ``tags`` between ``||`` (None: all), or by an SQL92 expression.
 
         A second subscription of a topic replaces the first.
 
         Raises:
             BrokerError: A broker does not serve the SQL subscription.
-            ConfigError: Both ``tags`` and ``sql`` are given, or one is no text.
+            ConfigError: Both ``tags`` and ``sql`` are given, or one is not a text.
             FilterSyntaxError: The expression does not compile.
-            MessageIllegalError: The topic has a name that is refused.
+            MessageIllegalError: The name of the topic is invalid.
         """
         validate_client_topic(topic)
         if tags is not None and sql is not None:
-            raise ConfigError(f"topic {topic!r}: either tags or sql")
+            raise ConfigError(f"topic {topic!r}: expected tags or sql, found both")
         for name, value in (("tags", tags), ("sql", sql)):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
@@ -194,7 +194,7 @@ class SimpleConsumer:
         return self
 
     def shutdown(self) -> None:
-        """Leave the group; receives that wait return nothing. Messages in flight come again in their time.
+        """Leave the group; waiting receives return nothing. Messages in flight are delivered again in their time.
 
         A repetition does nothing.
         """
@@ -234,13 +234,13 @@ class SimpleConsumer:
     ) -> list[ReceivedMessage]:
         """Return up to ``max_messages`` messages, each hidden from the group for a time.
 
-        Acknowledge each within that time, or `extend` it; else it comes again with ``attempt`` one higher. After the
-        group's retries it becomes a dead letter.
+        Acknowledge each within that time, or `extend` it; otherwise it is delivered again with ``attempt`` one higher.
+        After the group's retries it becomes a dead letter.
 
         Args:
             max_messages: At most this many, 1 to 32.
             invisible: Seconds for which the messages are hidden, up to 12 hours.
-            wait: Seconds to wait if there is none. With a clock moved by hand the call returns immediately.
+            wait: Seconds to wait if there is none. With a manual clock the call returns immediately.
 
         Raises:
             BrokerError: The broker refuses the request.
@@ -291,7 +291,7 @@ class SimpleConsumer:
 
     @contextmanager
     def _waiting(self, wake: Callable[[], object]) -> Iterator[_Wait]:
-        """Make the holds of one call, which end with it."""
+        """Collect the holds of one call, which end with it."""
         waits = _Wait(wake)
         self._waits.add(waits)
         try:
@@ -301,7 +301,7 @@ class SimpleConsumer:
             waits.cancel()
 
     def _ask(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
-        """Ask the brokers of each topic, another one first each time, up to the first with messages."""
+        """Ask the brokers of each topic up to the first with messages, starting with another each time."""
         waits.cancel()
         places = [
             (subscription, data.broker_name)
@@ -336,13 +336,13 @@ class SimpleConsumer:
                 return [ReceivedMessage(one, name) for one in found]
         return []
 
-    # ---- what becomes of a message
+    # ---- outcomes of a message
 
     def ack(self, *messages: ReceivedMessage) -> None:
-        """Say that messages are done with.
+        """Acknowledge processed messages.
 
         Raises:
-            ReceiptError: One has come again already, as its time was over. The others are done with.
+            ReceiptError: One was already delivered again, because its time was over. The others are acknowledged.
         """
         by_place: dict[tuple[str, str], list[ReceivedMessage]] = {}
         for message in messages:
@@ -355,15 +355,15 @@ class SimpleConsumer:
         if late:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
-                f"{len(late)} of {len(messages)} messages were acknowledged too late, and come again: the first is "
-                f"{late[0].message_id} of topic {late[0].topic!r}. Receive with a longer invisible time, or extend it",
+                f"{len(late)} of {len(messages)} messages were acknowledged too late and are delivered again, first "
+                f"{late[0].message_id} of topic {late[0].topic!r}: receive with a longer invisible time, or extend it",
             )
 
     def extend(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
-        """Hide a message for ``invisible`` seconds from now; 0 lets it come again immediately.
+        """Hide a message for ``invisible`` seconds from now; 0 delivers it again immediately.
 
         Raises:
-            ReceiptError: It has come again already, or was acknowledged.
+            ReceiptError: It was already delivered again, or acknowledged.
         """
         invisible_ms = round(1000 * to_seconds("invisible", invisible))
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
@@ -374,7 +374,7 @@ class SimpleConsumer:
         """Make a message a dead letter of the group, with an optional ``cause``.
 
         Raises:
-            ReceiptError: It has come again already, or was acknowledged.
+            ReceiptError: It was already delivered again, or acknowledged.
         """
         request = ForwardToDeadLetters(self.group, message.topic, message.receipt, cause)
         self.client.endpoint(message.broker_name).call(request)

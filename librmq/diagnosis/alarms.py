@@ -1,6 +1,6 @@
-"""Alarms: a running broker is diagnosed again and again, and a callback gets what is new and what is over.
+"""Alarms: a running broker is diagnosed repeatedly, and a callback gets new and resolved findings.
 
-The broker knows nothing of it. A round is a turn of user code on the broker's runner, so it holds up no delivery.
+A round is user code on the broker's runner, so it delays no delivery.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from librmq.runtime.runner import Step, Work
 __all__ = ["Alarm", "Watch", "watch"]
 
 _GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}
-"""Findings whose number matters: each time that it grows is an alarm of its own."""
+"""Findings with a number that matters: each growth is another alarm."""
 
 _log = logging.getLogger("librmq.diagnosis")
 
 
 class Alarm(NamedTuple):
-    """What a watch tells."""
+    """A report of a watch."""
 
     at_ms: int
     state: Literal["raised", "cleared"]
@@ -49,9 +49,9 @@ class Watch:
         self._every_ms = every_ms
         self._raised: dict[tuple[str, str], Finding] = {}
         self._lag: Lag | None = None
-        self._moved_ms: dict[tuple[str, str], int] = {}  # when a group last consumed something of a topic
+        self._moved_ms: dict[tuple[str, str], int] = {}  # time of a group's last consumption in a topic
         self._clients: dict[str, set[str]] = {}
-        self._retries: dict[str, int] = {}  # by topic: where the next round begins
+        self._retries: dict[str, int] = {}  # by topic: start of the next round
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
         self._step = Step(f"watch over {broker.name}", self._begin, self)
@@ -60,7 +60,7 @@ class Watch:
             runner.wake(self._step, runner.now_ms() + every_ms)
 
     def stop(self) -> None:
-        """End the watch; a round that runs ends by itself."""
+        """End the watch; a running round ends by itself."""
         self.dead = True
 
     def __enter__(self) -> Watch:
@@ -76,12 +76,12 @@ class Watch:
 
     def _ended(self, result: object, error: Exception | None) -> None:
         if error is not None and not self._broker.dead:
-            _log.error("%s: a round failed, the next one follows: %s", self._step.label, error, exc_info=error)
+            _log.error("%s: a round failed, and the next one follows: %s", self._step.label, error, exc_info=error)
         runner = self._broker.runner
         runner.wake(self._step, runner.now_ms() + self._every_ms)
 
     def _round(self) -> None:
-        """Diagnose, compare with the last round, and call back."""
+        """Diagnose, compare with the last round, and call the callback."""
         if self._broker.dead:
             return
         now_ms = self._broker.runner.now_ms()
@@ -110,7 +110,7 @@ class Watch:
             _log.exception("%s: the callback failed on %s", self._step.label, alarm.finding.kind)
 
     def _stopped(self, view: StoreView, found: Lag, now_ms: int) -> list[Finding]:
-        """Return the groups that run, have messages to consume, and consume none."""
+        """Return the running groups that have messages to consume, and consume none."""
         findings = []
         rates = {} if self._lag is None else {(one.group, one.topic): one for one in found.rates_since(self._lag)}
         for one in found.by_topic():
@@ -127,13 +127,13 @@ class Watch:
                         "progress-stopped", "error", f"group {one.group}, topic {one.topic}",
                         f"{one.lag:,} messages wait, and the group has consumed none for {stands_s:,.0f} s.",
                         {"lag": one.lag, "stands_s": stands_s},
-                        "Look at held_progress: which message holds the queue, and where its listener stands.",
+                        "See held_progress for the message that holds the queue, and the place of its listener.",
                     )
                 )  # fmt: skip
         return findings
 
     def _gone_instances(self, view: StoreView) -> list[Finding]:
-        """Return the instances of running groups that were there in the last round and are not now."""
+        """Return the instances of running groups that have left since the last round."""
         now: dict[str, set[str]] = {}
         for client in self._broker.clients():
             for group in client.consumer_groups:
@@ -144,14 +144,14 @@ class Watch:
                 "instance-gone", "info", f"group {group}",
                 f"{', '.join(sorted(gone))} left; {len(now.get(group, ()))} instances are there.",
                 {"client_ids": sorted(gone), "instances": len(now.get(group, ()))},
-                "Nothing, if it was stopped on purpose; its queues go to the others.",
+                "None, if it was stopped on purpose; the others take its queues.",
             )
             for group, clients in before.items()
             if (gone := clients - now.get(group, set()))
         ]  # fmt: skip
 
     def _many_retries(self, view: StoreView) -> list[Finding]:
-        """Return the groups that failed often on messages that came back since the last round."""
+        """Return the groups that failed often on messages sent back since the last round."""
         findings = []
         for topic in view.topics:
             if not topic.startswith(RETRY_PREFIX):
@@ -165,9 +165,9 @@ class Watch:
                 findings.append(
                     Finding(
                         "many-retries", "warning", f"group {topic.removeprefix(RETRY_PREFIX)}",
-                        f"{len(often):,} messages came back that failed {self._limits.retries} times or more.",
+                        f"{len(often):,} messages were sent back that had failed {self._limits.retries} times or more.",
                         {"messages": len(often), "most_attempts": _attempts(worst), "message_id": worst.message_id},
-                        "Look at the log of the consumer: the cause stands with each attempt.",
+                        "See the consumer's log, which has the cause of each attempt.",
                     )
                 )  # fmt: skip
         return findings
@@ -196,19 +196,19 @@ def watch(
     *,
     every: float = 10.0,
 ) -> Watch:
-    """Call ``callback`` with each finding about a running broker that is new or worse, and when it is over.
+    """Call ``callback`` with each new, worse or resolved finding about a running broker.
 
-    Beside what `diagnose` finds, a watch sees what happens between two rounds: progress that stopped
+    Besides the findings of `diagnose`, a watch notices changes between two rounds: progress that stopped
     (``progress-stopped``), instances that left (``instance-gone``), and retries (``many-retries``).
 
     Args:
         broker: The running broker; the watch ends with it.
-        callback: Gets an `Alarm`, in a thread of the broker's runner. What it raises is logged.
-        thresholds: From where on something is a finding.
+        callback: Gets an `Alarm`, in a thread of the broker's runner. Its errors are logged.
+        thresholds: Limits beyond which something is a finding.
         every: Seconds between two rounds.
 
     Raises:
-        ConfigError: ``every`` is no duration above 0.
+        ConfigError: ``every`` is not a duration above 0.
     """
     seconds = to_seconds("every", every)
     if seconds <= 0:

@@ -1,11 +1,11 @@
-"""Lag of consumer groups: what each has still to consume, by queue, by topic and by group.
+"""Lag of consumer groups: unconsumed messages by queue, by topic and by group.
 
 ::
 
     lag = max(0, end - max(progress, begin))        a queue without progress counts from its begin
 
-The rows are columns of numpy, as there can be a hundred thousand; iterating makes a `QueueLag` of each. RocketMQ 4.9
-counts a queue without progress from 0, and so tells of messages that were deleted long ago.
+The rows are columns of numpy, because there can be a hundred thousand; iterating makes a `QueueLag` of each. RocketMQ
+4.9 counts a queue without progress from 0, and so includes messages that were deleted long ago.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AT_ONCE: Final = 4096  # entries
 
 
 class QueueLag(NamedTuple):
-    """What a group has still to consume of one queue."""
+    """The unconsumed messages of a group in one queue."""
 
     group: str
     topic: str
@@ -41,14 +41,14 @@ class QueueLag(NamedTuple):
     min_offset: int
     max_offset: int
     consumer_offset: int | None
-    """The queue offset of the group's next message; None if it has no progress there."""
+    """The queue offset of the group's next message; None without progress there."""
     lag: int
     oldest_timestamp_ms: int | None
-    """When the oldest unconsumed message was stored; None where there is none, or it can't be read."""
+    """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
 
 
 class TopicLag(NamedTuple):
-    """What a group has still to consume of one topic."""
+    """The unconsumed messages of a group in one topic."""
 
     group: str
     topic: str
@@ -57,20 +57,20 @@ class TopicLag(NamedTuple):
     most_in_one_queue: int
     oldest_timestamp_ms: int | None
     without_progress: int
-    """Queues that the group has no progress in, which count from their begin."""
+    """Queues without progress of the group, which count from their begin."""
     beyond_end: int
     """Queues whose progress is beyond their end."""
     expired: int
-    """Messages that were deleted before the group came to them."""
+    """Messages that were deleted before the group reached them."""
 
     @property
     def is_again(self) -> bool:
-        """Whether these messages are retries, written again for this group, and not new ones."""
+        """Whether these messages are retries, written again for this group."""
         return self.topic.startswith(RETRY_PREFIX)
 
 
 class GroupLag(NamedTuple):
-    """What a group has still to consume in all."""
+    """All unconsumed messages of a group."""
 
     group: str
     topics: int
@@ -78,9 +78,9 @@ class GroupLag(NamedTuple):
     lag: int
     """All of it."""
     new: int
-    """Messages of producers; deliveries of delayed messages are among them."""
+    """Messages of producers, including delivered delayed messages."""
     again: int
-    """Retries, which the group has failed on before."""
+    """Retries, on which the group has failed before."""
     oldest_timestamp_ms: int | None
 
 
@@ -92,15 +92,15 @@ class GroupRate(NamedTuple):
     seconds: float
     stored_per_s: float
     consumed_per_s: float | None
-    """None where the group had no progress at either time."""
+    """None if the group had no progress at either time."""
     lag: int
     drain_s: float | None
-    """Time until the lag is gone at these rates; None if it never is."""
+    """Time until the lag is 0 at these rates; None if never."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lag:
-    """The lag of groups at one moment, sorted by group, topic and queue: columns, and rows where they are asked for."""
+    """The lag of groups at one moment, sorted by group, topic and queue, as columns; rows are made on demand."""
 
     names: Sequence[tuple[str, str]]
     """Group and topic, each once."""
@@ -110,13 +110,13 @@ class Lag:
     min_offsets: Ints
     max_offsets: Ints
     consumer_offsets: npt.NDArray[np.int64]
-    """A large negative number where there is no progress: ask `has_progress`."""
+    """A large negative number without progress: see `has_progress`."""
     has_progress: npt.NDArray[np.bool_]
     lags: Ints
     oldest_ms: Ints
-    """-1 where it is unknown."""
+    """-1 if it is unknown."""
     now_ms: int | None
-    """The time at which ages count."""
+    """The time for computing ages."""
 
     def __len__(self) -> int:
         return len(self.queue_ids)
@@ -187,7 +187,7 @@ class Lag:
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
         """Return the rates between an earlier measurement and this one, for each group and topic of both.
 
-        A reset of progress in between counts as consumption, backwards as none.
+        A reset of progress in between counts as consumption, a reset backwards as none.
         """
         if self.now_ms is None or earlier.now_ms is None or self.now_ms <= earlier.now_ms:
             return []
@@ -215,13 +215,13 @@ class Lag:
 
 
 def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
-    """Return the lag of each group in each queue of each topic that it has any progress in.
+    """Return the lag of each group in each queue of each topic with progress of the group.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
-        group: This group alone.
-        topic: This topic alone.
-        times: Whether to look up when the oldest unconsumed messages were stored.
+        group: Only this group.
+        topic: Only this topic.
+        times: Whether to look up the store times of the oldest unconsumed messages.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -258,7 +258,7 @@ def _queues_by_topic(view: StoreView) -> dict[str, Ints]:
 
 
 def _rows(queues: Ints | None, offsets: dict[int, int]) -> Ints:
-    """Return ids, begins, ends and progress in the queues of a topic, and in those that are gone but have progress."""
+    """Return ids, begins, ends and progress in the queues of a topic, including deleted ones with progress."""
     if queues is None:
         queues = np.empty((3, 0), np.int64)
     ids = queues[0].tolist()
@@ -271,7 +271,7 @@ def _rows(queues: Ints | None, offsets: dict[int, int]) -> Ints:
 
 
 def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
-    """Fill in when the message at ``start`` was stored, for each row that lags."""
+    """Fill in the store time of the message at ``start``, for each row that lags."""
     late = np.flatnonzero(found.lags)
     if not len(late):
         return
@@ -280,7 +280,7 @@ def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
     of_name = np.array([number[topic] for _, topic in found.names], np.int64)
     of = of_name[np.searchsorted(found.begins, late, side="right") - 1]
     ids, offsets = found.queue_ids[late], start[late]
-    order = np.lexsort((offsets, ids, of))  # so that each queue is looked into once
+    order = np.lexsort((offsets, ids, of))  # so that each queue is read once
     late, of, ids, offsets = late[order], of[order], ids[order], offsets[order]
     begins = np.flatnonzero(np.append(True, (np.diff(of) != 0) | (np.diff(ids) != 0))).tolist()
     places = np.empty(len(late), np.int64)
@@ -292,7 +292,7 @@ def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
 
 
 def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:
-    """Return where in the log the messages at ascending queue offsets are; those that entries without one precede."""
+    """Return the physical offsets of messages at ascending queue offsets, or of the next ones with an entry."""
     found = np.full(len(offsets), UNKNOWN, np.int64)
     at = 0
     while at < len(offsets):
@@ -310,7 +310,7 @@ def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:
 
 
 def _behind_hole(queue: ConsumeQueue, queue_offset: int) -> int:
-    """Return where the first message from ``queue_offset`` on is that the queue leads to."""
+    """Return the physical offset of the first message with an entry from ``queue_offset`` on."""
     for _, block in queue.blocks(queue_offset, queue_offset + _AT_ONCE):
         sound = np.flatnonzero(block["size"] != HOLE_SIZE)
         if len(sound):
@@ -322,9 +322,9 @@ def _behind_hole(queue: ConsumeQueue, queue_offset: int) -> int:
 
 
 def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
-    """Return what the lag of groups tells: backlogs, progress beyond the end, messages that expired unread.
+    """Return findings about lag: backlogs, progress beyond the end, messages deleted unread.
 
-    ``found`` is the lag if it is known already.
+    ``found`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:
@@ -344,10 +344,10 @@ def _beyond(row: QueueLag) -> Finding:
         "progress-beyond-end",
         "error",
         f"group {row.group}, topic {row.topic}, queue {row.queue_id}",
-        f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would pass over the "
+        f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would skip the "
         f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
         {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
-        "Open the store with Broker.open, which puts the progress back to the end, or reset the group.",
+        "Open the store with Broker.open, which sets the progress to the end, or reset the group.",
     )
 
 
@@ -386,7 +386,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             subject,
             f"{each.lag:,} messages wait, few, but the oldest for {age_s:,.0f} s.",
             evidence,
-            "Look whether the group runs, and which message holds its progress.",
+            "Check whether the group runs, and which message holds its progress.",
         )
     queues = view.queue_count(each.topic)
     if queues > 1 and each.lag > limits.normal_lag and each.most_in_one_queue * queues > limits.uneven * each.lag:
@@ -396,14 +396,14 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             subject,
             f"One of {queues} queues holds {each.most_in_one_queue:,} of the {each.lag:,} messages that wait.",
             evidence,
-            "Look at that queue: a stuck or slow consumer of it, or a key that many messages share.",
+            "Check that queue for a stuck or slow consumer, or a key that many messages share.",
         )
     if each.expired:
         yield Finding(
             "expired-unread",
             "error",
             subject,
-            f"{each.expired:,} messages were deleted by retention before the group came to them.",
+            f"{each.expired:,} messages were deleted by retention before the group consumed them.",
             {"expired": each.expired},
             "Keep messages longer (file_reserved_hours, max_total_size), or let the group consume faster.",
         )

@@ -13,18 +13,18 @@ __all__ = ["diagnose"]
 
 
 def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return what deserves a look in a store, worst first; empty for a healthy one.
+    """Return the findings about a store, worst first; empty for a healthy one.
 
     Args:
-        source: A running broker, the folder of a store, or a view of either. Of a folder that a process uses, progress
-            can be some seconds old. Instances, threads and held messages are known of a running broker alone.
-        thresholds: From where on something is a finding.
+        source: A running broker, the folder of a store, or a view of either. For a folder in use, progress
+            can be some seconds old. Instances, threads and held messages are known only for a running broker.
+        thresholds: Limits beyond which something is a finding.
 
     Raises:
         NotAStoreError: the folder holds no store.
         CorruptionError: a file is damaged in a way that no crash explains; ``librmq verify`` says more.
     """
-    from librmq.diagnosis.halves import half_findings  # a broker comes with it
+    from librmq.diagnosis.halves import half_findings  # it loads the broker
 
     limits = thresholds or Thresholds()
     with viewed(source) as view:

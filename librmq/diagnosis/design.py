@@ -1,6 +1,6 @@
-"""Check of a store's design: what its topics, keys and groups will make hard later.
+"""Check of a store's design: problems that its topics, keys and groups will cause later.
 
-Queue entries tell sizes exactly. Kinds and keys are read from the newest messages of each topic.
+Queue entries have exact sizes. Kinds and keys are read from the newest messages of each topic.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from librmq.message.record import FIXED_SIZE
 __all__ = ["TopicVolume", "design_check", "topic_volumes"]
 
 _FAR_APART = 100
-"""From this ratio on, one topic of a group makes the other wait."""
+"""Ratio from which one topic of a group delays the other."""
 
 
 class TopicVolume(NamedTuple):
-    """How much a topic holds."""
+    """The content of a topic."""
 
     topic: str
     queues: int
     messages: int
     bytes: int
-    """Of whole records."""
+    """Size of whole records in bytes."""
     largest: int
-    """Bytes of the largest record."""
+    """Size of the largest record in bytes."""
 
 
 def topic_volumes(source: Source) -> list[TopicVolume]:
-    """Return how much each topic of producers holds, the largest first.
+    """Return the content of each topic of producers, the largest first.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -62,11 +62,11 @@ def _volume(view: StoreView, topic: str) -> TopicVolume:
 
 
 def design_check(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return what in the design of topics, keys and groups deserves a look, worst first.
+    """Return findings about the design of topics, keys and groups, worst first.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
-        thresholds: From where on something is a finding. Of each topic the newest ``sampled`` messages are read.
+        thresholds: Limits beyond which something is a finding. The newest ``sampled`` messages of each topic are read.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -98,7 +98,7 @@ def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
             "few-queues", "warning", f"topic {one.topic}",
             f"{one.messages:,} messages share {one.queues} queue, so one consumer of a group works.",
             {"queues": one.queues, "messages": one.messages},
-            "Add queues, unless all messages must stay in one order; what is stored does not move.",
+            "Add queues, unless all messages must stay in one order; stored messages do not move.",
         )  # fmt: skip
     if one.largest > limits.large_body + FIXED_SIZE:
         yield Finding(
@@ -125,7 +125,7 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
             "mixed-kinds", "warning", f"topic {one.topic}",
             f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}.",
             {"kinds": dict(kinds), "looked_at": len(messages)},
-            "Give each kind a topic of its own: RocketMQ 5 refuses mixtures, and their rates differ.",
+            "Give each kind its own topic: RocketMQ 5 refuses mixtures, and their rates differ.",
         )  # fmt: skip
     keys: Counter[str] = Counter(key for message in messages for key in set(message.keys))
     if keys and len(messages) >= limits.busy_messages:
@@ -133,9 +133,9 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
         if count > limits.key_share * len(messages):
             yield Finding(
                 "skewed-key", "warning", f"topic {one.topic}",
-                f"{count / len(messages):.0%} of the messages looked at have the key {key}.",
+                f"{count / len(messages):.0%} of the sampled messages have the key {key}.",
                 {"key": key, "messages": count, "looked_at": len(messages)},
-                "Where keys choose the queue, that queue bounds the topic: divide the key, or give it a topic.",
+                "If keys choose the queue, that queue limits the topic: divide the key, or give it its own topic.",
             )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _of_groups(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Fin
         yield Finding(
             "group-over-topics", "warning" if is_far else "info", f"group {group}",
             f"The group consumes {len(its)} topics"
-            + (", of which one is so much larger that the others wait behind it." if is_far else "."),
+            + (", one of which is so large that the others wait for it." if is_far else "."),
             {"messages_by_topic": counts},
             "Use one group for each topic: instances that differ lose messages, and a slow topic delays the others.",
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Half messages that checks have given up: listed, and decided later.
+"""Half messages that checks have discarded: list them, and decide about them later.
 
 A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
-decision delivers the message, or drops it, and leaves an op message that says that it has ended.
+decision delivers or drops the message, and writes an op message for its end.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ __all__ = ["GivenUpHalf", "decide_half", "given_up", "half_findings"]
 
 
 class GivenUpHalf(NamedTuple):
-    """A half message that was given up and not decided since."""
+    """An undecided half message that checks have discarded."""
 
     group: str
     """The producer group."""
     topic: str
-    """The topic that the message is for."""
+    """The topic of the message."""
     unique_key: str | None
     checks: int
     born_timestamp_ms: int
     given_up_timestamp_ms: int
     physical_offset: int
-    """The place of the record that says so."""
+    """The place of the record in the topic of discarded halves."""
     can_be_decided: bool
     """Whether the log still has its half."""
 
 
 def given_up(source: Source) -> list[GivenUpHalf]:
-    """Return the half messages that checks have given up and that were not decided since, in order of the log.
+    """Return the undecided half messages that checks have discarded, in log order.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -66,23 +66,23 @@ def given_up(source: Source) -> list[GivenUpHalf]:
 
 
 def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
-    """Commit or roll back a half message that checks have given up.
+    """Commit or roll back a half message that checks have discarded.
 
     Args:
         broker: The running broker.
-        physical_offset: The place that `given_up` tells.
-        commit: Whether the message is delivered, or dropped.
+        physical_offset: The place in a result of `given_up`.
+        commit: Whether to deliver or to drop the message.
 
     Raises:
-        TransactionRefusedError: there is no such half at this place, it was decided before, or the log no longer has
-            its half.
+        TransactionRefusedError: there is no such half at this place, it was decided before, or the log no
+            longer has it.
         BrokerUnreachableError: the broker is closed.
     """
     store = broker.store
     half = next((one for one in given_up_halves(store) if one.physical_offset == physical_offset), None)
     if half is None:
         raise TransactionRefusedError(
-            _SYSTEM_ERROR, f"physical offset {physical_offset}: expected a half that was given up and not decided since"
+            _SYSTEM_ERROR, f"physical offset {physical_offset}: expected an undecided half that was given up"
         )
     family = family_of_half(store, half)
     if not family:
@@ -117,7 +117,7 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
                 "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
                 "physical_offset": halves[-1].physical_offset,
             },
-            "Look their transactions up in the producer's database, then commit or roll back each by decide_half.",
+            "Look up their transactions in the producer's database, then commit or roll back each by decide_half.",
         )
         for (group, topic), halves in found.items()
     ]

@@ -1,4 +1,4 @@
-"""Dead letters: the messages that consumer groups have given up, and why."""
+"""Dead letters: the messages that consumer groups have given up, with their causes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class GivenUpMessage(NamedTuple):
 
     group: str
     original_topic: str
-    """The topic that it was sent to."""
+    """The topic of the send."""
     unique_key: str | None
     reconsume_times: int
     """Failed attempts."""
     store_timestamp_ms: int
-    """When the group gave it up."""
+    """Time at which the group gave it up."""
     cause: str
-    """The exception of the last attempt where a consumer of librmq kept it, else what the record tells."""
+    """The exception of the last attempt, if a consumer of librmq kept it, else the record's cause."""
     physical_offset: int
 
 
 class DeadLetterCause(NamedTuple):
-    """Dead letters of one cause; numbers in the text of an exception are left out."""
+    """Dead letters of one cause; numbers in the text of an exception are ignored."""
 
     group: str
     original_topic: str
@@ -134,7 +134,7 @@ def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -
                 "last_timestamp_ms": one.last_timestamp_ms,
                 "physical_offset": one.example,
             },
-            "Mend the cause, then send them again: librmq dead-letters STORE resend, or broker.resend_dead_letters.",
+            "Fix the cause, then send them again: librmq dead-letters STORE resend, or broker.resend_dead_letters.",
         )
         for one in dead_letter_causes(source)
     ]

@@ -1,11 +1,11 @@
-"""The life of a message: each record of it in the order of the log, then each group that has or has not passed it.
+"""The life of a message: each of its records in log order, then each group that has or has not passed it.
 
 ::
 
     record in                        event
     a topic of producers             stored; committed with the flag of a transaction; delivered after a delay
-    RMQ_SYS_TRANS_HALF_TOPIC         half; checked for a copy that a check put back
-    RMQ_SYS_TRANS_OP_HALF_TOPIC      rolled_back, where no final message belongs to the half
+    RMQ_SYS_TRANS_HALF_TOPIC         half; checked for a copy by a check
+    RMQ_SYS_TRANS_OP_HALF_TOPIC      rolled_back, if there is no final message for the half
     TRANS_CHECK_MAX_TIME_TOPIC       given_up
     SCHEDULE_TOPIC_XXXX, the wheel   delayed
     %RETRY%group                     retried
@@ -40,10 +40,10 @@ _MOST: Final = 1 << 20
 
 
 class StoryEvent(NamedTuple):
-    """One thing that happened to a message."""
+    """An event in the life of a message."""
 
     at_ms: int | None
-    """When the record was stored; None for what a group's progress tells, whose time is unknown."""
+    """Store time of the record; None for a group's progress, whose time is unknown."""
     event: EventKind
     topic: str
     """The topic of the record."""
@@ -53,21 +53,21 @@ class StoryEvent(NamedTuple):
     group: str | None
     """The consumer group of a retry, a dead letter or a progress; the producer group of a half."""
     note: str = ""
-    """More about it, for people."""
+    """Details for people."""
     unique_key: str | None = None
-    """The message, where several share a key."""
+    """The message, if several share a key."""
 
 
 def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryEvent]:
-    """Return what happened to the message with a unique id, an offset id or a key, in order of the log.
+    """Return the events of the message with a unique id, an offset id or a key, in log order.
 
-    Each group with progress in the message's topic comes last, ``passed`` or ``not_passed``. Empty where no record has
-    such an id or key.
+    Each group with progress in the message's topic comes last, ``passed`` or ``not_passed``. The result is empty if no
+    record has this id or key.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
         name: A unique id; else an offset id; else a key.
-        topic: The topic of a key; None looks in all.
+        topic: The topic of a key; None searches all.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -80,7 +80,7 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
 
 
 def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessage]:
-    """Return every record of the messages that ``name`` means, in log order."""
+    """Return every record of the messages that ``name`` identifies, in log order."""
     store = view.store
     found = {one.physical_offset: one for one in store.find_by_id(name)}
     if not found:
@@ -92,7 +92,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
         if key is not None:
             if key != name:
                 found |= {other.physical_offset: other for other in store.find_by_id(key)}
-        else:  # only its first record's id leads from one record to the others
+        else:  # only the first record's id connects the records
             first = origin or one.offset_id
             found |= {
                 other.physical_offset: other
@@ -105,7 +105,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
 
 def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
     events: list[StoryEvent] = []
-    waiting: dict[str | None, list[str]] = {}  # by unique key: the targets of delays that have not come
+    waiting: dict[str | None, list[str]] = {}  # by unique key: the targets of undelivered delays
     seen: set[tuple[str, str]] = set()
     for one in records:
         topic, key = one.topic, one.unique_key
@@ -169,7 +169,7 @@ def _is_commit(one: StoredMessage) -> bool:
 
 
 def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
-    """Return the op messages of halves that have no final message, the first for each transaction."""
+    """Return the op messages of halves without a final message, the first for each transaction."""
     committed = {one.unique_key for one in records if _is_commit(one)}
     committed_halves = {one.prepared_transaction_offset for one in records if _is_commit(one)}
     halves = {
@@ -194,7 +194,7 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
 
 
 def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
-    """Yield, for each record that groups consume, which have passed it."""
+    """Yield, for each record that groups consume, the groups that have passed it."""
     for one in records:
         topic = one.topic
         if (not is_user_topic(topic) and not topic.startswith(RETRY_PREFIX)) or topic == HOP_TOPIC:

@@ -1,4 +1,4 @@
-"""Messages that wait in a store: half messages without an end, those given up, delayed messages, retries and timers.
+"""Messages that wait in a store: open and discarded half messages, delayed messages, retries and timers.
 
 They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
 memory grows only by a bit for each half message and some bytes for each timer.
@@ -41,15 +41,15 @@ _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
 
 class PendingMessage(NamedTuple):
-    """A message that waits."""
+    """A waiting message."""
 
     kind: Kind
     topic: str
-    """The topic that it was sent to."""
+    """The topic of the send."""
     target_topic: str
     """The topic of its delivery: for a retry that of the group, else the same."""
     due_ms: int | None
-    """The time of its delivery; for a half, of the first check; None for one that was given up."""
+    """The time of its delivery; for a half, of the first check; None for a discarded one."""
     unique_key: str | None
     physical_offset: int
     """The place of the waiting record."""
@@ -99,7 +99,7 @@ def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingM
 
 
 def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
-    """Yield the half messages that checks have given up and that were not decided since.
+    """Yield the undecided half messages that checks have discarded.
 
     Raises:
         CorruptionError: a file is unreadable.
@@ -124,7 +124,7 @@ def _has_final(store: MessageStore, half: StoredMessage) -> bool:
 
 
 def family_of_half(store: MessageStore, half: StoredMessage) -> list[StoredMessage]:
-    """Return the half message that was given up and its copies in the half topic, in log order."""
+    """Return a discarded half message and its copies in the half topic, in log order."""
     key = half.unique_key
     return [] if key is None else store.find_by_key(HALF_TOPIC, key, max_messages=_SAME_KEY)
 

@@ -1,4 +1,4 @@
-"""Store times of many records at once, read from the mapped log without an object a record."""
+"""Store times of many records, read from the mapped log without an object for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
-    """Return when the records at these places were stored, in ms; `UNKNOWN` where no record begins.
+    """Return the store times of the records at these places in ms; `UNKNOWN` if no record starts there.
 
     Raises:
         CorruptionError: a file of the log has a wrong length.

@@ -1,7 +1,7 @@
-"""Stuck progress: which message holds it, for how long, in which thread and where in the code.
+"""Stuck progress: which message holds it, for how long, in which thread and at which place in the code.
 
-A message that is not consumed holds the progress of its queue, though later ones are consumed. Of a running broker the
-instances tell what they hold and where their listeners stand; of a folder only the place and the message are known.
+An unconsumed message holds the progress of its queue, even if later ones are consumed. The instances of a running
+broker report what they hold and where their listeners are; for a folder only the place and the message are known.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _SHORT: Final = 3  # frames
 
 
 class HeldProgress(NamedTuple):
-    """A queue of a group that has messages to consume, and what holds its progress."""
+    """A queue of a group with messages to consume, and the reason for its progress."""
 
     group: str
     topic: str
     queue_id: int
     lag: int
     stored_offset: int | None
-    """The progress that the broker knows; None for none."""
+    """The broker's progress; None without any."""
     consumed_offset: int | None
-    """The progress that the instance has in memory, which is stored soon; None where no instance tells it."""
+    """The instance's progress in memory, which is stored soon; None if unknown."""
     message_id: str | None
     """The message at the progress; None if it can't be read."""
     oldest_timestamp_ms: int | None
     failures: int | None
-    """Failed attempts of the group at that message; None where it is unknown."""
+    """The group's failed attempts at that message; None if unknown."""
     client_id: str | None
-    """The instance that has the queue; None where none has it, or none is known."""
+    """The instance that has the queue; None without one, or if unknown."""
     held_s: float | None
-    """How long a listener has had the message; None if none has it, or it is unknown."""
+    """Seconds for which a listener has had the message; None without one, or if unknown."""
     thread: str | None
     stack: tuple[str, ...]
-    """Where the listener stands, the outermost call first; empty where it is unknown."""
+    """The place of the listener, the outermost call first; empty if unknown."""
     behind: int | None
-    """Messages that the instance holds behind it; None where it is unknown."""
+    """Later messages that the instance holds; None if unknown."""
 
 
 def held_progress(source: Source, *, group: str | None = None, found: Lag | None = None) -> list[HeldProgress]:
-    """Return every queue with messages to consume, and what holds its progress, the longest held first.
+    """Return every queue with messages to consume, and the reason for its progress, the longest held first.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
-        group: This group alone.
-        found: The lag, if it is known already.
+        group: Only this group.
+        found: The lag, if already known.
 
     Raises:
         NotAStoreError: the folder holds no store.
@@ -130,9 +130,9 @@ def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> S
 
 
 def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
-    """Return which messages hold progress, and what the threads of a group's listeners have in common.
+    """Return the messages that hold progress, and common places of the threads of a group's listeners.
 
-    ``found`` is the lag if it is known already.
+    ``found`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     findings: list[Finding] = []
@@ -166,7 +166,7 @@ def _stuck(one: HeldProgress) -> Finding:
         "error",
         f"group {one.group}, topic {one.topic}, queue {one.queue_id}",
         f"A listener has had message {one.message_id} for {one.held_s or 0:,.0f} s{where}{failed}; {one.behind} held "
-        "messages are behind it.",
+        "messages wait for it.",
         {
             "queue_offset": one.consumed_offset,
             "stored_offset": one.stored_offset,
@@ -179,14 +179,14 @@ def _stuck(one: HeldProgress) -> Finding:
             "held_behind": one.behind,
             "lag": one.lag,
         },
-        "Look at that place of the listener: give what it waits for a timeout, or lower consume_timeout.",
+        "Check that place of the listener: give its wait a timeout, or lower consume_timeout.",
     )
 
 
 def _threads(
     group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
-    """Yield what the listeners of a group with backlog have in common."""
+    """Yield the common places of the listeners of a group with backlog."""
     waiting = sum(one.lag for one in held)
     push = [state for state in states if state.kind == "push"]
     if waiting <= limits.normal_lag or not push:
@@ -208,10 +208,10 @@ def _threads(
                 "listeners-at-one-place",
                 "warning",
                 f"group {group}",
-                f"{count} of {len(calls)} listeners that run stand at one place, {place[-1]}: what all of them "
-                "wait for is slow.",
+                f"{count} of {len(calls)} running listeners are at one place, {place[-1]}: they all wait for something "
+                "slow.",
                 {**evidence, "count": count, "stack": list(place)},
-                "Look at what that line waits for: a database, a lock, another service. More threads or consumers add "
+                "Check what that line waits for: a database, a lock, another service. More threads or consumers add "
                 "to its load.",
             )
             return
@@ -219,13 +219,13 @@ def _threads(
         yield Finding(
             "idle-with-backlog", "warning", f"group {group}",
             f"All listeners are idle though {waiting:,} messages wait.", evidence,
-            "Look whether progress is stored, whether queues have an owner, and whether filters leave the rest out.",
+            "Check whether progress is stored, whether queues have an owner, and whether filters exclude the rest.",
         )  # fmt: skip
     elif running and running >= threads:
         yield Finding(
             "too-few-threads", "warning", f"group {group}",
             f"All {threads} threads of {len(push)} instances work, at different places, and {waiting:,} messages wait.",
-            evidence, "Try more threads or instances; where that makes nothing faster, what they call is the limit.",
+            evidence, "Try more threads or instances; if that does not help, the service that they call is the limit.",
         )  # fmt: skip
 
 
@@ -244,10 +244,10 @@ def _hot_queue(
         key, share = _most_frequent_key(view, most)
         state = next((state for state in states if state.client_id == most.client_id), None)
         if key is not None and share >= limits.key_share:
-            kind, what = "hot-key", f"{share:.0%} of the messages looked at have the key {key}"
-            step = "Spread that key over several queues, or give it a topic of its own."
+            kind, what = "hot-key", f"{share:.0%} of the sampled messages have the key {key}"
+            step = "Spread that key over several queues, or give it its own topic."
         elif state is None or most.client_id is None:
-            continue  # the queue has no owner: `consistency` says so
+            continue  # the queue has no owner, which `consistency` reports
         elif most.behind:
             kind, what = (
                 "slow-listener",
@@ -266,7 +266,7 @@ def _hot_queue(
 
 
 def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float]:
-    """Return the key that most of the next messages of a queue have, and its share."""
+    """Return the most frequent key of the next messages of a queue, and its share."""
     begin = one.consumed_offset if one.consumed_offset is not None else one.stored_offset or 0
     counts: Counter[str] = Counter()
     looked_at = 0

@@ -1,9 +1,9 @@
-"""A store to ask questions of: in a folder that no process uses, in one that another process uses, or a broker's own.
+"""A store to examine: in a folder that no process uses, in one that another process uses, or a broker's own.
 
 ::
 
-    folder, not in use   what a recovery would make of the files, in memory; time is that of the last message
-    folder, in use       the writer's messages as they come; its tables can be some seconds old; time is now
+    folder, not in use   the result of a recovery in memory; time is that of the last message
+    folder, in use       the writer's current messages; its tables can be some seconds old; time is now
     running broker       its own store and tables, its clients, their threads; time is that of its runner
 
 Nothing is locked and no byte of a file changes.
@@ -41,18 +41,18 @@ def is_own_group(group: str) -> bool:
 
 
 def is_user_topic(topic: str) -> bool:
-    """Return whether producers send to a topic: neither the broker's own, nor of retries or dead letters."""
+    """Return whether a topic is one of producers: neither the broker's own, nor of retries or dead letters."""
     return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
 
 
 class StoreView:
-    """A store as it is seen at one moment, opened by `open` or `of`. Not thread-safe."""
+    """A store at one moment, opened by `open` or `of`. Not thread-safe."""
 
     store: MessageStore
     broker: Broker | None
-    """The running broker; None for a folder. Only with one are instances and threads known."""
+    """The running broker, without which instances and threads are unknown; None for a folder."""
     owner: str | None
-    """The process that has the folder open for writing, None for none; ``this process`` for a broker."""
+    """The process that has the folder open for writing, None without one; ``this process`` for a broker."""
 
     def __init__(self, store: MessageStore, broker: Broker | None, owner: str | None) -> None:
         self.store = store
@@ -75,7 +75,7 @@ class StoreView:
 
         Args:
             path: The store's folder.
-            now_ms: The time at which ages count; by default now for a store in use, else that of its last message.
+            now_ms: The time for ages; by default now for a store in use, else that of its last message.
             files: The file system; the disk by default.
             clock: The clock; the machine's by default.
 
@@ -108,7 +108,7 @@ class StoreView:
 
     @classmethod
     def over(cls, store: MessageStore, tables: BrokerTables | None = None) -> Self:
-        """View a store that is open already; ``tables`` are by default those in its folder."""
+        """View an open store; ``tables`` are by default those in its folder."""
         view = cls(store, None, None if store.read_only else "this process")
         view._tables = tables
         return view
@@ -129,9 +129,9 @@ class StoreView:
 
     @cached_property
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
-        """Queue offsets by queue id, by group and topic; those of a running broker as it has them.
+        """Queue offsets by queue id, by group and topic; for a running broker the present ones.
 
-        A running group is there with each topic that it subscribes to, before it has stored any progress too.
+        A running group has an item for each topic that it subscribes to, even without progress.
         """
         broker = self.broker
         if broker is None:
@@ -149,7 +149,7 @@ class StoreView:
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """The consumer groups that the tables or the topics of retries and dead letters name, sorted."""
+        """The consumer groups in the tables, and of the topics of retries and dead letters, sorted."""
         found = {group for group, _ in self.progress} | set(self.tables.groups.rows)
         for topic in self.topics:
             for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
@@ -180,23 +180,23 @@ class StoreView:
         return found
 
     def queue_count(self, topic: str) -> int:
-        """Return how many queues a topic has, those without messages among them."""
+        """Return the number of queues of a topic, including those without messages."""
         row = self.tables.topics.rows.get(topic, {})
         return max(len(self.topics.get(topic, ())), int(row.get("readQueueNums", 0)))
 
     @cached_property
     def now_ms(self) -> int | None:
-        """The time at which ages count; None for a folder without messages that no process uses."""
+        """The time for ages; None for an unused folder without messages."""
         return self._now_ms if self._now_ms is not None else self._last_timestamp_ms()
 
     def age_s(self, timestamp_ms: int | None) -> float | None:
-        """Return the seconds since a time, never below 0; None where it is unknown."""
+        """Return the seconds since a time, never below 0; None if it is unknown."""
         if timestamp_ms is None or self.now_ms is None:
             return None
         return max(0, self.now_ms - timestamp_ms) / 1000
 
     def _last_timestamp_ms(self) -> int | None:
-        """Return when the last message was stored: that at the log's end, as a rule."""
+        """Return the store time of the last message, usually that at the log's end."""
         ends = sorted(((state.max_physic_offset, name) for name, state in self.ranges.items()), reverse=True)
         for _, name in ends[:8]:
             with suppress(CorruptionError):
@@ -224,7 +224,7 @@ class StoreView:
 
 
 Source: TypeAlias = "StoreView | Broker | str | os.PathLike[str]"
-"""What a diagnosis can be asked of: a view, a running broker, or the folder of a store."""
+"""The source of a diagnosis: a view, a running broker, or the folder of a store."""
 
 
 def _by_group_and_topic(rows: Mapping[str, Mapping[int, int]]) -> dict[tuple[str, str], dict[int, int]]:

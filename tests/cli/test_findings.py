@@ -121,7 +121,7 @@ def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     assert shell("decide", "tx", second["physical_offset"], "--rollback").status == 0
     assert shell("pending", "tx", "--kind", "given_up").rows == []
     assert [row["body"] for row in shell("show", "tx", "--topic", "orders").rows] == ["0"]
-    assert "not decided since" in shell(*words).said
+    assert "expected an undecided half" in shell(*words).said
     assert "name one of --commit" in shell("decide", "tx", 1).said
 
 

@@ -58,7 +58,7 @@ def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> N
     before = files_of(shell.folder / "store")
     answer = shell(*words[1:])
     if name == "decide":  # that store has no half that was given up
-        assert "not decided since" in answer.said
+        assert "expected an undecided half" in answer.said
         return
     assert (answer.status, "a bug" in answer.said) == (0, False), answer.said
     assert given or answer.out or name in FINDS_NOTHING
