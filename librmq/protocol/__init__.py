@@ -1,0 +1,72 @@
+"""The protocol of clients and brokers: requests and responses as values.
+
+Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. A client is an `Endpoint`
+too, which its brokers call (`Heartbeat.client`). Faults, latency, a wire or a recorder wrap `Endpoint.call`. A refused
+request raises `BrokerError`.
+
+Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes are those of ``ResponseCode``.
+"""
+
+from __future__ import annotations
+
+from librmq.protocol.administration import CleanUnusedTopics as CleanUnusedTopics
+from librmq.protocol.administration import CreateTopic as CreateTopic
+from librmq.protocol.administration import DeleteTopic as DeleteTopic
+from librmq.protocol.administration import QueryMessages as QueryMessages
+from librmq.protocol.administration import ResetGroup as ResetGroup
+from librmq.protocol.administration import SetGroup as SetGroup
+from librmq.protocol.administration import ViewMessage as ViewMessage
+from librmq.protocol.callbacks import CheckTransaction as CheckTransaction
+from librmq.protocol.callbacks import ConsumerOffsets as ConsumerOffsets
+from librmq.protocol.callbacks import ConsumersChanged as ConsumersChanged
+from librmq.protocol.callbacks import DescribeInstance as DescribeInstance
+from librmq.protocol.callbacks import Forgotten as Forgotten
+from librmq.protocol.callbacks import HeldQueue as HeldQueue
+from librmq.protocol.callbacks import InstanceState as InstanceState
+from librmq.protocol.callbacks import ListenerCall as ListenerCall
+from librmq.protocol.callbacks import ResetOffsets as ResetOffsets
+from librmq.protocol.consuming import ChannelClosed as ChannelClosed
+from librmq.protocol.consuming import CheckSubscription as CheckSubscription
+from librmq.protocol.consuming import ConsumeFrom as ConsumeFrom
+from librmq.protocol.consuming import ConsumerData as ConsumerData
+from librmq.protocol.consuming import ConsumerIds as ConsumerIds
+from librmq.protocol.consuming import GroupSubscriptions as GroupSubscriptions
+from librmq.protocol.consuming import Heartbeat as Heartbeat
+from librmq.protocol.consuming import LockQueues as LockQueues
+from librmq.protocol.consuming import MaxOffset as MaxOffset
+from librmq.protocol.consuming import MessageModel as MessageModel
+from librmq.protocol.consuming import MinOffset as MinOffset
+from librmq.protocol.consuming import PullMessage as PullMessage
+from librmq.protocol.consuming import PullResponse as PullResponse
+from librmq.protocol.consuming import PullStatus as PullStatus
+from librmq.protocol.consuming import QueryOffset as QueryOffset
+from librmq.protocol.consuming import QueueOffsetAt as QueueOffsetAt
+from librmq.protocol.consuming import SendBack as SendBack
+from librmq.protocol.consuming import SentBack as SentBack
+from librmq.protocol.consuming import Subscription as Subscription
+from librmq.protocol.consuming import TopicGroups as TopicGroups
+from librmq.protocol.consuming import UnlockQueues as UnlockQueues
+from librmq.protocol.consuming import Unregister as Unregister
+from librmq.protocol.consuming import UpdateOffset as UpdateOffset
+from librmq.protocol.parties import LOCAL_HOST as LOCAL_HOST
+from librmq.protocol.parties import PERM_INHERIT as PERM_INHERIT
+from librmq.protocol.parties import PERM_READ as PERM_READ
+from librmq.protocol.parties import PERM_WRITE as PERM_WRITE
+from librmq.protocol.parties import Endpoint as Endpoint
+from librmq.protocol.parties import QueueData as QueueData
+from librmq.protocol.parties import Route as Route
+from librmq.protocol.producing import EndTransaction as EndTransaction
+from librmq.protocol.producing import SendBatch as SendBatch
+from librmq.protocol.producing import SendMessage as SendMessage
+from librmq.protocol.producing import SendResponse as SendResponse
+from librmq.protocol.producing import SendStatus as SendStatus
+from librmq.protocol.producing import TransactionState as TransactionState
+from librmq.protocol.receiving import Acknowledge as Acknowledge
+from librmq.protocol.receiving import CancelReceive as CancelReceive
+from librmq.protocol.receiving import ChangeInvisible as ChangeInvisible
+from librmq.protocol.receiving import ForwardToDeadLetters as ForwardToDeadLetters
+from librmq.protocol.receiving import Receive as Receive
+from librmq.protocol.receiving import Received as Received
+from librmq.protocol.receiving import ReceiveResponse as ReceiveResponse
+from librmq.protocol.request import Request as Request
+from librmq.protocol.request import ResponseCode as ResponseCode

@@ -1,0 +1,88 @@
+"""What people and tools ask of a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol.parties import PERM_READ, PERM_WRITE
+from librmq.protocol.request import Request, value
+
+__all__ = [
+    "CleanUnusedTopics",
+    "CreateTopic",
+    "DeleteTopic",
+    "QueryMessages",
+    "ResetGroup",
+    "SetGroup",
+    "ViewMessage",
+]
+
+
+@value
+class CreateTopic(Request[None]):
+    """Make a topic, or change its queues and permission; stored messages do not move."""
+
+    topic: str
+    read_queues: int = 8
+    write_queues: int = 8
+    permission: int = PERM_READ | PERM_WRITE
+
+
+@value
+class DeleteTopic(Request[None]):
+    """Remove a topic with its queue counts and permission. Its messages stay until retention deletes them."""
+
+    topic: str
+
+
+@value
+class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
+    """Delete the queue files of removed topics whose messages have left the log.
+
+    Return the queues as topic and queue id.
+    """
+
+
+@value
+class SetGroup(Request[None]):
+    """Make a consumer group, or change how often it retries."""
+
+    group: str
+    retry_max_times: int = 16
+    is_ordered: bool | None = None
+    """Whether receives hand out each queue's messages in order; None leaves it as it is."""
+
+
+@value
+class ViewMessage(Request["StoredMessage | None"]):
+    """Return the message at a physical offset."""
+
+    physical_offset: int
+
+
+@value
+class QueryMessages(Request[tuple[StoredMessage, ...]]):
+    """Return messages of a topic by key or unique id, in log order, at most 64."""
+
+    topic: str
+    key: str
+    max_messages: int = 64
+    begin_ms: int = 0
+    end_ms: int = (1 << 63) - 1
+
+
+@value
+class ResetGroup(Request[Mapping[MessageQueue, int]]):
+    """Move a running group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
+
+    ``force`` moves forward too.
+
+    Raises:
+        BrokerError: no client of the group runs (CONSUMER_NOT_ONLINE).
+    """
+
+    group: str
+    topic: str
+    timestamp_ms: int
+    force: bool = True

@@ -1,0 +1,133 @@
+"""What brokers ask of their clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol.consuming import MessageModel
+from librmq.protocol.request import Request, value
+
+__all__ = [
+    "CheckTransaction",
+    "ConsumerOffsets",
+    "ConsumersChanged",
+    "DescribeInstance",
+    "Forgotten",
+    "HeldQueue",
+    "InstanceState",
+    "ListenerCall",
+    "ResetOffsets",
+]
+
+
+@value
+class ConsumersChanged(Request[None]):
+    """Tell a client that the members of its group have changed, so that it rebalances."""
+
+    group: str
+
+
+@value
+class Forgotten(Request[None]):
+    """Tell a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
+
+    broker_name: str
+
+
+@value
+class CheckTransaction(Request[None]):
+    """Ask a producer how the local transaction of a half message ended; it answers by `EndTransaction`, or never."""
+
+    group: str
+    message: StoredMessage
+    transaction_id: str
+    broker_name: str
+
+
+@value
+class ResetOffsets(Request[None]):
+    """Tell a client to continue from these queue offsets in a topic."""
+
+    group: str
+    topic: str
+    offsets: Mapping[MessageQueue, int] = field(default_factory=dict)
+
+
+@value
+class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
+    """Return a client's progress in memory, by queue."""
+
+    group: str
+    topic: str
+
+
+@value
+class HeldQueue:
+    """A queue of an instance, as the instance has it in memory."""
+
+    queue: MessageQueue
+    progress: int | None
+    """Queue offset of the next message to be consumed; None while none was."""
+    stored: int | None
+    """The progress that the broker was last told."""
+    waiting: int
+    """Messages that were pulled and not begun."""
+    running: int
+    """Messages that listeners have."""
+    first: int | None
+    """The smallest queue offset held, at which the progress stays; None if nothing is held."""
+    first_message_id: str | None
+    first_since_ms: int | None
+    """When a listener got that message; None if none has it."""
+    first_failures: int
+    """Failures of the group on that message so far."""
+    pulled_timestamp_ms: int
+    is_throttled: bool
+    """Pulling pauses until less is held."""
+
+
+@value
+class ListenerCall:
+    """A listener at work."""
+
+    queue: MessageQueue
+    queue_offset: int
+    """Of its first message."""
+    message_id: str
+    messages: int
+    since_ms: int | None
+    """None where the consumer does not note it, as an orderly one."""
+    thread: str
+    stack: tuple[str, ...]
+    """Where the listener's code stands, as ``file:line function``, the outermost call first."""
+
+
+@value
+class InstanceState:
+    """One instance of a consumer group, from within. Mirrors ``ConsumerRunningInfo``."""
+
+    client_id: str
+    group: str
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    is_orderly: bool
+    is_paused: bool
+    threads: int
+    """Listeners that may run in parallel; 0 for a pull consumer."""
+    running: int
+    """Listeners that run."""
+    strategy: str
+    """The name of the function that allocates queues."""
+    queues: tuple[HeldQueue, ...]
+    listeners: tuple[ListenerCall, ...]
+    """Those that run in threads; a coroutine has none."""
+
+
+@value
+class DescribeInstance(Request[InstanceState]):
+    """Return the state of a client's consumer of a group. Mirrors 4.9's ``GET_CONSUMER_RUNNING_INFO``."""
+
+    group: str

@@ -1,0 +1,281 @@
+"""What consumers say: their groups, subscriptions and progress, pulls, and messages sent back."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol.parties import Endpoint
+from librmq.protocol.request import Request, value
+
+__all__ = [
+    "ChannelClosed",
+    "CheckSubscription",
+    "ConsumeFrom",
+    "ConsumerData",
+    "ConsumerIds",
+    "GroupSubscriptions",
+    "Heartbeat",
+    "LockQueues",
+    "MaxOffset",
+    "MessageModel",
+    "MinOffset",
+    "PullMessage",
+    "PullResponse",
+    "PullStatus",
+    "QueryOffset",
+    "QueueOffsetAt",
+    "SendBack",
+    "SentBack",
+    "Subscription",
+    "TopicGroups",
+    "UnlockQueues",
+    "Unregister",
+    "UpdateOffset",
+]
+
+
+class PullStatus(enum.Enum):
+    """Status of a pull."""
+
+    FOUND = "FOUND"
+    NO_NEW_MESSAGE = "NO_NEW_MESSAGE"
+    NO_MATCHED_MESSAGE = "NO_MATCHED_MESSAGE"
+    OFFSET_ILLEGAL = "OFFSET_ILLEGAL"
+    HELD = "HELD"
+    """No message yet: the broker calls `PullMessage.notify` when the client should ask again."""
+
+
+class MessageModel(enum.Enum):
+    """Sharing of messages among a group's instances: each message once, or every message to each."""
+
+    CLUSTERING = "CLUSTERING"
+    BROADCASTING = "BROADCASTING"
+
+
+class ConsumeFrom(enum.Enum):
+    """Start of a group in a queue without stored progress."""
+
+    LAST = "CONSUME_FROM_LAST_OFFSET"
+    FIRST = "CONSUME_FROM_FIRST_OFFSET"
+    TIMESTAMP = "CONSUME_FROM_TIMESTAMP"
+
+
+@value
+class Subscription:
+    """Subscription of a group to a topic; of two, the one with the larger ``version`` (ms) is newer."""
+
+    topic: str
+    expression: str = "*"
+    expression_type: str = "TAG"
+    """``TAG`` or ``SQL92``."""
+    version: int = 0
+
+
+@value
+class ConsumerData:
+    """A consumer group, as one client describes it."""
+
+    group: str
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    consume_from: ConsumeFrom
+    subscriptions: Mapping[str, Subscription]
+    """By topic."""
+
+
+@value
+class Heartbeat(Request[None]):
+    """Register a client with these groups, in place of its former ones."""
+
+    client_id: str
+    client: Endpoint
+    """The client's endpoint, for `ConsumersChanged`, `CheckTransaction`, `ResetOffsets`, …"""
+    producer_groups: frozenset[str]
+    consumers: tuple[ConsumerData, ...]
+
+
+@value
+class Unregister(Request[None]):
+    """Remove a client from a group, as producer or as consumer."""
+
+    client_id: str
+    producer_group: str | None = None
+    consumer_group: str | None = None
+
+
+@value
+class ChannelClosed(Request[None]):
+    """Remove a client from all its groups, because its connection has ended."""
+
+    client_id: str
+
+
+@value
+class ConsumerIds(Request[tuple[str, ...]]):
+    """Return the ids of a group's clients, in any order."""
+
+    group: str
+
+
+@value
+class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
+    """Return the subscriptions of a group's clients, by client id and topic, from their heartbeats."""
+
+    group: str
+
+
+@value
+class CheckSubscription(Request[None]):
+    """Check whether the broker can serve a subscription, before a consumer starts.
+
+    Raises:
+        BrokerError: filters of its type are switched off (SYSTEM_ERROR), or it does not compile
+            (SUBSCRIPTION_PARSE_FAILED).
+    """
+
+    client_id: str
+    group: str
+    subscription: Subscription
+
+
+@value
+class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
+    """Return the groups that subscribe to a topic or have progress in it; None for one without a running instance."""
+
+    topic: str
+
+
+@value
+class PullResponse:
+    """Result of a pull; ``next_offset`` is the offset of the next pull, whatever the status."""
+
+    status: PullStatus
+    next_offset: int
+    min_offset: int
+    max_offset: int
+    messages: Sequence[StoredMessage] = ()
+    is_held: bool = False
+    """Whether the broker will call `PullMessage.notify`: with HELD, or as `PullMessage.stay` says."""
+
+
+@value
+class PullMessage(Request[PullResponse]):
+    """Read up to ``max_messages`` messages of a queue that match.
+
+    If there is none yet, and ``notify`` is given, the answer is HELD. The broker keeps one ``notify`` for each client,
+    group and queue, which a later pull replaces. It calls it once, under the runner's lock, when a matching message
+    arrives, or up to 5 s after other messages. The client then asks again. The pull also stores progress.
+    """
+
+    client_id: str
+    group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_messages: int = 32
+    subscription: Subscription | None = None
+    """None means the subscription in the group's heartbeats."""
+    commit_offset: int | None = None
+    """Progress of the group in this queue to store, unless None."""
+    notify: Callable[[], None] | None = None
+    stay: bool = False
+    """Keep ``notify`` for the next messages even if this pull finds some, unless the next are there already."""
+
+
+@value
+class SentBack:
+    """Result of sending a message back."""
+
+    is_dead: bool
+    """Whether the message is a dead letter now."""
+    max_reconsume_times: int
+    """Number of redeliveries before a message becomes a dead letter."""
+    due_timestamp_ms: int | None = None
+    """Time of the next delivery; None for a dead letter."""
+
+
+@value
+class SendBack(Request["SentBack | None"]):
+    """Send a message back after a failure: store it for the group again, delayed, or as a dead letter.
+
+    The answer is None if the broker does not report the result.
+    """
+
+    group: str
+    physical_offset: int
+    delay_level: int
+    """0 means by the number of deliveries, below 0 a dead letter at once."""
+    max_reconsume_times: int | None = None
+    """The consumer's maximum; None means the group's."""
+    origin_topic: str = ""
+    origin_message_id: str = ""
+    cause: str = ""
+    """Cause of the failure, which a dead letter keeps as a property."""
+
+
+@value
+class QueryOffset(Request["int | None"]):
+    """Return a group's stored progress in a queue, None if there is none.
+
+    Without stored progress the answer is 0 if the queue's minimum is 0 and its first message counts as in memory.
+    """
+
+    group: str
+    topic: str
+    queue_id: int
+
+
+@value
+class UpdateOffset(Request[None]):
+    """Store a group's progress in a queue: the queue offset of the next message."""
+
+    group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+
+
+@value
+class MaxOffset(Request[int]):
+    """Return the queue offset of the next message."""
+
+    topic: str
+    queue_id: int
+
+
+@value
+class MinOffset(Request[int]):
+    """Return the queue offset of the oldest message."""
+
+    topic: str
+    queue_id: int
+
+
+@value
+class QueueOffsetAt(Request[int]):
+    """Return the queue offset whose store time is nearest to ``timestamp_ms``."""
+
+    topic: str
+    queue_id: int
+    timestamp_ms: int
+
+
+@value
+class LockQueues(Request[frozenset[MessageQueue]]):
+    """Lock queues for a client of a group, or renew its locks; return the queues that it holds then."""
+
+    group: str
+    client_id: str
+    queues: frozenset[MessageQueue]
+
+
+@value
+class UnlockQueues(Request[None]):
+    """Release locks."""
+
+    group: str
+    client_id: str
+    queues: frozenset[MessageQueue]

@@ -1,0 +1,93 @@
+"""What producers send."""
+
+from __future__ import annotations
+
+import enum
+
+from librmq.message.hosts import Host
+from librmq.message.message import Message
+from librmq.protocol.request import Request, value
+
+__all__ = [
+    "EndTransaction",
+    "SendBatch",
+    "SendMessage",
+    "SendResponse",
+    "SendStatus",
+    "TransactionState",
+]
+
+
+class SendStatus(enum.Enum):
+    """Durability of a stored message."""
+
+    SEND_OK = "SEND_OK"
+    FLUSH_DISK_TIMEOUT = "FLUSH_DISK_TIMEOUT"
+    FLUSH_SLAVE_TIMEOUT = "FLUSH_SLAVE_TIMEOUT"
+    SLAVE_NOT_AVAILABLE = "SLAVE_NOT_AVAILABLE"
+
+
+class TransactionState(enum.Enum):
+    """End of a transaction; UNKNOWN leaves it to the check."""
+
+    COMMIT = 8
+    ROLLBACK = 12
+    UNKNOWN = 0
+
+
+@value
+class SendResponse:
+    """Place of a stored message, or of the first of a batch."""
+
+    status: SendStatus
+    queue_id: int
+    queue_offset: int
+    """That of the first message; those of a batch follow it."""
+    physical_offset: int
+    offset_ids: tuple[str, ...]
+    """The broker's ids, one for each message."""
+    transaction_id: str | None = None
+
+
+@value
+class SendMessage(Request[SendResponse]):
+    """Store a message, with properties that the client has completed."""
+
+    group: str
+    message: Message
+    queue_id: int
+    """Below 0: the broker chooses."""
+    born_timestamp_ms: int
+    born_host: Host
+    sys_flag: int = 0
+    """Compression and transaction bits, as in a record."""
+    default_queues: int = 4
+    """Number of queues of a topic that this send makes, at most the broker's default."""
+    reconsume_times: int = 0
+    max_reconsume_times: int | None = None
+    """Of a consumer that sends a message back itself, as an orderly one does."""
+
+
+@value
+class SendBatch(Request[SendResponse]):
+    """Store messages of one topic as one batch."""
+
+    group: str
+    messages: tuple[Message, ...]
+    queue_id: int
+    born_timestamp_ms: int
+    born_host: Host
+    default_queues: int = 4
+
+
+@value
+class EndTransaction(Request[None]):
+    """Commit or roll back a half message; UNKNOWN does nothing."""
+
+    group: str
+    state: TransactionState
+    queue_offset: int
+    """Of the half message, in the half topic."""
+    physical_offset: int
+    message_id: str
+    from_check: bool = False
