@@ -61,9 +61,9 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         done = plan
         if plan.queues:
             done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
-        for one in done.queues:
-            row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}
-            output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
+    for one in done.queues:
+        row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}
+        output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
     return 0
 
 
@@ -101,6 +101,7 @@ def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:
 
 def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
     group, topic = arguments.group, arguments.topic
+    rows = []
     with opened_to_change(arguments) as (store, tables):
         for queue_id in _queue_ids(store, tables, arguments):
             queue = store.queues[topic, queue_id]
@@ -109,7 +110,7 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
             after = move(store, queue)
             if after != before:
                 tables.set_consumer_offset(topic, group, queue_id, after)
-            output.row(
+            rows.append(
                 {
                     "group": group,
                     "topic": topic,
@@ -121,6 +122,8 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
                     "lag": queue.max_offset - after,
                 }
             )
+    for row in rows:  # only now is it saved
+        output.row(row)
     return 0
 
 

@@ -29,7 +29,7 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
         old = tables.topics.rows.get(name)
         change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
         row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
-        output.row({**row, "dry_run": arguments.dry_run})
+    output.row({**row, "dry_run": arguments.dry_run})
     return 0
 
 
@@ -118,7 +118,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row |= _copy(tables, name, arguments.to, known)
         else:
             row["topics"] = _forget(tables, name)
-        output.row({**row, "dry_run": arguments.dry_run})
+    output.row({**row, "dry_run": arguments.dry_run})
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from librmq import Broker, Message, MessageStore
+from librmq.cli.output import JsonLines
 from librmq.runtime.manual import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell, files_of
@@ -47,6 +48,19 @@ def test_a_dry_run_prints_the_same_and_changes_no_byte(shell: Shell, words: tupl
     assert {name for name in before if after[name] != before[name] and name.startswith("commitlog")} == set()
     assert [name for name in after if name.startswith("config") and after[name] != before.get(name)] != []
     assert shell("verify", "store").status == 0
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
+def test_a_change_is_saved_before_it_is_printed(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    def leave(self: JsonLines, row: object) -> None:
+        raise BrokenPipeError
+
+    before = files_of(shell.folder / "store" / "config")
+    monkeypatch.setattr(JsonLines, "row", leave)
+    assert shell(*words).status == 0
+    assert files_of(shell.folder / "store" / "config") != before
 
 
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
