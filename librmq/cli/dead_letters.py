@@ -6,7 +6,7 @@ import argparse
 
 from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
-from librmq.cli.output import Output
+from librmq.cli.output import Output, complain, whole_number
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
@@ -17,12 +17,14 @@ __all__ = ["dead_letters"]
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group once more."""
     if arguments.resend:
+        if arguments.causes:
+            raise InputError("name one of --causes and --resend")
         return _resend(arguments, output)
     if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     with open_view(arguments) as view:
         if arguments.causes:
-            for cause in letters.dead_letter_causes(view, group=arguments.group):
+            for cause in letters.sum_up_causes(_chosen(view, arguments)):
                 output.row(cause._asdict())
         else:
             for letter in _chosen(view, arguments):
@@ -40,14 +42,18 @@ def _chosen(view: StoreView, arguments: argparse.Namespace) -> list[letters.Give
 
 
 def _resend(arguments: argparse.Namespace, output: Output) -> int:
-    """Resend the chosen dead letters; a dry run does the same in memory."""
+    """Resend the chosen dead letters, at most ``--limit``; a dry run does the same in memory."""
     if arguments.group is None:
         raise InputError("--resend: name the group by --group")
     with opened_broker(arguments) as broker:
         chosen = {one.physical_offset: one for one in _chosen(StoreView.of(broker), arguments)}
         chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]
+        if arguments.limit is not None:
+            chosen_letters = chosen_letters[: whole_number("--limit", arguments.limit)]
         for letter in chosen_letters:
             broker.resend_dead_letters(arguments.group, [letter])
-        for letter in chosen_letters:
-            output.row({**chosen[letter.physical_offset]._asdict(), "resent": not arguments.dry_run})
+    if not chosen_letters:
+        complain(f"note: no such dead letter of group {arguments.group!r}: nothing is sent")
+    for letter in chosen_letters:
+        output.row({**chosen[letter.physical_offset]._asdict(), "resent": not arguments.dry_run})
     return 0

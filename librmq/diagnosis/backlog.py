@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.consumequeue import ENTRY_DTYPE, HOLE_SIZE, ConsumeQueue
-from librmq.diagnosis.findings import Finding, Severity, Thresholds
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
 from librmq.diagnosis.store_times import UNKNOWN, store_times
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.message.topics import RETRY_PREFIX
@@ -147,7 +147,8 @@ class Lag:
         """Return the lag of each group in each topic, sorted by group and topic."""
         if not len(self):
             return []
-        expired = np.where(self.has_progress, np.maximum(0, self.min_offsets - self.consumer_offsets), 0)
+        consumed = np.maximum(0, self.consumer_offsets)  # a negative offset stands for no message
+        expired = np.where(self.has_progress, np.maximum(0, self.min_offsets - consumed), 0)
         beyond = self.has_progress & (self.consumer_offsets > self.max_offsets)
         oldest = np.where(self.oldest_ms == UNKNOWN, _NEVER, self.oldest_ms)
         begins = self.begins
@@ -347,7 +348,7 @@ def _beyond(row: QueueLag) -> Finding:
         f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would skip the "
         f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
         {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
-        "Open the store with Broker.open, which sets the progress to the end, or reset the group.",
+        "Set the progress to the end: librmq reset STORE --group GROUP --topic TOPIC --to end, or Broker.open.",
     )
 
 
@@ -384,7 +385,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             "old-messages",
             "warning",
             subject,
-            f"{each.lag:,} messages wait, few, but the oldest for {age_s:,.0f} s.",
+            f"Only {counted(each.lag, 'message')} left to consume, but the oldest has waited for {age_s:,.0f} s.",
             evidence,
             "Check whether the group runs, and which message holds its progress.",
         )
@@ -403,7 +404,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             "expired-unread",
             "error",
             subject,
-            f"{each.expired:,} messages were deleted by retention before the group consumed them.",
+            f"Retention deleted {counted(each.expired, 'message')} before the group consumed them.",
             {"expired": each.expired},
             "Keep messages longer (file_reserved_hours, max_total_size), or let the group consume faster.",
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["Finding", "Severity", "Thresholds", "worst_first"]
+__all__ = ["Finding", "Severity", "Thresholds", "counted", "worst_first"]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -59,6 +59,11 @@ class Thresholds:
     """Whether to include the broker's own groups and topics."""
     topics: frozenset[str] = field(default_factory=frozenset)
     """Important topics, whose warnings count as errors."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

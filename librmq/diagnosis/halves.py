@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from librmq.broker import Broker
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.pending import family_of_half, given_up_halves
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import TransactionRefusedError
@@ -109,7 +109,7 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
             "given-up-halves",
             "error" if topic in limits.topics else "warning",
             f"producer group {group}, topic {topic}",
-            f"{len(halves):,} half messages were given up, without commit or rollback.",
+            f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
             {
                 "halves": len(halves),
                 "checks": max(one.checks for one in halves),
@@ -117,7 +117,8 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
                 "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
                 "physical_offset": halves[-1].physical_offset,
             },
-            "Look up their transactions in the producer's database, then commit or roll back each by decide_half.",
+            "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
+            "OFFSET, or decide_half.",
         )
         for (group, topic), halves in found.items()
     ]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX
 
-__all__ = ["DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letter_findings", "dead_letters"]
+__all__ = [
+    "DeadLetterCause",
+    "GivenUpMessage",
+    "dead_letter_causes",
+    "dead_letter_findings",
+    "dead_letters",
+    "sum_up_causes",
+]
 
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
@@ -72,21 +79,25 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
         NotAStoreError: the folder holds no store.
         CorruptionError: a file is damaged.
     """
-    found: dict[tuple[str, str, str], DeadLetterCause] = {}
     with viewed(source) as view:
-        for of, message in _messages(view, group):
-            one = _letter(of, message)
-            name = one.group, one.original_topic, _VARIES.sub("#", one.cause)
-            known = found.get(name)
-            at = one.store_timestamp_ms
-            found[name] = DeadLetterCause(
-                *name,
-                1 if known is None else known.messages + 1,
-                at if known is None else min(known.first_timestamp_ms, at),
-                at if known is None else max(known.last_timestamp_ms, at),
-                one.reconsume_times if known is None else max(known.most_times, one.reconsume_times),
-                one.physical_offset,
-            )
+        return sum_up_causes(_letter(of, message) for of, message in _messages(view, group))
+
+
+def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
+    """Return dead letters by group, topic and cause, the most frequent first."""
+    found: dict[tuple[str, str, str], DeadLetterCause] = {}
+    for one in letters:
+        name = one.group, one.original_topic, _VARIES.sub("#", one.cause)
+        known = found.get(name)
+        at = one.store_timestamp_ms
+        found[name] = DeadLetterCause(
+            *name,
+            1 if known is None else known.messages + 1,
+            at if known is None else min(known.first_timestamp_ms, at),
+            at if known is None else max(known.last_timestamp_ms, at),
+            one.reconsume_times if known is None else max(known.most_times, one.reconsume_times),
+            one.physical_offset,
+        )
     return sorted(found.values(), key=lambda one: (-one.messages, one[:3]))
 
 
@@ -126,7 +137,7 @@ def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -
             "dead-letters",
             "error" if one.original_topic in limits.topics else "warning",
             f"group {one.group}, topic {one.original_topic}",
-            f"{one.messages:,} dead letters: {one.cause}.",
+            f"{counted(one.messages, 'dead letter')}: {one.cause}.",
             {
                 "cause": one.cause,
                 "messages": one.messages,
@@ -134,7 +145,8 @@ def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -
                 "last_timestamp_ms": one.last_timestamp_ms,
                 "physical_offset": one.example,
             },
-            "Fix the cause, then send them again: librmq dead-letters STORE resend, or broker.resend_dead_letters.",
+            f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {one.group}, or "
+            "broker.resend_dead_letters.",
         )
         for one in dead_letter_causes(source)
     ]

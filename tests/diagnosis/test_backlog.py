@@ -115,6 +115,15 @@ def test_progress_beyond_the_end_is_no_lag_but_a_finding() -> None:
     ]
 
 
+def test_a_negative_progress_expires_nothing() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    store.progress("G", "T", q0=-3)
+    found = lag(store.view)
+    assert [(row.consumer_offset, row.lag) for row in found] == [(-3, 5)]
+    assert [one.expired for one in found.by_topic()] == [0]
+
+
 def test_retries_count_apart_from_new_messages() -> None:
     store = Store()
     store.send("T", 0, 5)
