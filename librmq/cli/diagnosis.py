@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 from librmq.cli.groups import open_view
-from librmq.cli.output import Output, complain
+from librmq.cli.output import Enough, Output, complain
 from librmq.diagnosis.findings import Finding, Thresholds
 
 __all__ = ["check", "diagnose", "story"]
@@ -38,17 +39,18 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 
 
 def _print(found: list[Finding], output: Output) -> int:
-    for one in found:
-        output.row(
-            {
-                "finding": one.kind,
-                "severity": one.severity,
-                "subject": one.subject,
-                "what": one.what,
-                "evidence": dict(one.evidence),
-                "next": one.next_step,
-            }
-        )
+    with suppress(Enough):  # --limit shortens the list, but not what the status is about
+        for one in found:
+            output.row(
+                {
+                    "finding": one.kind,
+                    "severity": one.severity,
+                    "subject": one.subject,
+                    "what": one.what,
+                    "evidence": dict(one.evidence),
+                    "next": one.next_step,
+                }
+            )
     if not found:
         complain("note: nothing deserves a look")
     return _HAS_ERRORS if any(one.severity == "error" for one in found) else 0

@@ -71,6 +71,15 @@ def test_an_error_among_the_findings_is_status_1(shell: Shell) -> None:
     assert answer.rows
 
 
+def test_a_limit_hides_no_error_from_the_status(shell: Shell) -> None:
+    shell("reset", "store", "--group", "CG_order", "--topic", "OrderTopic", "--to", "end")
+    path = shell.folder / "store" / "config" / "consumerOffset.json"
+    path.write_text(path.read_text().replace("39", "3999"))
+    assert shell("diagnose", "store").rows[0]["severity"] == "error"
+    answer = shell("diagnose", "store", "--limit", 1)
+    assert (answer.status, len(answer.rows)) == (1, 1)
+
+
 def test_the_story_of_a_message_is_a_timeline(shell: Shell) -> None:
     rows = shell("story", "store", "UNIQ-same").rows
     assert rows
@@ -193,3 +202,25 @@ def test_dead_letters_are_resent_once_tried_dry(broken: Shell) -> None:
     assert again["dispatch_uniq_key"] == listed[0]["unique_key"]
     assert broken("dead-letters", "kit").rows == listed
     assert "--group" in broken("dead-letters", "kit", "--resend").said
+
+
+def test_causes_are_those_of_the_selected_letters(broken: Shell) -> None:
+    first, *_ = broken("dead-letters", "kit").rows
+    (cause,) = broken("dead-letters", "kit", "--causes").rows
+    assert cause["messages"] == 3
+    (cause,) = broken("dead-letters", "kit", "--causes", "--id", first["unique_key"]).rows
+    assert (cause["messages"], cause["example"]) == (1, first["physical_offset"])
+    assert broken("dead-letters", "kit", "--causes", "--cause", "no such cause").rows == []
+
+
+def test_no_more_dead_letters_are_resent_than_the_limit(broken: Shell) -> None:
+    retries = len(broken("show", "kit", "--topic", "%RETRY%g").rows)
+    assert len(broken("dead-letters", "kit", "--resend", "--group", "g", "--limit", 2).rows) == 2
+    assert len(broken("show", "kit", "--topic", "%RETRY%g").rows) == retries + 2
+
+
+def test_nothing_to_resend_is_said(broken: Shell) -> None:
+    answer = broken("dead-letters", "kit", "--resend", "--group", "typo")
+    assert (answer.status, answer.out) == (0, "")
+    assert "nothing is sent" in answer.said
+    assert broken("dead-letters", "kit", "--resend", "--causes", "--group", "g").status == 2
