@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from typing import Any, Final, Literal
 
 from librmq.cli.rows import message_row
@@ -37,10 +38,18 @@ def _shown(message: StoredMessage, form: BodyForm) -> object:
     text = body.decode(errors="backslashreplace")
     if form == "json":
         try:
-            return json.loads(text, parse_constant=_refuse)
+            return json.loads(text, parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError):
             return text
     return text
+
+
+def _finite(text: str) -> float:
+    """Return a number; one beyond the largest float has no JSON form, so that its body stays text."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(text)
+    return number
 
 
 def _refuse(name: str) -> object:

@@ -96,18 +96,18 @@ def test_what_is_selected_is_shown_in_log_order(shell: Shell, words: list[str], 
 
 def test_bodies_are_printed_in_the_form_asked_for(shell: Shell) -> None:
     with MessageStore.open("new") as store:
-        for one in (b'{"a": [1, 2]}', b"text", b"\xff\x00", b"", b"[NaN]"):
+        for one in (b'{"a": [1, 2]}', b"text", b"\xff\x00", b"", b"[NaN]", b"[1e999]"):
             store.append(Message("T", one))
     shown = {
         form: [row["body"] for row in shell("show", "new", "--body", form).rows]
         for form in ("text", "json", "hex", "base64", "none")
     }
     assert shown == {
-        "text": ['{"a": [1, 2]}', "text", "\\xff\x00", "", "[NaN]"],
-        "json": [{"a": [1, 2]}, "text", "\\xff\x00", "", "[NaN]"],
-        "hex": ["7b2261223a205b312c20325d7d", "74657874", "ff00", "", "5b4e614e5d"],
-        "base64": ["eyJhIjogWzEsIDJdfQ==", "dGV4dA==", "/wA=", "", "W05hTl0="],
-        "none": [None] * 5,
+        "text": ['{"a": [1, 2]}', "text", "\\xff\x00", "", "[NaN]", "[1e999]"],
+        "json": [{"a": [1, 2]}, "text", "\\xff\x00", "", "[NaN]", "[1e999]"],
+        "hex": ["7b2261223a205b312c20325d7d", "74657874", "ff00", "", "5b4e614e5d", "5b31653939395d"],
+        "base64": ["eyJhIjogWzEsIDJdfQ==", "dGV4dA==", "/wA=", "", "W05hTl0=", "WzFlOTk5XQ=="],
+        "none": [None] * 6,
     }
 
 
