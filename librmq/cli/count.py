@@ -35,7 +35,9 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
     """Print how many messages there are of each group, and the bytes of their records."""
     selection, by = select(arguments), arguments.by
     with open_store(arguments) as store:
-        found = _by_columns(store, selection, by, arguments.all) if _is_for_columns(selection) else None
+        found = None
+        if arguments.config is None and _is_for_columns(selection):  # columns take no settings
+            found = _by_columns(store, selection, by, arguments.all)
         if found is None:
             found = _by_messages(_messages(store, selection, arguments.all), by)
     for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):

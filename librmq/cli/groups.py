@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -30,19 +31,21 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_view(arguments) as view:
+        topics: dict[str, list[str]] = {}
+        for group, topic in view.progress:
+            topics.setdefault(group, []).append(topic)
+        messages: Counter[str] = Counter()
+        for (topic, _), state in view.ranges.items():
+            messages[topic] += state.max_offset - state.min_offset
         waiting = {one.group: one.lag for one in lag_of(view, times=False).by_group()}
         for group in view.groups:
             if arguments.all or not is_own_group(group):
                 output.row(
                     {
                         "group": group,
-                        "topics": sorted(topic for of, topic in view.progress if of == group),
+                        "topics": sorted(topics.get(group, ())),
                         "lag": waiting.get(group, 0),
-                        "dead_letters": sum(
-                            state.max_offset - state.min_offset
-                            for name, state in view.ranges.items()
-                            if name[0] == dead_letter_topic(group)
-                        ),
+                        "dead_letters": messages[dead_letter_topic(group)],
                     }
                 )
     return 0

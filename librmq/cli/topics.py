@@ -83,6 +83,8 @@ def _stored_ms(store: MessageStore, queue: ConsumeQueue, queue_offset: int) -> i
 
 def stats(arguments: argparse.Namespace, output: Output) -> int:
     """Print a row about the whole store."""
+    from librmq.diagnosis.view import StoreView, is_own_group
+
     with open_store(arguments) as store:
         rows = [_topic_row(store, topic, queues) for topic, queues in _queues_by_topic(store).items()]
         own = [row for row in rows if row["kind"] == "user"]
@@ -102,7 +104,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "messages": sum(row["messages"] for row in own),
                 "retries": sum(row["messages"] for row in rows if row["kind"] == "retry"),
                 "dead_letters": sum(row["messages"] for row in rows if row["kind"] == "dead"),
-                "groups": len(tables_of(store).offsets.rows),
+                "groups": sum(not is_own_group(group) for group in StoreView.over(store).groups),
                 "log_bytes": store.log.end - store.log.begin,
                 "log_files": len(store.log.sequence.starts),
                 "min_phy_offset": store.log.begin,

@@ -121,6 +121,7 @@ def test_stats_are_one_row_about_the_store(shell: Shell) -> None:
     assert row["messages"] == sum(one["messages"] for one in topics if one["kind"] == "user")
     assert (row["min_phy_offset"], row["max_phy_offset"], row["log_files"]) == (0, 281277, 5)
     assert (row["used_by"], row["closed_cleanly"]) == (None, True)
+    assert row["groups"] == len(shell("groups", "store").rows)
     with Broker.open("store", runner=ManualRunner()):
         (row,) = shell("stats", "store").rows
     assert row["used_by"] is not None
