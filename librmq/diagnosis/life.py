@@ -185,7 +185,8 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
     first_ms = min(one.store_timestamp_ms for one in halves.values())
     begin = store.queue_offset_at(OP_TOPIC, QUEUE, first_ms - 1)
     for op in store.messages(OP_TOPIC, QUEUE, begin):
-        half = halves.get(half_of(op) or 0) if op.body else None
+        queue_offset = half_of(op) if op.body else None
+        half = None if queue_offset is None else halves.get(queue_offset)
         if half is not None and half.unique_key not in found and op.physical_offset > half.physical_offset:
             group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
             note = f"the half at queue offset {half.queue_offset}"

@@ -10,8 +10,11 @@ import pytest
 from librmq import DeadLetter, Message, ReconsumeLater, TransactionProducer, TransactionState
 from librmq.diagnosis import StoreView, StoryEvent, story
 from librmq.message import record
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.store import MessageStore
 from librmq.testing import Kit
 from tests.reference import folders
+from tests.stores import SMALL
 
 
 @pytest.mark.parametrize("folder", [*folders("clients-"), *folders("store-"), *folders("timer-")])
@@ -143,3 +146,12 @@ def test_all_messages_of_a_key(rmq: Kit) -> None:
     ids = [rmq.producer().send("orders", b"x", keys="k").message_id for _ in range(3)]
     found: list[StoryEvent] = story(rmq.broker, "k")
     assert [one.unique_key for one in found] == ids
+
+
+def test_an_op_message_without_its_tag_ends_no_half(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", SMALL) as store:
+        half = Message(HALF_TOPIC, b"x")
+        half.properties.update({"UNIQ_KEY": "K", record.PROPERTY_REAL_TOPIC: "orders"})
+        store.append(half, 0)
+        store.append(Message(OP_TOPIC, b"0"), 0)
+        assert [one.event for one in story(StoreView.over(store), "K")] == ["half"]
