@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from librmq.cli.output import Output
+from librmq.cli.output import Output, complain
 from librmq.cli.queues import open_store
 from librmq.diagnosis.backlog import GroupLag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.message.topics import dead_letter_topic
 
-__all__ = ["groups", "lag", "open_view"]
+__all__ = ["groups", "lag", "near", "open_view"]
 
 
 @contextmanager
@@ -60,4 +61,14 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
             rows = found.by_topic() if arguments.by == "topic" else found.by_group()
         for row in rows:
             output.row(row._asdict())
+        if arguments.group is not None and arguments.group not in view.groups:
+            complain(f"note: there is no group {arguments.group!r}{near(arguments.group, view.groups)}")
+        if arguments.topic is not None and arguments.topic not in view.topics:
+            complain(f"note: topic {arguments.topic!r} has no queue{near(arguments.topic, view.topics)}")
     return 0
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that is nearest, if one is near."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable
 from typing import Final
 
 from librmq.cli.changes import opened_broker, opened_to_change
+from librmq.cli.groups import near
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
 from librmq.cli.selection import first_at
@@ -132,17 +132,12 @@ def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Na
     group, topic = arguments.group, arguments.topic
     known = StoreView.over(store, tables).groups
     if group not in known:
-        raise InputError(f"there is no group {group!r}{_near(group, known)}")
+        raise InputError(f"there is no group {group!r}{near(group, known)}")
     ids = sorted(number for name, number in store.queues if name == topic)
     if not ids:
-        raise InputError(f"topic {topic!r} has no queue{_near(topic, {name for name, _ in store.queues})}")
+        raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues})}")
     if arguments.queue is None:
         return ids
-    if not arguments.queue.isdigit() or int(arguments.queue) not in ids:
+    if arguments.queue not in map(str, ids):
         raise InputError(f"topic {topic!r} has no queue {arguments.queue}: its queues are {', '.join(map(str, ids))}")
     return [int(arguments.queue)]
-
-
-def _near(name: str, known: object) -> str:
-    found = difflib.get_close_matches(name, list(known), 1)  # type: ignore[call-overload]
-    return f"; did you mean {found[0]!r}?" if found else ""

@@ -6,6 +6,7 @@ import argparse
 from typing import Any, Final
 
 from librmq.cli.changes import opened_to_change
+from librmq.cli.groups import near
 from librmq.cli.output import Output
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
@@ -107,7 +108,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     with opened_to_change(arguments) as (store, tables):
         known = StoreView.over(store, tables).groups
         if action != "create" and name not in known:
-            raise InputError(f"there is no group {name!r}: known are {', '.join(known[:20])}")
+            raise InputError(f"there is no group {name!r}{near(name, known)}")
         row: dict[str, Any] = {"group": name, "action": action}
         if action == "create":
             old = tables.groups.rows.get(name) or group_row(name)

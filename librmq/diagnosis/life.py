@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from librmq.diagnosis.findings import counted
 from librmq.diagnosis.view import Source, StoreView, is_user_topic, viewed
 from librmq.java.numbers import java_int
 from librmq.message import record
@@ -140,9 +141,13 @@ def _of_brokers_topic(one: StoredMessage) -> tuple[EventKind, str | None, str] |
             return "checked", group, f"check {_times_checked(one)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
-        return "given_up", properties.get(record.PROPERTY_PRODUCER_GROUP), f"after {_times_checked(one)} checks"
+        return (
+            "given_up",
+            properties.get(record.PROPERTY_PRODUCER_GROUP),
+            f"after {counted(_times_checked(one), 'check')}",
+        )
     if topic.startswith(DEAD_LETTER_PREFIX):
-        cause = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {one.reconsume_times} attempts"
+        cause = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {counted(one.reconsume_times, 'attempt')}"
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
     if topic.startswith(RETRY_PREFIX):
         return "retried", topic.removeprefix(RETRY_PREFIX), f"attempt {one.reconsume_times + 1}"

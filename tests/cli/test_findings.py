@@ -37,6 +37,13 @@ def test_lag_is_a_line_a_queue(shell: Shell) -> None:
     assert sum(row["lag"] for row in by_topic) == group["lag"]
 
 
+def test_an_unknown_group_or_topic_is_said(shell: Shell) -> None:
+    answer = shell("lag", "store", "--group", "CG_ordre", "--topic", "OrderTopik")
+    assert (answer.status, answer.out) == (0, "")
+    assert "there is no group 'CG_ordre'; did you mean 'CG_order'?" in answer.said
+    assert "did you mean 'OrderTopic'?" in answer.said
+
+
 def test_groups_are_those_of_tables_and_topics(shell: Shell) -> None:
     rows = {row["group"]: row for row in shell("groups", "store").rows}
     assert sorted(rows) == ["CG_2", "CG_order", "消费组"]
