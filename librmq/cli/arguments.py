@@ -18,13 +18,13 @@ __all__ = ["parse", "parser_of"]
 
 _AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
 _END: Final = (
-    "Every command has an example: librmq COMMAND --help. Exit status: 0 success, 1 the store is damaged,\n"
+    "Every command has an example: librmq COMMAND --help. Exit status: 0 success, 1 damage or an error found,\n"
     "2 bad usage or input, 3 no row (with --fail-empty), 130 interrupted."
 )
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line says, with ``command`` as the `Command` that it names.
+    """Parse a command line; ``command`` of the result is the `Command` that it names.
 
     Raises:
         SystemExit: The command line is wrong, or asked only for help or the version.

@@ -1,4 +1,4 @@
-"""Open a store to change it, or to see in memory what a change would do."""
+"""Open a store to change it, or to preview a change in memory."""
 
 from __future__ import annotations
 

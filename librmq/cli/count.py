@@ -32,7 +32,7 @@ _COLUMNS: Final = {
 
 
 def count(arguments: argparse.Namespace, output: Output) -> int:
-    """Print how many messages there are of each group, and the bytes of their records."""
+    """Print the number of messages of each group, and the bytes of their records."""
     selection, by = select(arguments), arguments.by
     with open_store(arguments) as store:
         found = None

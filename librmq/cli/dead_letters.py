@@ -1,4 +1,4 @@
-"""``dead-letters``: what groups have given up, by cause, and sent to them once more."""
+"""``dead-letters``: list dead letters or their causes, or send them to their group again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["dead_letters"]
 
 
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the dead letters, or their causes, or send them to their group once more."""
+    """Print the dead letters, or their causes, or send them to their group again."""
     if arguments.resend:
         if arguments.causes:
             raise InputError("name one of --causes and --resend")

@@ -1,4 +1,4 @@
-"""``diagnose``, ``check``, ``story``: what deserves a look in a store, and what happened to one message."""
+"""``diagnose``, ``check``, ``story``: problems in a store, and the history of a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def check(arguments: argparse.Namespace, output: Output) -> int:
-    """Print what in the design of topics, keys and groups deserves a look; status 1 if there is an error among it."""
+    """Print the problems in the design of topics, keys and groups; status 1 if one is an error."""
     from librmq.diagnosis.design import design_check, topic_volumes
 
     with open_view(arguments) as view:
@@ -39,7 +39,7 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 
 
 def _print(found: list[Finding], output: Output) -> int:
-    with suppress(Enough):  # --limit shortens the list, but not what the status is about
+    with suppress(Enough):  # a limit shortens the list but does not change the status
         for one in found:
             output.row(
                 {
@@ -52,12 +52,12 @@ def _print(found: list[Finding], output: Output) -> int:
                 }
             )
     if not found:
-        complain("note: nothing deserves a look")
+        complain("note: no problem found")
     return _HAS_ERRORS if any(one.severity == "error" for one in found) else 0
 
 
 def story(arguments: argparse.Namespace, output: Output) -> int:
-    """Print what happened to a message, in the order of the log, then by group."""
+    """Print the history of a message, in the order of the log, then by group."""
     from librmq.diagnosis.life import story
 
     with open_view(arguments) as view:

@@ -1,4 +1,4 @@
-"""``groups`` and ``lag``: consumer groups, and what they have still to consume."""
+"""``groups`` and ``lag``: consumer groups, and the messages that they have left to consume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``import``: messages from what ``export`` wrote, into a store."""
+"""``import``: append exported messages to a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the store that a path means: the folder itself, one above its log, or one below."""
+"""Find the store that a path means: the folder itself, its log, or a folder above it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_FOLDERS: Final = 2000
 
 
 def locate(path: str) -> str:
-    """Return the folder of the store that ``path`` means, and say so where it is another.
+    """Return the folder of the store that ``path`` means, with a note if it is another folder.
 
-    A path that means none is returned as it is, for the command to refuse.
+    A path without a store is returned unchanged, and the command refuses it.
 
     Raises:
-        InputError: Several stores lie below the path.
+        InputError: Several stores are below the path.
     """
     if os.path.lexists(os.path.join(path, _LOG)):
         return path
@@ -31,7 +31,7 @@ def locate(path: str) -> str:
     found = [os.path.dirname(whole)] if os.path.basename(whole) == _LOG else sorted(_below(path))
     if len(found) > 1:
         names = ", ".join(found[:5])
-        raise InputError(f"{path}: no store, but {len(found)} stores lie below it ({names}): name one of them")
+        raise InputError(f"{path}: no store, but {len(found)} stores are below it ({names}): name one of them")
     if not found:
         return path
     complain(f"note: the store is {found[0]}")

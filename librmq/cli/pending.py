@@ -1,4 +1,4 @@
-"""``pending``, ``decide``, ``timers``: messages that wait, halves that were given up, and the files of a timer."""
+"""``pending``, ``decide``, ``timers``: waiting messages, given-up halves, and the files of a timer."""
 
 from __future__ import annotations
 

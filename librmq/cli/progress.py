@@ -1,4 +1,4 @@
-"""A bar on a terminal for what takes longer than a second, with its rate and the time that is left."""
+"""A progress bar on a terminal for work that takes longer than a second, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ProgressBar:
             get_time=self._clock.monotonic,
         )
         self._task = bar.add_task(self._what, total=self._total, rate="")
-        # What the first second has done counts too.
+        # The work of the first second counts too.
         bar.tasks[0].start_time = self._began
         bar.start()
         return bar

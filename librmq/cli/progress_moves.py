@@ -44,7 +44,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
-    """Move a group's progress forward: past old messages, to the newest, or to the end; note what is skipped."""
+    """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
     from librmq.diagnosis.policies import plan_skip, set_aside
     from librmq.diagnosis.policies import skip as pass_over
 
@@ -68,7 +68,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def replay(arguments: argparse.Namespace, output: Output) -> int:
-    """Let a second group begin where a group's last skip of a topic began."""
+    """Start a second group where a group's last skip of a topic began."""
     from librmq.diagnosis.policies import replay, skipped
 
     with opened_broker(arguments) as broker:
@@ -122,7 +122,7 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
                     "lag": queue.max_offset - after,
                 }
             )
-    for row in rows:  # only now is it saved
+    for row in rows:  # the tables are saved
         output.row(row)
     return 0
 

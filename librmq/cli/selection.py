@@ -1,4 +1,4 @@
-"""Which messages a command takes: topic, queue, offset, key, id, tag, SQL, text and time, and how they are found."""
+"""Select messages by topic, queue, offset, key, id, tag, SQL, text and time, and find them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Test = Callable[[StoredMessage], bool]
 
 @dataclass(frozen=True)
 class MessageQuery:
-    """What the options of a command line select; None and the widest ranges select all."""
+    """The selection of a command line; None and the widest ranges select all."""
 
     topic: str | None = None
     queue_id: int | None = None
@@ -176,7 +176,7 @@ def user_queue(name: QueueName) -> bool:
 
 
 def select(arguments: argparse.Namespace) -> MessageQuery:
-    """Return what the options of `librmq.cli.commands.options.SELECTION` select.
+    """Return the selection by the options of `librmq.cli.commands.options.SELECTION`.
 
     Raises:
         InputError: The value of an option is wrong, or options contradict each other.

@@ -1,4 +1,4 @@
-"""``show`` and ``tail``: messages for people, the first that are selected or the last."""
+"""``show`` and ``tail``: the selected messages, or the last of them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int
 
 
 def tail(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the last of the selected messages, and with ``--follow`` those that come."""
+    """Print the last of the selected messages, and with ``--follow`` new ones."""
     from librmq.cli.queues import open_store
 
     count = whole_number("--count", arguments.count)
@@ -150,7 +150,7 @@ def _last(store: MessageStore, selection: MessageQuery, count: int, *, everythin
 def _following(
     store: MessageStore, selection: MessageQuery, begin: int, clock: Clock, *, everything: bool
 ) -> Iterator[StoredMessage]:
-    """Yield the selected messages that are stored from ``begin`` on, for ever."""
+    """Yield the selected messages stored from ``begin`` on, without end."""
     test, never, at = selection.test(), threading.Event(), begin
     while True:
         store.refresh()

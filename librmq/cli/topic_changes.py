@@ -1,4 +1,4 @@
-"""``topic`` and ``group``: make, change and delete topics and consumer groups."""
+"""``topic`` and ``group``: create, change and delete topics and consumer groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
 
 def topic(arguments: argparse.Namespace, output: Output) -> int:
-    """Make a topic, give it more queues, change who may read and write it, or delete it."""
+    """Create a topic, add queues, change its permission, or delete it."""
     name = arguments.topic
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own")
@@ -38,7 +38,7 @@ def _create(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is not None:
-        raise InputError(f"topic {name!r} exists, with {old.get('readQueueNums')} queues: `topic grow` adds queues")
+        raise InputError(f"topic {name!r} exists with {old.get('readQueueNums')} queues: add queues by `topic grow`")
     validate_client_topic(name)
     read = _queues("--queues", arguments.queues, _QUEUES)
     write = _queues("--write-queues", arguments.write_queues, read)
@@ -51,19 +51,19 @@ def _grow(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist: `topic create` makes it")
+        raise InputError(f"topic {name!r} does not exist: create it by `topic create`")
     before = old.get("readQueueNums", 0)
     read = _queues("--queues", arguments.queues, None)
     write = _queues("--write-queues", arguments.write_queues, read)
     if read < before or write < old.get("writeQueueNums", 0):
-        raise InputError(f"--queues: the topic has {before} queues, and messages in them: expected more, found {read}")
+        raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
     tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
     return {
         "read_queues": read,
         "write_queues": write,
         "before": before,
-        "note": "stored messages stay in their queues; a key that selects its queue by hash can go to another one now, "
-        "so its messages are in order only from here on",
+        "note": "stored messages stay in their queues; a key that selects its queue by hash can select another one "
+        "now, so old and new messages of a key can be out of order",
     }
 
 
@@ -71,7 +71,7 @@ def _permit(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist: `topic create` makes it")
+        raise InputError(f"topic {name!r} does not exist: create it by `topic create`")
     if arguments.permission is None:
         raise InputError("--permission is missing: rw, r or w")
     tables.topics.set(name, {**old, "perm": _PERMISSIONS[arguments.permission]})
@@ -101,7 +101,7 @@ def _queues(name: str, text: str | None, usual: int | None) -> int:
 
 
 def group(arguments: argparse.Namespace, output: Output) -> int:
-    """Make a consumer group or change its retries, copy its progress to a new one, or delete it."""
+    """Create a consumer group or change its retries, copy its progress to a new group, or delete it."""
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
@@ -130,7 +130,7 @@ def _retries(text: str) -> int:
 
 
 def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ...]) -> dict[str, Any]:
-    """Let a new group go on where a group stands."""
+    """Create a group with the progress of another one."""
     if new is None:
         raise InputError("copy: name the new group by --to")
     validate_group(new)
@@ -148,7 +148,7 @@ def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ..
 
 
 def _forget(tables: BrokerTables, name: str) -> list[str]:
-    """Delete a group's row and its progress; return the topics that it had progress in."""
+    """Delete a group's row and its progress; return the topics of the progress."""
     if name in tables.groups.rows:
         tables.groups.remove(name)
     keys = [key for key in tables.offsets.rows if key.rpartition("@")[2] == name]

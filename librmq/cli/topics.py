@@ -1,4 +1,4 @@
-"""``topics`` and ``stats``: what is in a store."""
+"""``topics`` and ``stats``: the content of a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
 
 
 def kind_of_topic(topic: str) -> str:
-    """Return what a topic is for: user, retry, dead, delay, half, op or system."""
+    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
     if topic.startswith(RETRY_PREFIX):
         return "retry"
     if topic.startswith(DEAD_LETTER_PREFIX):

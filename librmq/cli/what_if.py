@@ -1,4 +1,4 @@
-"""``whatif``: how long a backlog takes to drain, as it is and with the usual changes."""
+"""``whatif``: the time to drain a backlog, as it is and with the usual changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnosis of stores and brokers: lag, dead letters, what waits, the life of a message, findings, and the report."""
+"""Diagnosis of stores and brokers: lag, dead letters, waiting messages, the life of a message, findings, the report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Consistency of consumer groups: whether their instances agree, and whether each queue has one owner.
 
-Only a running broker knows its instances: of a folder nothing is told.
+Only a running broker knows its instances: a folder has no such findings.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ States = Mapping[str, InstanceState | None]
 def consistency_findings(
     source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None
 ) -> list[Finding]:
-    """Return where the instances of a group disagree, and queues without an owner or with two.
+    """Return disagreements between the instances of a group, and queues without an owner or with two.
 
-    During a rebalance, queues can be without an owner for a moment. ``found`` is the lag if it is
-    known already.
+    During a rebalance, queues can be without an owner for a moment. ``found`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     findings: list[Finding] = []
@@ -59,7 +58,7 @@ def consistency_findings(
 def _shared_id(client_id: str) -> Finding:
     return Finding(
         "shared-client-id", "error", f"client {client_id}",
-        "Two clients use this id. They count as one and consume the same queues, so messages come twice.",
+        "Two clients use this id. They count as one and consume the same queues, so messages are delivered twice.",
         {"client_id": client_id}, "Give each an instance_name of its own, or shut the other down first.",
     )  # fmt: skip
 
@@ -71,7 +70,7 @@ def _not_running(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Ite
             "group-not-running", "warning", f"group {group}",
             f"{sum(late.values()):,} messages wait in {len(late)} queues, and the group has no running instance.",
             {"lag": sum(late.values()), "queues": len(late), "instances": 0},
-            "Start an instance; or move a group that is no longer needed to the end, so that nothing is kept for it.",
+            "Start an instance; or reset an unused group to the end of the topic.",
         )  # fmt: skip
 
 
@@ -85,9 +84,9 @@ def _difference(
     ]
     unread = sum(count for (of, topic, _), count in waiting.items() if (of, topic) == (group, one.topic))
     what = (
-        "queues that are shared out to those without it stay unread"
+        "queues that are allocated to an instance without it stay unread"
         if one.without
-        else "a message whose tag or properties the owner of its queue did not ask for is passed over for good"
+        else "a message that does not match the filter of its queue's owner is skipped for good"
     )
     return Finding(
         "subscriptions-differ", "error", f"group {group}, topic {one.topic}",
@@ -98,7 +97,7 @@ def _difference(
             "queues_held": held,
             "lag": unread,
         },
-        "Give every instance the same subscriptions, or those that differ a new group name.",
+        "Give every instance the same subscriptions, or use another group for different ones.",
     )  # fmt: skip
 
 
@@ -159,7 +158,7 @@ def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Findi
         yield Finding(
             "uneven-shares", "warning", f"group {group}, topic {topic}",
             f"One instance has {most} queues, another {least}.", {"queues_by_client_id": dict(shares)},
-            "Look at the allocation strategy: allocate_averagely gives shares that differ by one at most.",
+            "Check the allocation strategy: the shares of allocate_averagely differ by at most one.",
         )  # fmt: skip
 
 
@@ -174,12 +173,12 @@ def _owned(
             "queues-without-owner", "error", f"group {group}, topic {topic}",
             f"{len(unowned)} of {len(owners)} queues have no instance; {unread:,} messages wait there.",
             {"queue_ids": unowned, "lag": unread},
-            "Look at the allocation strategy, and whether all instances use the same one.",
+            "Check the allocation strategy, and whether all instances use the same one.",
         )  # fmt: skip
     if doubled:
         yield Finding(
             "queues-with-two-owners", "error", f"group {group}, topic {topic}",
-            f"{len(doubled)} queues have more than one instance: their messages come twice.",
+            f"{len(doubled)} queues have more than one instance: their messages are delivered twice.",
             {"client_ids_by_queue_id": doubled},
-            "Look at the allocation strategy, and whether all instances use the same one.",
+            "Check the allocation strategy, and whether all instances use the same one.",
         )  # fmt: skip

@@ -96,7 +96,7 @@ def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
     if one.queues < limits.few_queues and one.messages > limits.busy_messages:
         yield Finding(
             "few-queues", "warning", f"topic {one.topic}",
-            f"{one.messages:,} messages share {one.queues} queue, so one consumer of a group works.",
+            f"{one.messages:,} messages share {one.queues} queue, so only one consumer of a group is busy.",
             {"queues": one.queues, "messages": one.messages},
             "Add queues, unless all messages must stay in one order; stored messages do not move.",
         )  # fmt: skip
@@ -135,7 +135,7 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
                 "skewed-key", "warning", f"topic {one.topic}",
                 f"{count / len(messages):.0%} of the sampled messages have the key {key}.",
                 {"key": key, "messages": count, "looked_at": len(messages)},
-                "If keys choose the queue, that queue limits the topic: divide the key, or give it its own topic.",
+                "If keys select the queue, that queue limits the topic: split the key, or give it its own topic.",
             )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _of_groups(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Fin
         yield Finding(
             "group-over-topics", "warning" if is_far else "info", f"group {group}",
             f"The group consumes {len(its)} topics"
-            + (", one of which is so large that the others wait for it." if is_far else "."),
+            + (", and one is so large that the others wait for it." if is_far else "."),
             {"messages_by_topic": counts},
             "Use one group for each topic: instances that differ lose messages, and a slow topic delays the others.",
         )  # fmt: skip

@@ -4,10 +4,10 @@
 
     client     rate = threads * batch / time of a call            concurrent; orderly: min(threads, queues with lag)
     drain      of a client: (its lag) / (its rate - its inflow);  of the group: the longest of its clients
-    downstream what all listeners call bounds the sum of rates
+    downstream the services that listeners call bound the sum of rates
     wait       of a new message without backlog: Erlang's C, with the spread of the time of a call
 
-Queues are shared out by the allocation strategy itself. A queue that is added gets new messages only.
+The allocation strategy itself assigns the queues. An added queue gets only new messages.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["Consumption", "Estimate", "Scenario", "consumption_of", "estimate", 
 
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
 _EXACT: Final = 0.03
-"""What allocation, pulls and rounding make of an estimate."""
+"""Relative error from allocation, pulls and rounding."""
 _COARSE: Final = 0.15
-"""The same where all share a downstream, which also delays clients with spare threads."""
+"""The same if all share a downstream service, which also delays clients with spare threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumption:
-    """How a group consumes a topic. What is not known of a running system is given by the caller."""
+    """How a group consumes a topic. The caller gives the values that a folder does not show."""
 
     lags: Sequence[int]
-    """Messages that wait, by queue."""
+    """Waiting messages, by queue."""
     handler_s: float
-    """Mean time of one call of the listener."""
+    """Mean duration of a listener's call."""
     handler_spread: float = 1.0
     """Standard deviation of that time, as a multiple of the mean: 0 for a constant time, 1 for an exponential one."""
     handler_error: float = 0.0
-    """How far the mean itself may be off, as a share of it."""
+    """Possible relative error of the mean itself."""
     clients: int = 1
     threads: int = 20
     """Listeners that each client runs in parallel."""
@@ -53,7 +53,7 @@ class Consumption:
     stored_per_s: float = 0.0
     """New messages of the topic; each queue gets the same share."""
     downstream_per_s: float | None = None
-    """Messages that what the listeners call can take in all; None if it is no limit."""
+    """Messages per second that the services behind all listeners can take; None without a limit."""
     strategy: AllocationStrategy = allocate_averagely
 
     def check(self) -> None:
@@ -74,35 +74,35 @@ class Consumption:
 
 
 class Estimate(NamedTuple):
-    """What is to be expected."""
+    """An estimate of a drain."""
 
     drain_s: float | None
-    """Time until nothing waits; None if that never comes."""
+    """Time until nothing waits; None if never."""
     low_s: float | None
     high_s: float | None
-    """Bounds within which the time is in most cases; None where there is none."""
+    """Bounds of the time in about 95 % of cases; None if it is never."""
     rate_per_s: float
-    """Messages that the group consumes while all its clients work."""
+    """Messages per second while all clients of the group work."""
     utilisation: float
-    """Share of that rate that new messages take; from 1 on the backlog grows."""
+    """Share of that rate for new messages; from 1 on, the backlog grows."""
     wait_s: float | None
-    """Mean time that a new message waits once nothing else does; None if the backlog grows."""
+    """Mean wait of a new message without backlog; None if the backlog grows."""
     bound_by: Literal["nothing", "clients", "one queue", "downstream", "inflow", "unowned queues"]
     idle_clients: int
     """Clients without a queue."""
     most_queues: int
-    """Of one client."""
+    """The most queues of one client."""
     unowned_queues: int
 
 
 class Scenario(NamedTuple):
-    """A change, and what it would bring."""
+    """A change, and the estimate with it."""
 
     name: str
     consumption: Consumption
     estimate: Estimate
     speed_up: float | None
-    """How many times faster the backlog is gone than without the change; None where either never drains."""
+    """How many times faster the backlog drains than without the change; None if either never drains."""
     advice: str
 
 
@@ -133,11 +133,11 @@ def estimate(consumption: Consumption) -> Estimate:
         return Estimate(None, None, None, rate, utilisation, None, "unowned queues", *facts)
     if not total:
         return Estimate(0.0, 0.0, 0.0, rate, utilisation, wait, "nothing", *facts)
-    times: list[tuple[float, float, str]] = []  # mean, variance, what bounds it
+    times: list[tuple[float, float, str]] = []  # mean, variance, bound
     for share, each in zip(shares, rates, strict=True):
         if share and any(consumption.lags[queue] or inflow for queue in share):
             times.append(_drain(consumption, [consumption.lags[queue] for queue in share], each, inflow, bound))
-    if limit is not None:  # a client that is done leaves what it took of the downstream to the others
+    if limit is not None:  # a finished client leaves its share of the downstream to the others
         together = total / (limit - consumption.stored_per_s) if limit > consumption.stored_per_s else math.inf
         if bound == "downstream":
             times = [(max(together, _alone(consumption, shares, inflow)), max(one[1] for one in times), bound)]
@@ -180,7 +180,7 @@ def _alone(consumption: Consumption, shares: list[list[int]], inflow: float) -> 
 def _drain(
     consumption: Consumption, lags: list[int], rate: float, inflow: float, bound: str
 ) -> tuple[float, float, str]:
-    """Return mean and variance of the time in which one client drains its queues, and what bounds it."""
+    """Return mean and variance of the time in which one client drains its queues, and its bound."""
     found = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
     times = [(*found, bound)]
     if consumption.is_orderly:  # one listener a queue
@@ -243,7 +243,7 @@ def _wait(consumption: Consumption, rate: float, utilisation: float) -> float | 
 
 
 def what_if(consumption: Consumption) -> list[Scenario]:
-    """Return what each of the usual changes would bring, the greatest speed-up first; the present state is the first.
+    """Estimate each of the usual changes, the greatest speed-up first, after the present state.
 
     Raises:
         ConfigError: a value is out of range.
@@ -257,27 +257,27 @@ def what_if(consumption: Consumption) -> list[Scenario]:
         ),
         (
             "twice the threads", replace(consumption, threads=2 * consumption.threads),
-            "Raise threads= a little at a time; where nothing gets faster, what listeners call is the limit.",
+            "Raise threads= in small steps; if that does not help, the service behind the listeners is the limit.",
         ),
         (
             "twice the queues", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
-            "Queues that are added get new messages only; what waits does not move.",
+            "New queues get only new messages; waiting messages do not move.",
         ),
         (
             "a second broker", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
-            "Its queues get new messages only; it helps where the broker itself is the limit.",
+            "Its queues get only new messages; it helps if the broker itself is the limit.",
         ),
         (
             "ten messages a call", replace(consumption, batch_size=10 * consumption.batch_size),
-            "Only where the time of a call hardly grows with its messages; a downstream bound stays.",
+            "Only if a call with more messages takes hardly longer; the limit of a downstream service stays.",
         ),
         (
             "a listener twice as fast", replace(consumption, handler_s=consumption.handler_s / 2),
-            "Look at where listeners stand: held_progress shows their stacks.",
+            "Find the slow place of the listeners: held_progress shows their stacks.",
         ),
         (
             "a listener twice as slow", replace(consumption, handler_s=consumption.handler_s * 2),
-            "What a slower downstream would do.",
+            "The effect of a slower downstream service.",
         ),
     ]  # fmt: skip
     scenarios = []
@@ -291,7 +291,7 @@ def what_if(consumption: Consumption) -> list[Scenario]:
 def consumption_of(
     source: Source, group: str, topic: str, *, handler_s: float, stored_per_s: float = 0.0
 ) -> Consumption:
-    """Return how a group consumes a topic now: its lag, and of a running broker its instances and their settings.
+    """Return how a group consumes a topic now: its lag, and for a running broker its instances and their settings.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
@@ -307,7 +307,9 @@ def consumption_of(
     with viewed(source) as view:
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
-            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: librmq groups lists what there is")
+            raise ConfigError(
+                f"group {group!r} has no progress in topic {topic!r}: list the groups and topics by librmq groups"
+            )
         states = [state for state in instances(view, group).values() if state is not None]
         return Consumption(
             lags=[row.lag for row in rows],

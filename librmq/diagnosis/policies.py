@@ -1,7 +1,7 @@
-"""Policies against backlog: pass over messages, set them aside, replay them later; previewed before they act.
+"""Policies against backlog: skip messages, set them aside, replay them later; each with a preview.
 
-A skip is noted in ``librmq/skipped.jsonl`` of the store, a file that RocketMQ ignores. A second group can then replay
-what was passed over.
+Each skip is recorded in ``librmq/skipped.jsonl`` of the store, a file that RocketMQ ignores. A second group can then
+replay the skipped messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT: Final = frozenset(("KEYS", "TAGS", "UNIQ_KEY"))
 
 
 class SkippedQueue(NamedTuple):
-    """What a policy passes over in one queue."""
+    """The messages that a policy skips in one queue."""
 
     queue_id: int
     begin: int
@@ -39,24 +39,24 @@ class SkippedQueue(NamedTuple):
     """The group's progress after."""
     first_timestamp_ms: int | None
     last_timestamp_ms: int | None
-    """When the first and the last message that is passed over were stored; None where it can't be read."""
+    """Store times of the first and the last skipped message; None if unreadable."""
 
 
 class Skip(NamedTuple):
-    """What a policy would do, or has done."""
+    """A plan of a policy, or the record of a skip."""
 
     group: str
     topic: str
     policy: str
     at_ms: int | None
-    """When it acted; None for a plan."""
+    """Time of the skip; None for a plan."""
     queues: tuple[SkippedQueue, ...]
     aside: str | None = None
     """The topic that the messages were copied to."""
 
     @property
     def messages(self) -> int:
-        """The number of messages that are passed over."""
+        """The number of skipped messages."""
         return sum(one.end - one.begin for one in self.queues)
 
 
@@ -69,15 +69,15 @@ def plan_skip(
     lag_above: int | None = None,
     to_end: bool = False,
 ) -> Skip:
-    """Return what a group would pass over in a topic, without doing it.
+    """Return which messages of a topic a group would skip, and change nothing.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
         group: The consumer group.
         topic: The topic.
-        older_than: Pass over messages that were stored more than so many seconds ago.
-        lag_above: Leave so many messages in each queue, the newest.
-        to_end: Pass over everything.
+        older_than: Skip messages stored more than this many seconds ago.
+        lag_above: Leave this many of the newest messages in each queue.
+        to_end: Skip everything.
 
     Raises:
         ConfigError: not exactly one of the three is given, or the group has no progress in the topic.
@@ -90,7 +90,9 @@ def plan_skip(
     with viewed(source) as view:
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
-            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: librmq groups lists what there is")
+            raise ConfigError(
+                f"group {group!r} has no progress in topic {topic!r}: list the groups and topics by librmq groups"
+            )
         queues = []
         for row in rows:
             begin = max(row.min_offset, row.consumer_offset or 0)
@@ -127,7 +129,7 @@ def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> Skip
 
 
 def skip(broker: Broker, plan: Skip) -> Skip:
-    """Pass over what a plan says, note it, and return the note. The messages stay in the store until they expire.
+    """Skip the messages of a plan, record it, and return the record. The messages stay in the store until they expire.
 
     Raises:
         ConfigError: the group has moved on beyond the plan: make a new one.
@@ -136,16 +138,16 @@ def skip(broker: Broker, plan: Skip) -> Skip:
     """
     _check_still_right(broker, plan)
     done = plan._replace(at_ms=broker.runner.now_ms())
-    _note(broker, done)  # first: what is noted and not passed over does no harm
+    _note(broker, done)  # first: a record without its skip does no harm
     for one in plan.queues:
         broker.reset_group(plan.group, plan.topic, one.end, queue_id=one.queue_id)
     return done
 
 
 def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
-    """Copy what a plan passes over to another topic, then pass over it as `skip` does.
+    """Copy the messages of a plan to another topic, then skip them like `skip`.
 
-    Bodies, keys, tags, unique keys and the sender's properties stay. Where it fails on the way, some messages are in
+    Bodies, keys, tags, unique keys and the sender's properties stay. After a failure on the way, some messages are in
     both topics.
 
     Raises:
@@ -185,13 +187,13 @@ def _check_still_right(broker: Broker, plan: Skip) -> None:
     for one in plan.queues:
         if now.get(one.queue_id, 0) > one.end:
             raise ConfigError(
-                f"group {plan.group!r}, {plan.topic!r}/{one.queue_id}: the plan ends at {one.end}, and the group is at "
-                f"{now[one.queue_id]} already: make a new plan"
+                f"group {plan.group!r}, {plan.topic!r}/{one.queue_id}: the plan ends at {one.end}, and the group is "
+                f"already at {now[one.queue_id]}: make a new plan"
             )
 
 
 def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[int, int]:
-    """Let a new group stand where a group stands in a topic; return the queue offsets by queue id.
+    """Copy the progress of a group in a topic to a new group; return the queue offsets by queue id.
 
     Raises:
         ConfigError: the group has no progress in the topic, or the new group has some.
@@ -202,7 +204,7 @@ def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[
     if not offsets:
         raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: there is nothing to continue")
     if broker.consumer_offsets(new_group, topic):
-        raise ConfigError(f"group {new_group!r} has progress in topic {topic!r} already: take another name")
+        raise ConfigError(f"group {new_group!r} already has progress in topic {topic!r}: choose another name")
     broker.set_group(new_group)
     for queue_id, queue_offset in offsets.items():
         broker.reset_group(new_group, topic, queue_offset, queue_id=queue_id)
@@ -210,10 +212,10 @@ def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[
 
 
 def replay(broker: Broker, note: Skip, group: str) -> int:
-    """Let a second group begin where a skip began; return how many of its messages are there.
+    """Start a second group where a skip began; return the number of skipped messages that the store still has.
 
-    The group gets what came after them too: shut it down when it has passed ``note.queues[…].end``, or let it go on. A
-    consumer that must not repeat effects wants a guard: see docs/dedup.md.
+    The group also gets the later messages: shut it down after ``note.queues[…].end``, or let it continue. A consumer
+    that must not repeat effects needs a guard: see docs/dedup.md.
 
     Raises:
         ConfigError: ``group`` is the group that skipped.
@@ -232,11 +234,11 @@ def replay(broker: Broker, note: Skip, group: str) -> int:
 
 
 def skipped(source: Source) -> list[Skip]:
-    """Return what groups have passed over by `skip`, in order.
+    """Return the records of `skip`, in order.
 
     Raises:
         NotAStoreError: the folder holds no store.
-        MalformedError: the file with the notes holds something else.
+        MalformedError: the file of records holds something else.
     """
     with viewed(source) as view:
         path = os.path.join(view.store.path, directory.OWN, _FILE)

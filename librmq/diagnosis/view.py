@@ -237,7 +237,7 @@ def _by_group_and_topic(rows: Mapping[str, Mapping[int, int]]) -> dict[tuple[str
 
 @contextmanager
 def viewed(source: Source) -> Iterator[StoreView]:
-    """View a store, a broker or a folder, and close what was opened."""
+    """View a store, a broker or a folder; close the store if this opened it."""
     if isinstance(source, StoreView):
         yield source
     elif isinstance(source, str | os.PathLike):

@@ -131,4 +131,4 @@ def test_several_stores_below_the_path_are_listed(shell: Shell) -> None:
     (shell.folder / "other" / "commitlog").mkdir(parents=True)
     answer = shell("queues", ".")
     assert (answer.status, answer.out) == (2, "")
-    assert "2 stores lie below it (./other, ./store)" in answer.said
+    assert "2 stores are below it (./other, ./store)" in answer.said

@@ -18,13 +18,13 @@ COMMANDS: Final = (
     Command(
         "topic",
         "topic_changes",
-        "make a topic, add queues, or delete it",
+        "create a topic, add queues, or delete it",
         "create store orders --queues 4",
         (
             option("topic", metavar="TOPIC"),
-            option("--queues", metavar="N", help="how many queues (create: 8)"),
-            option("--write-queues", metavar="N", help="how many of them take messages (all)"),
-            option("--permission", choices=("rw", "r", "w"), help="create, permit: read, written or both (rw)"),
+            option("--queues", metavar="N", help="number of queues (create: 8)"),
+            option("--write-queues", metavar="N", help="number of queues that accept messages (all)"),
+            option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
             *CHANGES,
         ),
         actions=("create", "grow", "permit", "delete"),
@@ -33,12 +33,12 @@ COMMANDS: Final = (
     Command(
         "group",
         "topic_changes",
-        "make a group, copy it to a new name, or delete it",
+        "create a group, copy it to a new name, or delete it",
         "copy store CG_order --to billing",
         (
             option("group", metavar="GROUP"),
-            option("--retries", metavar="N", help="create: how often a failed message comes again (16)"),
-            option("--to", metavar="NEW", help="copy: the new group, which goes on where the old one stands"),
+            option("--retries", metavar="N", help="create: maximum number of retries of a message (16)"),
+            option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             *CHANGES,
         ),
         actions=("create", "copy", "delete"),
@@ -51,8 +51,8 @@ COMMANDS: Final = (
         "store --group CG_order --topic OrderTopic --to end",
         (
             *_OF_GROUP,
-            option("--to", metavar="WHERE", help="begin, end, or the first message from a time on"),
-            option("--offset", metavar="N", help="this queue offset"),
+            option("--to", metavar="WHERE", help="begin, end, or a time: the first message stored then or later"),
+            option("--offset", metavar="N", help="a queue offset"),
             *CHANGES,
         ),
         output=OUTPUT,
@@ -64,9 +64,9 @@ COMMANDS: Final = (
         "store --group CG_order --topic OrderTopic --keep 10",
         (
             *_OF_GROUP,
-            option("--older-than", metavar="AGE", help="skip messages that were stored longer ago (90s, 2h, 7d)"),
-            option("--keep", metavar="N", help="skip all but the last N of each queue (0)"),
-            option("--aside", metavar="TOPIC", help="copy what is skipped to this topic first"),
+            option("--older-than", metavar="AGE", help="skip messages stored longer ago than this (90s, 2h, 7d)"),
+            option("--keep", metavar="N", help="leave the last N messages of each queue (0)"),
+            option("--aside", metavar="TOPIC", help="first copy the skipped messages to this topic"),
             *CHANGES,
         ),
         output=OUTPUT,
@@ -74,7 +74,7 @@ COMMANDS: Final = (
     Command(
         "replay",
         "progress_moves",
-        "let a second group begin where a skip began",
+        "start a second group where a skip began",
         "store --group CG_order --topic OrderTopic --to again",
         (
             *_OF_GROUP[:2],
@@ -86,12 +86,10 @@ COMMANDS: Final = (
     Command(
         "decide",
         "pending",
-        "commit or roll back a half that was given up",
+        "commit or roll back a given-up half message",
         "store 280252 --rollback",
         (
-            option(
-                "physical_offset", metavar="OFFSET", help="its physical offset, which `pending --kind given_up` tells"
-            ),
+            option("physical_offset", metavar="OFFSET", help="its physical offset, from `pending --kind given_up`"),
             option("--commit", action="store_true", help="deliver the message"),
             option("--rollback", action="store_true", help="drop the message"),
             *CHANGES,
@@ -105,12 +103,16 @@ COMMANDS: Final = (
         "copy orders.jsonl",
         (
             option("path", metavar="PATH", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
-            option("--input-format", choices=("parquet", "csv", "jsonl"), help="of PATH (what it ends in, else jsonl)"),
-            option("--skip", metavar="N", default="0", help="begin behind the first N rows"),
+            option(
+                "--input-format",
+                choices=("parquet", "csv", "jsonl"),
+                help="the format of PATH (by its ending, else jsonl)",
+            ),
+            option("--skip", metavar="N", default="0", help="skip the first N rows"),
             *CHANGES,
         ),
-        description="Appends the messages of an export to a store, which is made if it does not exist. A store that is "
-        "empty gets their store times too; else they are stored now.",
+        description="Appends exported messages to a store, and creates the store if it does not exist. In an empty "
+        "store the messages keep their store times; otherwise they get the present time.",
         makes_store=True,
         output=OUTPUT,
     ),

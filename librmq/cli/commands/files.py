@@ -11,13 +11,13 @@ __all__ = ["COMMANDS"]
 _TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
 
 COMMANDS: Final = (
-    Command("verify", "maintenance", "look for damage; changes nothing", "store", output=OUTPUT),
+    Command("verify", "maintenance", "check for damage; changes nothing", "store", output=OUTPUT),
     Command(
         "salvage",
         "snapshots",
         "extract every sound record of a damaged store",
         "store --into saved",
-        (option("--into", metavar="NEW", help="make a new store of the records instead of printing them"),),
+        (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
         output=LISTED,
     ),
     Command(
@@ -28,7 +28,7 @@ COMMANDS: Final = (
         (_TARGET, option("--copy", action="store_true", help="copy every file instead of linking")),
         output=OUTPUT,
     ),
-    Command("restore", "snapshots", "make a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
+    Command("restore", "snapshots", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
     Command(
         "export",
         "export",
@@ -39,7 +39,7 @@ COMMANDS: Final = (
                 "--format",
                 dest="file_format",
                 choices=("parquet", "csv", "jsonl"),
-                help="of the data (what PATH ends in, else parquet)",
+                help="the format of the data (by PATH's ending, else parquet)",
             ),
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
             option("--topic", action="append", help="only this topic; may be repeated"),
@@ -47,9 +47,9 @@ COMMANDS: Final = (
             SQL,
             *TIMES,
             option("--columns", metavar="A,B", help="only these columns"),
-            option("--partition-by", metavar="A,B", help="of Parquet: folders by topic, queueId, date"),
-            option("--processes", metavar="N", default="1", help="how many processes read (1)"),
-            option("--skip-deleted", action="store_true", help="go on behind messages that retention deleted"),
+            option("--partition-by", metavar="A,B", help="with Parquet: a folder for each topic, queueId or date"),
+            option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
+            option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
     ),
     Command(
@@ -57,7 +57,7 @@ COMMANDS: Final = (
         "log",
         "print every record of the log",
         "store --limit 5",
-        (option("--all", action="store_true", help="continue behind damage if possible"),),
+        (option("--all", action="store_true", help="continue after damage if possible"),),
         output=LISTED,
     ),
     Command(

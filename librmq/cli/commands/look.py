@@ -8,9 +8,9 @@ from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTIO
 
 __all__ = ["COMMANDS"]
 
-_ALL: Final = option("--all", action="store_true", help="the broker's own topics too")
+_ALL: Final = option("--all", action="store_true", help="include the broker's own topics")
 _IMPORTANT: Final = option(
-    "--important", metavar="TOPIC", action="append", help="a topic where a warning is an error; may be repeated"
+    "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; may be repeated"
 )
 _BODY: Final = option(
     "--body",
@@ -32,11 +32,11 @@ COMMANDS: Final = (
     Command(
         "tail",
         "show",
-        "print the last messages; with -f those that come too",
+        "print the last messages; with -f also new ones",
         "store --topic OrderTopic",
         (
-            option("-n", "--count", metavar="N", default="10", help="how many of the last (10)"),
-            option("-f", "--follow", action="store_true", help="go on with messages that come"),
+            option("-n", "--count", metavar="N", default="10", help="number of messages (10)"),
+            option("-f", "--follow", action="store_true", help="also print new messages, until interrupted"),
             _ALL,
             *SELECTION,
             _BODY,
@@ -53,7 +53,7 @@ COMMANDS: Final = (
                 "--by",
                 choices=("topic", "queue", "tag", "key", "minute", "hour", "day"),
                 default="topic",
-                help="what to count by (topic)",
+                help="one row for each of these (topic)",
             ),
             _ALL,
             *SELECTION,
@@ -65,32 +65,34 @@ COMMANDS: Final = (
         "groups",
         "list the consumer groups, their lag and dead letters",
         "store",
-        (option("--all", action="store_true", help="the broker's own groups too"),),
+        (option("--all", action="store_true", help="include the broker's own groups"),),
         output=LISTED,
     ),
     Command(
         "lag",
         "groups",
-        "print what groups have still to consume",
+        "print how many messages each group has left to consume",
         "store --group CG_order",
         (
             GROUP,
             option("--topic", metavar="TOPIC", help="only this topic"),
-            option("--by", choices=("queue", "topic", "group"), default="queue", help="what to sum up by (queue)"),
+            option(
+                "--by", choices=("queue", "topic", "group"), default="queue", help="one row for each of these (queue)"
+            ),
         ),
         output=LISTED,
     ),
     Command(
         "dead-letters",
         "dead_letters",
-        "list what groups gave up; --causes, --resend",
+        "list dead letters or their causes, or resend them",
         "store --causes",
         (
             GROUP,
             option("--causes", action="store_true", help="sum up by group, topic and cause"),
-            option("--cause", metavar="TEXT", help="only those whose cause has this text"),
+            option("--cause", metavar="TEXT", help="only letters whose cause contains this text"),
             option("--id", metavar="ID", help="only the message with this unique id"),
-            option("--resend", action="store_true", help="send them to --group once more, with all retries"),
+            option("--resend", action="store_true", help="send them to --group again, with all retries"),
             *CHANGES,
         ),
         output=LISTED,
@@ -98,41 +100,43 @@ COMMANDS: Final = (
     Command(
         "story",
         "diagnosis",
-        "print what happened to one message",
+        "print the history of a message",
         "store key14",
         (
             option("id", metavar="ID", help="a unique id, an offset id, or a key"),
-            option("--topic", metavar="TOPIC", help="of a key: only this topic"),
+            option("--topic", metavar="TOPIC", help="with a key: search only this topic"),
         ),
         output=LISTED,
     ),
-    Command("diagnose", "diagnosis", "print what deserves a look, worst first", "store", (_IMPORTANT,), output=LISTED),
+    Command("diagnose", "diagnosis", "list problems with evidence, worst first", "store", (_IMPORTANT,), output=LISTED),
     Command(
         "check",
         "diagnosis",
         "check the design of topics, keys and groups",
         "store --volumes",
-        (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by their bytes instead")),
+        (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by size instead")),
         output=LISTED,
     ),
-    Command("stats", "topics", "print what is in the store, in one row", "store", output=OUTPUT),
+    Command("stats", "topics", "print the totals of the store in one row", "store", output=OUTPUT),
     Command(
         "whatif",
         "what_if",
-        "estimate the time to drain a backlog, with changes",
+        "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
             option("--group", metavar="GROUP", required=True, help="the consumer group"),
             option("--topic", metavar="TOPIC", required=True, help="the topic"),
-            option(
-                "--handler", metavar="TIME", required=True, help="mean time of one call of the listener (20ms, 1.5s)"
-            ),
+            option("--handler", metavar="TIME", required=True, help="mean duration of a listener's call (20ms, 1.5s)"),
             option("--clients", metavar="N", help="instances of the group (1)"),
-            option("--threads", metavar="N", help="listeners that each runs in parallel (20)"),
-            option("--batch", metavar="N", help="messages a call (1)"),
-            option("--orderly", action="store_true", help="one listener a queue"),
-            option("--inflow", metavar="N", help="new messages a second (what the last ten minutes had)"),
-            option("--downstream", metavar="N", help="messages a second that what listeners call can take (no limit)"),
+            option("--threads", metavar="N", help="listeners that run in parallel in each instance (20)"),
+            option("--batch", metavar="N", help="messages per call (1)"),
+            option("--orderly", action="store_true", help="consume each queue in order"),
+            option("--inflow", metavar="N", help="new messages per second (the rate of the last ten minutes)"),
+            option(
+                "--downstream",
+                metavar="N",
+                help="messages per second that the services behind the listeners can take (no limit)",
+            ),
         ),
         output=LISTED,
     ),
@@ -147,8 +151,8 @@ COMMANDS: Final = (
             option("--key", help="a key or unique id of the messages"),
             option("--begin", metavar="TIME", help=f"earliest store time; {TIME_HELP}"),
             option("--end", metavar="TIME", help="latest store time"),
-            option("--max", metavar="N", default="64", help="most messages to print (64)"),
-            option("--id", help="instead: an offset id (32 or 56 hex digits) or a unique id"),
+            option("--max", metavar="N", default="64", help="maximum number of messages (64)"),
+            option("--id", help="instead of a key: an offset id (32 or 56 hex digits) or a unique id"),
         ),
         output=LISTED,
     ),

@@ -72,7 +72,7 @@ OUTPUT: Final = (
 """For a command that prints rows."""
 LISTED: Final = (
     *OUTPUT,
-    option("--limit", metavar="N", help="end after N rows"),
+    option("--limit", metavar="N", help="print at most N rows"),
     option("--fail-empty", action="store_true", help="exit with status 3 if there is no row"),
 )
 """For a command that prints a list."""
@@ -81,9 +81,9 @@ CONFIG: Final = option(
     "--config",
     metavar="FILE",
     default=argparse.SUPPRESS,
-    help="settings as JSON, for those that the store's files do not tell",
+    help="JSON file of settings that the store's files do not show",
 )
-CHANGES: Final = (option("--dry-run", action="store_true", help="print what would change, and change nothing"),)
+CHANGES: Final = (option("--dry-run", action="store_true", help="print the changes without making them"),)
 """For a command that changes a store."""
 
 TIMES: Final = (

@@ -53,12 +53,19 @@ COMMANDS: Final = (
         (
             option("--grpc", type=int, default=8081, metavar="PORT", help="the port (8081); 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
-            option("--advertise", metavar="HOST:PORT", help="what routes name (the address that a client has dialled)"),
-            option("--tls", nargs=2, metavar=("CERT", "KEY"), help="files in PEM; without them plain text is served"),
-            option("--no-auto-create", action="store_true", help="do not make a topic when its route is asked for"),
+            option("--advertise", metavar="HOST:PORT", help="the address in routes (the one that the client dialled)"),
+            option(
+                "--tls",
+                nargs=2,
+                metavar=("CERT", "KEY"),
+                help="PEM files for TLS; without them connections are plain text",
+            ),
+            option(
+                "--no-auto-create", action="store_true", help="do not create a topic when a client asks for its route"
+            ),
         ),
-        description="Serves the store by gRPC until it is interrupted (extra: grpc); makes it if there is none. Prints "
-        "a line when it is ready, then one for each client that comes or goes.",
+        description="Serves the store by gRPC until interrupted (extra: grpc), and creates it if it does not exist. "
+        "Prints a line when ready, then one for each client that connects or leaves.",
         makes_store=True,
         output=OUTPUT[:1],
     ),
