@@ -6,6 +6,7 @@ import argparse
 import base64
 import binascii
 import csv
+import itertools
 import json
 import os
 import sys
@@ -53,16 +54,20 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     with ExitStack() as opened:
         rows = opened.enter_context(_Rows(arguments.path, arguments.input_format))
         write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append
-        for number, row in enumerate(rows, 1):
-            if number <= skip:
-                continue
+        for number in itertools.count(1):
             try:
+                row = next(rows, None)
+                if row is None:
+                    break
+                if number <= skip:
+                    continue
                 read = _read(row)
                 if write is not None:
                     write(read)
-            except (InputError, MessageIllegalError) as error:
-                done = "" if write is None else f" (the rows before it are imported: --skip {number - 1} goes on there)"
-                raise InputError(f"{arguments.path}: row {number}: {error}{done}") from None
+            except (InputError, MessageIllegalError, csv.Error, UnicodeEncodeError) as error:
+                what = "half of a surrogate pair is no text" if isinstance(error, UnicodeEncodeError) else error
+                done = "" if write is None else f" (earlier rows are imported: continue by --skip {number - 1})"
+                raise InputError(f"{arguments.path}: row {number}: {what}{done}") from None
             count = counted.setdefault(read.message.topic, [0, 0, 0])
             count[0] = max(count[0], read.queue_id + 1)
             count[1] += 1
@@ -219,7 +224,7 @@ def _read(row: Mapping[str, Any]) -> _Read:
     for column, field in (("bornHost", "born_host"), ("storeHost", "store_host")):
         if row.get(column):
             try:
-                fields[field] = parse_host(row[column])  # type: ignore[literal-required]
+                fields[field] = parse_host(str(row[column]))  # type: ignore[literal-required]
             except (ValueError, TypeError):
                 raise InputError(
                     f"{column}: expected a host such as 127.0.0.1:10911, found {row[column]!r:.80}"
