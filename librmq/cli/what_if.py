@@ -19,6 +19,8 @@ __all__ = ["whatif"]
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)", re.ASCII)
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _WINDOW_S: Final = 600
+_MOST: Final = 1024
+"""The most clients, threads or messages per call: RocketMQ's limit of a batch; its limit of threads is 1000."""
 
 
 def whatif(arguments: argparse.Namespace, output: Output) -> int:
@@ -56,7 +58,7 @@ def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
         view, arguments.group, topic, handler_s=float(handler[1]) * _UNIT_S[handler[2]], stored_per_s=stored
     )
     changes: dict[str, int] = {
-        name: int(_number(f"--{option}", text))
+        name: _whole(f"--{option}", text)
         for name, option, text in (
             ("clients", "clients", arguments.clients),
             ("threads", "threads", arguments.threads),
@@ -83,6 +85,12 @@ def _number(name: str, text: str) -> float:
     if 0 <= found < 1e12:
         return found
     raise InputError(f"{name}: expected a number of 0 or more, found {text!r:.80}")
+
+
+def _whole(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number from 1 to {_MOST}, found {text!r:.80}")
 
 
 def _stored_per_s(view: StoreView, topic: str) -> float:

@@ -116,6 +116,10 @@ def test_what_a_change_would_bring(shell: Shell) -> None:
     assert (rows[0]["scenario"], rows[0]["lag"], rows[0]["queues"]) == ("as it is", 75, 2)
     assert shell(*words).rows[0]["stored_per_s"] == pytest.approx(75 / 9, rel=0.1)
     assert "expected the time of one call" in shell(*words[:-1], "soon").said
+    for name, text in (("--clients", "2.5"), ("--threads", "999999999"), ("--batch", "0")):
+        answer = shell(*words, name, text)
+        assert (answer.status, answer.out) == (2, "")
+        assert f"{name}: expected a whole number from 1 to 1024, found '{text}'" in answer.said
     assert "has no progress" in shell("whatif", "store", "--group", "x", "--topic", "y", "--handler", "1s").said
 
 
