@@ -122,11 +122,9 @@ class QueueFlights:
 
     def read_again(self) -> None:
         """Read a queue in order again from the first unacknowledged message."""
-        if not self.flights:
-            self.acknowledged.clear()
-            self.counts.clear()
-            return
         first = self.progress
+        self.acknowledged = {offset for offset in self.acknowledged if offset >= first}
+        self.counts = {offset: count for offset, count in self.counts.items() if offset >= first}
         self.acknowledged.update(offset for offset in range(first, self.next_offset) if offset not in self.flights)
         for offset, flight in self.flights.items():
             self.counts[offset] = flight.attempt
