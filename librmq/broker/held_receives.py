@@ -59,9 +59,9 @@ class HeldReceives:
                 self._pulls.asked_again(queue, held.holder, held.selection)
 
     def wake(self, group: str, topic: str) -> None:
-        """Have a group's receives of a topic ask again."""
+        """Have a group's receives from the queues of a topic ask again."""
         for held in list(self._by_notify.values()):
-            if held.request.group == group and held.request.topic == topic:
+            if held.request.group == group and any(queue[0] == topic for queue in held.queues):
                 self._wake(held)
 
     def _wake(self, held: _Held) -> None:

@@ -61,6 +61,7 @@ _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
+_FEW_DUE: Final = 1024
 
 
 class ReceiveHandler:
@@ -89,6 +90,7 @@ class ReceiveHandler:
         self._store_host = parse_host(context.store.config.store_host)
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._due: list[tuple[int, int, QueueKey, int]] = []
+        self._most_due = _FEW_DUE
         self._numbers = itertools.count()
         self._held = HeldReceives(context.held_pulls)
         self._turns: dict[tuple[str, str], int] = {}
@@ -114,13 +116,16 @@ class ReceiveHandler:
         group, queues, selection = self._check(request)
         self._note_clock(self._runner.now_ms())
         notify = request.notify
-        found = self._look(request, group, queues, selection)
+        found, has_more = self._look(request, group, queues, selection)
         if found or notify is None:
             return ReceiveResponse(tuple(found))
-        self._held.add(request, queues, selection, notify)
-        found = self._look(request, group, queues, selection)  # again: a writer looks for holds after its append
-        if found:
-            self._held.remove(notify)
+        if not has_more:
+            self._held.add(request, queues, selection, notify)
+            found, has_more = self._look(request, group, queues, selection)  # a writer looks for holds after its append
+            if found or has_more:
+                self._held.remove(notify)
+        if has_more and not found:
+            notify()  # no new message has to come: the next receive reads on
         return ReceiveResponse(tuple(found), is_held=not found)
 
     def cancel(self, request: CancelReceive) -> None:
@@ -226,34 +231,46 @@ class ReceiveHandler:
 
     def _look(
         self, request: Receive, group: Group, queues: list[tuple[str, int]], selection: Selection
-    ) -> list[Received]:
-        """Take messages from the queues in turn, up to the requested number."""
+    ) -> tuple[list[Received], bool]:
+        """Take messages from the queues in turn, up to the requested number; return whether a queue has unread ones."""
         found: list[Received] = []
+        has_more = False
         for topic, queue_id in queues:
             room = request.max_messages - len(found)
             if room <= 0:
                 break
             takes = ALL if topic != request.topic else selection  # a redelivered message has matched before
-            if (topic, queue_id) in self._store.queues:
-                found += self._take(request, group, (group.name, topic, queue_id), room, takes)
+            if (topic, queue_id) not in self._store.queues:
+                continue
+            try:
+                taken, has_unread = self._take(request, group, (group.name, topic, queue_id), room, takes)
+            except RmqError:
+                if not found:
+                    raise
+                break  # those found are in flight already, and the next receive meets the error
+            found += taken
+            has_more |= has_unread
         if found and self._metrics is not None:
             size = sum(one.message.size for one in found)
             self._metrics.count("messages_out", len(found), topic=request.topic, group=group.name)
             self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
-        return found
+        return found, has_more
 
-    def _take(self, request: Receive, group: Group, key: QueueKey, room: int, selection: Selection) -> list[Received]:
-        """Take messages of one queue."""
+    def _take(
+        self, request: Receive, group: Group, key: QueueKey, room: int, selection: Selection
+    ) -> tuple[list[Received], bool]:
+        """Take messages of one queue; return whether all reads found others only, and there are more."""
         now_ms = self._runner.now_ms()
         queue = self._queue(*key)
         if group.is_ordered:
             if queue.is_locked(now_ms):
                 is_same = bool(request.attempt_id) and request.attempt_id == queue.attempt_id
-                return self._again(request, key, queue) if is_same else []
+                return self._again(request, key, queue) if is_same else [], False
             queue.read_again()
             queue.attempt_id = request.attempt_id
         most = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
         found: list[Received] = []
+        has_more = False
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
             if room <= 0:
@@ -276,9 +293,11 @@ class ReceiveHandler:
             queue.next_offset = result.next_offset
             if found or result.next_offset == before:
                 break
+        else:
+            has_more = True
         if found or queue.progress != queue.committed:
             self._commit(key, queue)
-        return found
+        return found, has_more
 
     def _again(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
         """Answer a repeated attempt in order with the messages in flight."""
@@ -333,6 +352,15 @@ class ReceiveHandler:
         first = self._progress.query(QueryOffset(*key))
         return max(end - 1, begin) if first is None else first
 
+    def _current(self, key: QueueKey) -> QueueFlights | None:
+        """Return a queue's messages in flight; None, and no longer any, if the progress was moved otherwise."""
+        queue = self._queues.get(key)
+        if queue is not None and queue.committed != self._offsets.get(*key):
+            del self._queues[key]
+            self._saved.changed()
+            return None
+        return queue
+
     def _commit(self, key: QueueKey, queue: QueueFlights) -> None:
         progress = queue.progress
         if progress != queue.committed:
@@ -341,11 +369,14 @@ class ReceiveHandler:
         self._saved.changed()
 
     def _finish(self, key: QueueKey, queue_offset: int) -> None:
-        """Finish a message: move the progress, and wake receives that wait for the queue in order."""
-        queue = self._queues[key]
+        """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
+        queue = self._current(key)
+        if queue is None or queue_offset not in queue.flights:  # its progress was moved while it was stored again
+            return
+        was_full = len(queue.flights) >= MAX_IN_FLIGHT
         queue.finish(queue_offset)
         self._commit(key, queue)
-        if self._groups.get(key[0]).is_ordered and not queue.flights:
+        if was_full or (self._groups.get(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
             self._held.wake(key[0], key[1])
 
     def _parse(self, text: str) -> Receipt | None:
@@ -357,7 +388,7 @@ class ReceiveHandler:
         return group, receive_retry_topic(group, topic) if receipt.is_retry else topic, receipt.queue_id
 
     def _flight(self, key: QueueKey, receipt: Receipt) -> Flight | None:
-        queue = self._queues.get(key)
+        queue = self._current(key)
         flight = None if queue is None else queue.flights.get(receipt.queue_offset)
         return flight if flight is not None and flight.has(receipt) else None
 
@@ -385,8 +416,20 @@ class ReceiveHandler:
     # ---- the end of invisible times
 
     def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
+        if len(self._due) >= self._most_due:
+            self._forget_done()
         heapq.heappush(self._due, (at_ms, next(self._numbers), key, queue_offset))
         self._runner.wake(self._step, at_ms)
+
+    def _forget_done(self) -> None:
+        """Drop the times of messages that are no longer in flight, which would stay for up to 12 hours."""
+        self._due[:] = [
+            (flight.visible_ms, next(self._numbers), key, queue_offset)
+            for key, queue in self._queues.items()
+            for queue_offset, flight in queue.flights.items()
+        ]
+        heapq.heapify(self._due)
+        self._most_due = max(_FEW_DUE, 2 * len(self._due))
 
     def _run_due(self, now_ms: int) -> int | None:
         """Deliver messages again whose invisible time is over."""
@@ -394,7 +437,7 @@ class ReceiveHandler:
         due = self._due
         while due and due[0][0] <= now_ms:
             _, _, key, queue_offset = heapq.heappop(due)
-            queue = self._queues.get(key)
+            queue = self._current(key)
             flight = None if queue is None else queue.flights.get(queue_offset)
             if flight is None or flight.visible_ms > now_ms:  # a change has its own entry
                 continue

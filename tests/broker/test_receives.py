@@ -20,10 +20,13 @@ from librmq import (
     Producer,
     PushConsumer,
     ReceiptError,
+    RmqError,
     SimpleConsumer,
     StoreConfig,
+    StoreError,
 )
 from librmq.broker.in_flight import Receipt
+from librmq.broker.receive_handler import ReceiveHandler
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
@@ -199,6 +202,16 @@ def test_message_in_order_is_dead_after_its_attempts(rmq: Kit, in_order: Broker)
     assert len(rmq.dead_letters("g")) == 1
 
 
+def test_acknowledged_message_in_order_stays_so_after_smaller_receives(rmq: Kit, in_order: Broker) -> None:
+    send(in_order, "a", "b", "c")
+    _, b, _ = receive(in_order, 3)
+    in_order.call(Acknowledge("g", "t", (b.receipt,)))
+    rmq.advance(seconds=10)
+    (a,) = receive(in_order, 1)
+    in_order.call(Acknowledge("g", "t", (a.receipt,)))
+    assert [(one.message.body, one.attempt) for one in receive(in_order, 3)] == [(b"c", 2)]
+
+
 # ---- held
 
 
@@ -240,6 +253,62 @@ def test_two_receives_of_a_client_are_both_woken(broker: Broker) -> None:
         assert broker.call(Receive("c", "g", "t", notify=lambda name=name: woken.append(name))).is_held  # type: ignore[misc]
     send(broker, "a")
     assert sorted(woken) == ["one", "two"]
+
+
+def test_held_receive_in_order_is_woken_when_the_last_hidden_message_is_done(rmq: Kit, in_order: Broker) -> None:
+    send(in_order, "a", "b")
+    a, b = receive(in_order)
+    in_order.call(ChangeInvisible("g", "t", a.receipt, 0))
+    rmq.advance(ms=1)
+    woken: list[int] = []
+    request = Receive("c", "g", "t", notify=lambda: woken.append(1))
+    assert in_order.call(request).is_held
+    in_order.call(Acknowledge("g", "t", (b.receipt,)))
+    assert woken == [1]
+    assert bodies(list(in_order.call(request).messages)) == ["a"]
+
+
+def test_held_receive_is_woken_when_a_full_queue_has_room(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.broker.receive_handler.MAX_IN_FLIGHT", 2)
+    send(broker, "a", "b", "c")
+    a, _ = receive(broker)
+    woken: list[int] = []
+    request = Receive("c", "g", "t", notify=lambda: woken.append(1))
+    assert broker.call(request).is_held
+    broker.call(Acknowledge("g", "t", (a.receipt,)))
+    assert woken == [1]
+    assert bodies(list(broker.call(request).messages)) == ["c"]
+
+
+def test_receive_reads_on_behind_many_others(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not held while there are unread messages: none may come that would wake it."""
+    monkeypatch.setattr("librmq.broker.receive_handler._READS_WITHOUT_MESSAGE", 1)
+    send(broker, *["other"] * 2000, tags="other")
+    send(broker, "wanted", tags="wanted")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t", tags="wanted")
+        assert [message.body for message in consumer.receive()] == [b"wanted"]
+
+
+def test_broken_queue_hides_no_messages_of_another(rmq: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = rmq.broker
+    broker.create_topic("t", 2)
+    with Producer(broker, "p") as producer:
+        for queue in producer.queues("t"):
+            producer.send("t", "a", queue=queue)
+    read = broker.store.read
+
+    def fails_once(topic: str, queue_id: int, *rest: object) -> object:
+        if queue_id == 1:
+            raise StoreError("queue 1 is broken")
+        return read(topic, queue_id, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(broker.store, "read", fails_once)
+    found = []
+    for _ in range(2):  # another queue is the first each time
+        with suppress(RmqError):
+            found += receive(broker)
+    assert [one.message.queue_id for one in found] == [0]
 
 
 # ---- life
@@ -305,6 +374,46 @@ def test_reset_of_the_group_begins_there(rmq: Kit, broker: Broker) -> None:
     receive(broker)
     broker.reset_group("g", "t", 1)
     assert bodies(receive(broker)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_reset_of_the_group_outlasts_what_was_in_flight(rmq: Kit, broker: Broker, is_acknowledged: bool) -> None:
+    send(broker, "a", "b", "c")
+    a, b, _ = receive(broker)
+    broker.call(Acknowledge("g", "t", (a.receipt,)))
+    broker.reset_group("g", "t", 0)
+    if is_acknowledged:
+        broker.call(Acknowledge("g", "t", (b.receipt,)))
+    else:
+        rmq.advance(seconds=10)
+    assert broker.consumer_offset("g", "t", 0) == 0
+    assert bodies(receive(broker)) == ["a", "b", "c"]
+    assert ("%RETRY%g_t", 0) not in broker.store.queues
+
+
+def test_times_of_finished_messages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    due: list[list[object]] = []
+    start = ReceiveHandler.start
+
+    def noting_start(self: ReceiveHandler) -> None:
+        due.append(self._due)  # type: ignore[arg-type]
+        start(self)
+
+    monkeypatch.setattr(ReceiveHandler, "start", noting_start)
+    with Broker.temporary(runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
+        broker.create_topic("t", 1)
+        for _ in range(40):
+            send(broker, *["a"] * 32)
+            found = receive(broker, invisible_ms=12 * 3_600_000)
+            broker.call(Acknowledge("g", "t", tuple(one.receipt for one in found)))
+        send(broker, "last")
+        (last,) = receive(broker)
+        receipt = last.receipt
+        for milliseconds in range(2000):
+            receipt = broker.call(ChangeInvisible("g", "t", receipt, 10_000 + milliseconds))
+        assert len(due[0]) <= 1024
+        broker.runner.advance(12_000)  # type: ignore[attr-defined]
+        assert [one.attempt for one in receive(broker)] == [2]
 
 
 class Adjusted(ManualClock):
