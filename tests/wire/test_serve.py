@@ -1,0 +1,73 @@
+"""``librmq serve`` as a process, whose lines a program reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.wire.grpc.schema import message_class
+from tests.wire.stub import Stub
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
+        yield made
+        if made.poll() is None:
+            made.kill()
+
+
+def ready(serving: subprocess.Popen[str]) -> str:
+    assert serving.stdout is not None
+    row = json.loads(serving.stdout.readline())
+    assert (row["ready"], row["remoting"]) == (True, None)
+    return str(row["grpc"])
+
+
+def connect(address: str, client_id: str) -> None:
+    settings: Any = message_class("Settings")(client_type=1)
+    settings.publishing.topics.add(name="t")
+    with Stub(address, client_id) as stub:
+        answers = stub.telemetry(settings)
+        assert next(answers).status.code == 20000
+        assert stub.call("NotifyClientTermination").status.code == 20000
+
+
+def end(serving: subprocess.Popen[str], number: signal.Signals) -> None:
+    serving.send_signal(number)
+    assert serving.wait(15) == 0
+    assert serving.stderr is not None
+    assert serving.stderr.read() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_lines_tell_who_comes_and_goes(serving: subprocess.Popen[str], number: signal.Signals) -> None:
+    connect(ready(serving), "c")
+    assert serving.stdout is not None
+    lines = [json.loads(serving.stdout.readline()) for _ in range(2)]
+    assert lines == [{"client": "c", "group": None, "state": state} for state in ("connected", "left")]
+    end(serving, number)
+
+
+def test_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) -> None:
+    address = ready(serving)
+    assert serving.stdout is not None
+    serving.stdout.close()
+    for number in range(3):
+        connect(address, f"c{number}")
+    end(serving, signal.SIGTERM)
+
+
+def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str]) -> None:
+    address = ready(serving)
+    for number in range(130):  # more lines than a pipe takes
+        connect(address, f"{number}-" + "c" * 250)
+    end(serving, signal.SIGTERM)
