@@ -25,7 +25,7 @@ from librmq.message.record import (
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
 )
-from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic
+from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import Received
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.wire.grpc.codes import Code, Refusal
@@ -33,9 +33,11 @@ from librmq.wire.grpc.schema import message_class
 
 __all__ = [
     "MessageType",
+    "check_group",
     "check_topic",
     "group_queue",
     "message_of",
+    "milliseconds",
     "recall_handle",
     "recalled",
     "to_message",
@@ -48,6 +50,7 @@ _MAX_PROPERTIES: Final = 128
 _MAX_PROPERTIES_SIZE: Final = 16 << 10
 _MAX_GROUP: Final = 64
 _MAX_RECOVERY_S: Final = 3600
+_SYSTEM_GROUP: Final = "CID_RMQ_SYS_"
 _IDENTITY, _GZIP, _MD5 = 1, 2, 2
 _SHARDING_KEY: Final = "__SHARDINGKEY"
 _BORN_HOST: Final = "__BORNHOST"
@@ -130,6 +133,25 @@ def check_topic(name: str) -> str:
     return name
 
 
+def check_group(name: str) -> str:
+    """Return the name of a consumer group; refuse one that is not a user's."""
+    try:
+        validate_group(name)
+    except MessageIllegalError as error:
+        raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, str(error)) from error
+    if name.startswith(_SYSTEM_GROUP):
+        raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, f"group {name!r} is the broker's own")
+    return name
+
+
+def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:  # noqa: ANN401 (a time of protobuf)
+    """Return a time or a duration in milliseconds; refuse one out of protobuf's range."""
+    try:
+        return int(value.ToMilliseconds())
+    except ValueError as error:
+        raise Refusal(code, f"{name}: {error}") from error
+
+
 def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of the service)
     """Return a sent message as it is stored; refuse it as 5.3.3's proxy does."""
     topic, system = check_topic(sent.topic.name), sent.system_properties
@@ -152,7 +174,7 @@ def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of
         if seconds:
             properties[PROPERTY_CHECK_IMMUNITY_TIME] = str(seconds)
     if system.HasField("delivery_timestamp"):
-        deliver_ms = system.delivery_timestamp.ToMilliseconds()
+        deliver_ms = milliseconds(system.delivery_timestamp, "delivery_timestamp", Code.ILLEGAL_DELIVERY_TIME)
         if deliver_ms > now_ms + MAX_DELAY_MS:
             raise Refusal(Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp: {deliver_ms} ms is more than a day ahead")
         properties[DELIVER_MS] = str(deliver_ms)
@@ -160,7 +182,7 @@ def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of
     if system.HasField("message_group"):
         properties[_SHARDING_KEY] = _message_group(system.message_group)
     properties[_BORN_HOST] = system.born_host
-    properties[_BORN_TIME] = str(system.born_timestamp.ToMilliseconds())
+    properties[_BORN_TIME] = str(milliseconds(system.born_timestamp, "born_timestamp"))
     properties[PROPERTY_RECONSUME_TIME] = "0"
     return message
 
@@ -225,11 +247,12 @@ def _check_texts(properties: Mapping[str, str], tag: str | None, keys: Sequence[
     for key in keys:
         if not key.strip() or _has_control(key):
             raise Refusal(Code.ILLEGAL_MESSAGE_KEY, f"key: expected text without control characters, found {key!r:.80}")
-    size = sum(len(name) + len(value) for name, value in properties.items()) + len(tag or "") + sum(map(len, keys))
+    texts = (*properties.keys(), *properties.values(), tag or "", *keys)
+    size = sum(len(text.encode()) for text in texts)
     if size > _MAX_PROPERTIES_SIZE:
         raise Refusal(
             Code.MESSAGE_PROPERTIES_TOO_LARGE,
-            f"properties, tag and keys: {size} characters, {_MAX_PROPERTIES_SIZE} at most",
+            f"properties, tag and keys: {size} bytes, {_MAX_PROPERTIES_SIZE} at most",
         )
 
 

@@ -41,12 +41,13 @@ class Polls:
         self._open: set[Poll] = set()
         self._places: dict[str, set[Place]] = {}
 
-    def begin(self, client_id: str, place: Place) -> Poll:
-        """Note a receive."""
+    def begin(self, client_id: str, place: Place, *, is_push: bool) -> Poll:
+        """Note a receive, and the place of a known push consumer, until `forget`."""
         poll = Poll(self, client_id, place)
         with self._lock:
             self._open.add(poll)
-            self._places.setdefault(client_id, set()).add(place)
+            if is_push:
+                self._places.setdefault(client_id, set()).add(place)
         return poll
 
     def end(self, poll: Poll) -> None:

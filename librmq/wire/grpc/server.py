@@ -29,6 +29,12 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", _MAX_BYTES),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.keepalive_time_ms", 30_000),  # a connection cut without a word ends after 50 s, not after 2 hours
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # what newer versions go by
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 

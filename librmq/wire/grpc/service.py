@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from librmq.broker import Broker
@@ -25,6 +25,7 @@ from librmq.protocol import (
     EndTransaction,
     ForwardToDeadLetters,
     Receive,
+    Received,
     SendMessage,
     Subscription,
     TransactionState,
@@ -34,9 +35,11 @@ from librmq.wire.grpc.codes import SEND_CODES, Code, Refusal, code_of
 from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
     MessageType,
+    check_group,
     check_topic,
     group_queue,
     message_of,
+    milliseconds,
     recall_handle,
     recalled,
     to_received,
@@ -44,7 +47,7 @@ from librmq.wire.grpc.messages import (
 from librmq.wire.grpc.polls import Polls
 from librmq.wire.grpc.renewals import FIRST_MS, Renewals
 from librmq.wire.grpc.schema import message_class
-from librmq.wire.grpc.sessions import LONG_POLL_S, Session, Sessions
+from librmq.wire.grpc.sessions import LONG_POLL_S, Commands, Session, Sessions
 
 __all__ = ["Context", "Service"]
 
@@ -53,6 +56,7 @@ _log = logging.getLogger("librmq.wire")
 _HOST: Final = ("127.0.0.1", 0)
 _MAX_INVISIBLE_MS: Final = 12 * 3_600_000
 _MAX_RECEIVE: Final = 32
+_GIVEN_BACK_MS: Final = 1000
 _ANSWER_S: Final = 0.2
 """What is left of a deadline for the answer to travel."""
 _PERMISSIONS: Final = {0: 1, PERM_READ: 2, PERM_WRITE: 3, PERM_READ | PERM_WRITE: 4}
@@ -203,12 +207,12 @@ class Service:
     def query_assignment(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Return what a push consumer is to receive from: any queue, or in order each."""
         self._client_id(context)
-        topic = check_topic(request.topic.name)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
         self._ensure_topic(topic)
         (data,) = self._broker.topic_route(topic)
         if not data.permission & PERM_READ or not data.read_queues:
             raise Refusal(Code.FORBIDDEN, f"topic {topic!r} has no readable queue")
-        ids = range(data.read_queues) if self._broker.is_ordered(request.group.name) else [-1]
+        ids = range(data.read_queues) if self._broker.is_ordered(group) else [-1]
         for queue_id in ids:
             self._fill_queue(response.assignments.add().message_queue, request, queue_id, PERM_READ)
 
@@ -221,47 +225,52 @@ class Service:
         first = next(requests, None)
         if first is None:
             return
-        session = self._told(client_id, first, version)
-        yield first
+        stream = Commands()
+        self._told(client_id, first, version, stream)
         reader = threading.Thread(
             target=self._read,
-            args=(requests, client_id, version, session),
+            args=(requests, client_id, version, stream),
             name=f"librmq telemetry {client_id}",
             daemon=True,
         )
-        reader.start()
-        while (command := session.commands.get()) is not None:
-            yield command
+        try:
+            reader.start()  # before the first answer: the stream may be cut there, and the reader notices its end
+        except RuntimeError:  # no thread is free
+            self._stream_ended(client_id, stream)
+            raise
+        yield from stream
 
-    def _told(self, client_id: str, command: Any, version: str) -> Session:  # noqa: ANN401
+    def _told(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
         if command.WhichOneof("command") != "settings":
             raise ValueError("the first command of a client is expected to be its settings")
-        session = self.sessions.take_settings(client_id, command.settings, version)
+        self.sessions.take_settings(client_id, command.settings, version, stream)
         command.status.code = Code.OK
         command.status.message = "OK"
-        return session
+        stream.put(command)
 
-    def _read(self, requests: Iterator[Any], client_id: str, version: str, session: Session) -> None:
-        """Take what a client tells, until its stream ends; then it is gone."""
+    def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
+        """Take what a client tells, until its stream ends; with its last stream it is gone."""
         try:
             for command in requests:
                 if command.WhichOneof("command") == "settings":
-                    self._told(client_id, command, version)
-                    session.commands.put(command)
+                    self._told(client_id, command, version, stream)
         except Exception as error:  # the stream was cut, or the client tells nonsense
             _log.debug("client %s: its stream has ended: %s", client_id, error)
         finally:
-            session.commands.put(None)
-            self._gone(client_id)
+            self._stream_ended(client_id, stream)
 
-    def _gone(self, client_id: str) -> None:
+    def _stream_ended(self, client_id: str, stream: Commands) -> None:
         try:
-            self.polls.forget(client_id)
-            if self.sessions.leave(client_id):
-                with self._runner.lock:
-                    self.renewals.client_gone(client_id)
+            if self.sessions.stream_ended(client_id, stream):
+                self._gone(client_id)
         except RmqError as error:  # the broker was closed before
             _log.debug("client %s left: %s", client_id, error)
+
+    def _gone(self, client_id: str) -> None:
+        """Let what a client had come again; its session has ended, so that it gets no more to renew."""
+        self.polls.forget(client_id)
+        with self._runner.lock:
+            self.renewals.client_gone(client_id)
 
     @_answers("HeartbeatResponse")
     def heartbeat(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
@@ -273,7 +282,7 @@ class Service:
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Take a client's good-bye."""
         client_id = self._client_id(context)
-        if self.sessions.get(client_id) is None:
+        if not self.sessions.leave(client_id):
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings")
         self._gone(client_id)
 
@@ -300,7 +309,7 @@ class Service:
         system, topic = sent.system_properties, message.topic
         self._ensure_topic(topic)
         now_ms = self._runner.now_ms()
-        told_ms = system.born_timestamp.ToMilliseconds()
+        told_ms = milliseconds(system.born_timestamp, "born_timestamp")
         born_ms = told_ms if told_ms and moves_by_itself(self._runner.clock) else now_ms
         queue_id = -1
         if system.HasField("message_group"):
@@ -338,17 +347,22 @@ class Service:
     def end_transaction(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Commit a transaction, or roll it back."""
         self._client_id(context)
-        group, queue_offset, physical_offset = self.sessions.half(request.transaction_id)
+        place = group, queue_offset, physical_offset = self.sessions.half(request.transaction_id)
         state = _STATES.get(request.resolution, TransactionState.UNKNOWN)
         from_check = request.source == _FROM_CHECK
-        self._broker.call(EndTransaction(group, state, queue_offset, physical_offset, request.message_id, from_check))
+        ended = EndTransaction(group, state, queue_offset, physical_offset, request.message_id, from_check)
+        try:
+            self._broker.call(ended)
+        except RmqError:
+            self.sessions.note_half(request.transaction_id, place)  # the client tries again
+            raise
 
     # ---- receiving
 
     def receive_message(self, request: Any, context: Context) -> Iterator[Any]:  # noqa: ANN401
         """Hand out messages, or wait for some: first the status, then the messages, last the time."""
         made = message_class("ReceiveMessageResponse")
-        found: list[Any] = []
+        found: list[tuple[Received, Any]] = []
         status = made()
         status.status.code, status.status.message = Code.OK, "OK"
         try:
@@ -360,20 +374,37 @@ class Service:
         except Exception as error:
             _log.exception("a receive failed")
             _refuse(status.status, error)
-        yield status
-        for message in found:
-            yield made(message=message)
+        sent = 0
+        try:
+            yield status
+            for _, message in found:
+                yield made(message=message)
+                sent += 1
+        except GeneratorExit:  # the client is gone
+            self._give_back(request, [received for received, _ in found[sent:]])
+            raise
         last = made()
         last.delivery_timestamp.FromMilliseconds(self._runner.now_ms())
         yield last
 
-    def _receive(self, request: Any, context: Context) -> list[Any]:  # noqa: ANN401
+    def _give_back(self, request: Any, messages: list[Received]) -> None:  # noqa: ANN401
+        """Let messages that did not reach their client come again in a second, as 5.3.3 does."""
+        group, topic = request.group.name, request.message_queue.topic.name
+        self._end_renewals(group, topic, tuple(one.receipt for one in messages))
+        for one in messages:
+            try:
+                self._broker.call(ChangeInvisible(group, topic, one.receipt, _GIVEN_BACK_MS))
+            except RmqError as error:  # its time is over, or the broker was closed
+                _log.debug("group %s: a message of topic %s was not given back: %s", group, topic, error)
+
+    def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
         client_id = self._client_id(context)
-        group, topic = request.group.name, check_topic(request.message_queue.topic.name)
+        group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
         self._ensure_topic(topic)
         expression = request.filter_expression
         kind = "SQL92" if expression.type == 2 else "TAG"
-        invisible_ms = FIRST_MS if request.auto_renew else request.invisible_duration.ToMilliseconds()
+        asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
+        invisible_ms = FIRST_MS if request.auto_renew else asked_ms
         if not 0 < invisible_ms <= _MAX_INVISIBLE_MS:
             raise Refusal(
                 Code.ILLEGAL_INVISIBLE_TIME,
@@ -381,7 +412,9 @@ class Service:
             )
         arrived = threading.Event()
         context.add_callback(arrived.set)
-        poll = self.polls.begin(client_id, (topic, request.message_queue.id))
+        queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
+        queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
+        poll = self.polls.begin(client_id, (topic, queue_id), is_push=self.sessions.get(client_id) is not None)
 
         def notify() -> None:
             poll.wake()
@@ -400,15 +433,13 @@ class Service:
         clock = self._waiting_clock
         deadline = clock.monotonic() + self._poll_time(request, context)
         try:
-            while context.is_active():
+            while True:
                 arrived.clear()
+                if not context.is_active():  # after `clear`, which can erase the signal of the end
+                    break
                 messages = self._broker.call(asked).messages
                 if messages:
-                    if request.auto_renew:
-                        with self._runner.lock:
-                            for one in messages:
-                                self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
-                    return [to_received(one, invisible_ms) for one in messages]
+                    return self._handed_out(request, context, client_id, messages, invisible_ms)
                 if not arrived.is_set():
                     poll.hold()
                 remaining = deadline - clock.monotonic()
@@ -420,19 +451,45 @@ class Service:
             poll.end()
             self._broker.call(CancelReceive(notify))
 
+    def _handed_out(
+        self,
+        request: Any,  # noqa: ANN401
+        context: Context,
+        client_id: str,
+        messages: Sequence[Received],
+        invisible_ms: int,
+    ) -> list[tuple[Received, Any]]:
+        """Return received messages in the form for their client, and renew them while it lives."""
+        group, topic = request.group.name, request.message_queue.topic.name
+        if not context.is_active():
+            self._give_back(request, list(messages))
+            return []
+        made = []
+        for one in messages:
+            try:
+                made.append((one, to_received(one, invisible_ms)))
+            except (RmqError, ValueError) as error:  # it becomes a dead letter in its time, and the others are read
+                _log.warning("group %s: a message of topic %s can't be sent to its client: %s", group, topic, error)
+        if request.auto_renew:
+            with self._runner.lock:
+                if self.sessions.get(client_id) is not None:  # else no later end of it would end the renewals
+                    for one, _ in made:
+                        self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
+        return made
+
     @staticmethod
     def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
         """Return how long a receive waits, in seconds: the client's deadline leaves time for the answer."""
-        asked = request.long_polling_timeout.ToMilliseconds() / 1000 if request.HasField("long_polling_timeout") else 0
+        asked = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
         remaining = context.time_remaining()
-        seconds = asked or LONG_POLL_S
+        seconds = min(asked or LONG_POLL_S, LONG_POLL_S)
         return seconds if remaining is None else max(0.0, min(seconds, remaining - _ANSWER_S))
 
     @_answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Note that messages are done with."""
         self._client_id(context)
-        group, topic = request.group.name, check_topic(request.topic.name)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)
         codes = []
         answers: tuple[bool, ...] = self._broker.call(Acknowledge(group, topic, receipts))
@@ -449,8 +506,8 @@ class Service:
     def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Move the time at which a message comes again."""
         self._client_id(context)
-        group, topic = request.group.name, check_topic(request.topic.name)
-        invisible_ms = request.invisible_duration.ToMilliseconds()
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
+        invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
         if not 0 <= invisible_ms <= _MAX_INVISIBLE_MS:
             raise Refusal(
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: expected 0 to 12 h, found {invisible_ms} ms"
@@ -463,7 +520,7 @@ class Service:
     def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Make a message a dead letter."""
         self._client_id(context)
-        group, topic = request.group.name, check_topic(request.topic.name)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
         self._broker.call(ForwardToDeadLetters(group, topic, request.receipt_handle))
         self._end_renewals(group, topic, (request.receipt_handle,))
 

@@ -6,12 +6,14 @@ Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import SystemClock
+from librmq.errors import RmqError
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
@@ -25,10 +27,10 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.wire.grpc.codes import Code, Refusal
-from librmq.wire.grpc.messages import MAX_BODY, to_message
+from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["Session", "Sessions"]
+__all__ = ["Commands", "Session", "Sessions"]
 
 R = TypeVar("R")
 _log = logging.getLogger("librmq.wire")
@@ -36,14 +38,57 @@ _log = logging.getLogger("librmq.wire")
 PRODUCER, PUSH_CONSUMER, SIMPLE_CONSUMER = 1, 2, 3
 _NODE_JS, _PYTHON = 8, 6
 _MAX_SESSIONS: Final = 10_000
-_MAX_COMMANDS: Final = 10_000
+_MAX_COMMANDS: Final = 1_000
+_MAX_COMMANDS_SIZE: Final = 16 << 20
+_MAX_SETTINGS_SIZE: Final = 256 << 10
 _MAX_HALVES: Final = 100_000
+_MAX_ASKED: Final = 10_000
 _ANSWER_S: Final = 1.0
 LONG_POLL_S: Final = 20
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
 
 _TelemetryCommand = message_class("TelemetryCommand")
+
+
+class Commands:
+    """What one stream is to send. Bounded: a client that does not read misses what is beyond. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._size = 0
+        self._has_ended = False
+
+    def put(self, command: Any) -> bool:  # noqa: ANN401 (a message)
+        """Send a command; return False if it was dropped."""
+        size = command.ByteSize()
+        with self._changed:
+            is_full = len(self._waiting) >= _MAX_COMMANDS or self._size + size > _MAX_COMMANDS_SIZE
+            if self._has_ended or (is_full and self._waiting):
+                return False
+            self._waiting.append((command, size))
+            self._size += size
+            self._changed.notify()
+            return True
+
+    def end(self) -> None:
+        """End the stream once the commands in it are sent."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Wait for each command until the stream ends."""
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if self._has_ended:
+                        return
+                    self._changed.wait()
+                command, size = self._waiting.popleft()
+                self._size -= size
+            yield command
 
 
 class Session:
@@ -55,8 +100,8 @@ class Session:
         self.settings = settings
         self.half_topics: set[str] = set()
         """Topics of the half messages that it has sent."""
-        self.commands: queue.Queue[Any] = queue.Queue(_MAX_COMMANDS)
-        """What its stream is to send; None ends it."""
+        self.streams: list[Commands] = []
+        """Its open streams, the latest last: after a cut, the former one ends later."""
 
     @property
     def group(self) -> str:
@@ -93,6 +138,7 @@ class Sessions:
         self._broker = broker
         self._changed = changed
         self._lock = threading.Lock()
+        self._telling = threading.RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}
@@ -110,11 +156,15 @@ class Sessions:
         with self._lock:
             return [one.client_id for one in self._by_id.values() if one.settings.client_type == PUSH_CONSUMER]
 
-    def take_settings(self, client_id: str, settings: Any, version: str) -> Session:  # noqa: ANN401 (a message)
-        """Note a client's settings, and complete them for the answer."""
+    def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
+        """Note a client's settings from a stream, and complete them for the answer."""
         which = settings.WhichOneof("pub_sub")
         if which is None:
             raise ValueError("settings: expected publishing or subscription")
+        if settings.ByteSize() > _MAX_SETTINGS_SIZE:
+            raise ValueError(f"settings: expected at most {_MAX_SETTINGS_SIZE} bytes, found {settings.ByteSize()}")
+        if which == "subscription":
+            check_group(settings.subscription.group.name)
         _complete(settings, version)
         with self._lock:
             session = self._by_id.get(client_id)
@@ -124,40 +174,72 @@ class Sessions:
                     raise Refusal(Code.TOO_MANY_REQUESTS, f"{_MAX_SESSIONS} clients are connected already")
                 session = self._by_id[client_id] = Session(self, client_id, settings)
             session.settings = settings
+            if stream not in session.streams:
+                session.streams.append(stream)
+        try:
+            self._tell_broker(client_id)
+        except RmqError:
+            self.stream_ended(client_id, stream)
+            raise
         if is_new:
             _log.info("client %s connected: %s", client_id, session.group or "a producer")
-            self._changed(client_id, session.group, True)
-        self._broker.call(session.heartbeat())
-        return session
+            self._report(session, True)
+
+    def stream_ended(self, client_id: str, stream: Commands) -> bool:
+        """Note that a stream has ended; return whether it was the client's last, so that the client is gone."""
+        stream.end()
+        with self._lock:
+            session = self._by_id.get(client_id)
+            if session is None or stream not in session.streams:
+                return False
+            session.streams.remove(stream)
+            if session.streams:
+                return False
+        return self.leave(client_id)
 
     def leave(self, client_id: str) -> bool:
         """Forget a client; return whether it was known."""
         with self._lock:
             session = self._by_id.pop(client_id, None)
-        if session is None:
-            return False
+            if session is None:
+                return False
+            streams, session.streams = session.streams, []
+        for stream in streams:
+            stream.end()
         _log.info("client %s left", client_id)
-        self._changed(client_id, session.group, False)
-        _put(session, None)
-        self._broker.call(ChannelClosed(client_id))
+        try:
+            self._tell_broker(client_id)
+        finally:
+            self._report(session, False)
         return True
 
+    def _report(self, session: Session, is_connected: bool) -> None:
+        """Call ``changed``; its errors are no concern of the client."""
+        try:
+            self._changed(session.client_id, session.group, is_connected)
+        except Exception:
+            _log.exception("reporting client %s failed", session.client_id)
+
+    def _tell_broker(self, client_id: str) -> None:
+        """Tell the broker of a client as it is now, so that the last call is right whatever their order."""
+        with self._telling:
+            session = self._by_id.get(client_id)
+            self._broker.call(ChannelClosed(client_id) if session is None else session.heartbeat())
+
     def close(self) -> None:
-        """End all streams."""
+        """End all streams; the broker forgets the clients."""
         for client_id in list(self._by_id):
-            with self._lock:
-                session = self._by_id.pop(client_id, None)
-            if session is not None:
-                _put(session, None)
+            with suppress(RmqError):  # the broker was closed before
+                self.leave(client_id)
 
     # ---- transactions
 
     def sent_half(self, session: Session | None, transaction_id: str, topic: str, queue_offset: int, at: int) -> None:
         """Note where a half message is, by its transaction."""
-        self._note_half(transaction_id, (topic, queue_offset, at))
+        self.note_half(transaction_id, (topic, queue_offset, at))
         if session is not None and topic not in session.half_topics:
             session.half_topics.add(topic)
-            self._broker.call(session.heartbeat())
+            self._tell_broker(session.client_id)
 
     def half(self, transaction_id: str) -> tuple[str, int, int]:
         """Return the producer group, queue offset and physical offset of a transaction's half message, once."""
@@ -178,13 +260,18 @@ class Sessions:
         """Ask a producer about a half message."""
         half = request.message
         topic = half.properties.get("REAL_TOPIC", half.topic)
-        self._note_half(request.transaction_id, (request.group, half.queue_offset, half.physical_offset))
-        self._asked[request.transaction_id] = self._clock.monotonic()
+        self.note_half(request.transaction_id, (request.group, half.queue_offset, half.physical_offset))
         command = _TelemetryCommand()
         orphan = command.recover_orphaned_transaction_command
         orphan.message.CopyFrom(to_message(half, topic))
         orphan.transaction_id = request.transaction_id
-        _put(session, command)
+        with self._lock:
+            stream = session.streams[-1] if session.streams else None
+            self._asked[request.transaction_id] = self._clock.monotonic()
+            while len(self._asked) > _MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+        if stream is None or not stream.put(command):
+            _log.warning("client %s does not read: a question about a transaction is dropped", session.client_id)
 
     def has_open_question(self) -> bool:
         """Return whether a client was asked about a transaction and may still answer: it has a second."""
@@ -193,18 +280,12 @@ class Sessions:
             self._asked = {name: at for name, at in self._asked.items() if at > since}
             return bool(self._asked)
 
-    def _note_half(self, transaction_id: str, place: tuple[str, int, int]) -> None:
+    def note_half(self, transaction_id: str, place: tuple[str, int, int]) -> None:
+        """Note what `half` returns."""
         with self._lock:
             self._halves[transaction_id] = place
             while len(self._halves) > _MAX_HALVES:
                 del self._halves[next(iter(self._halves))]
-
-
-def _put(session: Session, command: Any) -> None:  # noqa: ANN401 (a message)
-    try:
-        session.commands.put_nowait(command)
-    except queue.Full:
-        _log.warning("client %s does not read: a command to it is dropped", session.client_id)
 
 
 def _complete(settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
