@@ -131,9 +131,14 @@ class QueueFlights:
         self.flights.clear()
         self.next_offset = first
 
+    @property
+    def has_notes(self) -> bool:
+        """Whether there is anything to save beside the progress."""
+        return bool(self.flights or self.acknowledged or self.counts)
+
     def to_row(self) -> dict[str, Any]:
         """Return the saved form."""
-        return {
+        row = {
             "committed": self.progress,
             "next": self.next_offset,
             "flights": ",".join(  # one text: a JSON list of as many numbers takes seconds
@@ -143,6 +148,10 @@ class QueueFlights:
                 ]
             ),
         }
+        if self.acknowledged or self.counts:
+            row["acknowledged"] = ",".join(map(str, sorted(self.acknowledged)))
+            row["counts"] = ",".join(f"{offset} {count}" for offset, count in self.counts.items())
+        return row
 
     @classmethod
     def of_row(cls, row: Any, progress: int, end: int) -> Self:  # noqa: ANN401 (it comes from a file)
@@ -151,8 +160,7 @@ class QueueFlights:
         Args:
             row: A result of `to_row`, or anything else.
             progress: The stored progress of the group. If it is smaller than the row's, the row is newer or the group
-            was reset,
-                so everything from there on is visible.
+                was reset, so everything from there on is visible.
             end: The queue's end; a crash of the machine can have lost messages.
         """
         made = cls(progress)
@@ -163,16 +171,25 @@ class QueueFlights:
         for offset, physical, received, invisible, attempt, visible in saved:
             if progress <= offset < made.next_offset:
                 made.flights[offset] = Flight(physical, received, invisible, attempt, visible)
+        made.acknowledged = {offset for (offset,) in _numbers(row.get("acknowledged"), 1) or () if offset >= progress}
+        made.counts = {offset: count for offset, count in _numbers(row.get("counts"), 2) or () if offset >= progress}
         return made
 
 
 def _saved_flights(row: Any) -> list[list[int]] | None:  # noqa: ANN401 (it comes from a file)
     """Return the numbers of a row's flights by queue offset; None for an invalid row."""
-    if not isinstance(row, dict) or not isinstance(row.get("flights"), str):
+    if not isinstance(row, dict):
         return None
     if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("committed", "next")):
         return None
-    flights = [flight.split(" ") for flight in row["flights"].split(",") if flight]
-    if not all(len(flight) == _SAVED_FIELDS and all(map(_NUMBER.fullmatch, flight)) for flight in flights):
+    return _numbers(row.get("flights"), _SAVED_FIELDS)
+
+
+def _numbers(text: object, fields: int) -> list[list[int]] | None:
+    """Return the numbers in a text, sorted, in groups of ``fields`` each; None for anything else."""
+    if not isinstance(text, str):
         return None
-    return sorted(list(map(int, flight)) for flight in flights)
+    groups = [group.split(" ") for group in text.split(",") if group]
+    if not all(len(group) == fields and all(map(_NUMBER.fullmatch, group)) for group in groups):
+        return None
+    return sorted(list(map(int, group)) for group in groups)

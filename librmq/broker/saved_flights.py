@@ -5,7 +5,8 @@
     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
                                 {"committed", "next", "flights"}}}}
                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
-                            separated by blanks, messages by commas
+                            separated by blanks, messages by commas; for a queue in order also "acknowledged" (queue
+                            offsets) and "counts" (queue offset, deliveries) of messages that are read again
 
 The broker of 4.9 ignores the file. Without it, messages in flight are delivered again immediately.
 """
@@ -79,7 +80,7 @@ class SavedFlights:
         self._has_changed = False
 
     def _fill(self) -> None:
-        rows = {_name(key): queue.to_row() for key, queue in self._queues.items() if queue.flights}
+        rows = {_name(key): queue.to_row() for key, queue in self._queues.items() if queue.has_notes}
         self._table.rows["queues"] = {**self._rows, **rows}
 
     def save_all(self) -> None:

@@ -331,6 +331,28 @@ def test_flights_survive_a_restart_in_a_file_of_their_own(tmp_path: Path) -> Non
     assert not verify(tmp_path / "b").damage
 
 
+@pytest.mark.parametrize("is_acknowledged_first", [True, False])
+def test_order_survives_a_restart_with_acknowledgements_and_attempts(
+    tmp_path: Path, is_acknowledged_first: bool
+) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    broker.set_group("g", is_ordered=True)
+    send(broker, "a", "b", "c")
+    _, b, _ = receive(broker)
+    broker.call(Acknowledge("g", "t", (b.receipt,)))
+    runner.advance(10_000)
+    (a,) = receive(broker, 1)
+    if is_acknowledged_first:
+        broker.call(Acknowledge("g", "t", (a.receipt,)))
+    broker.close()
+    with Broker.open(tmp_path / "b", runner=runner) as broker:
+        if not is_acknowledged_first:
+            broker.call(Acknowledge("g", "t", (a.receipt,)))
+        assert [(one.message.body, one.attempt) for one in receive(broker)] == [(b"c", 2)]
+
+
 @pytest.mark.parametrize(
     "content",
     [None, b"", b"{", b'{"receives": {"version": 2}}', b'{"receives": {"version": 1, "queues": {"g@t@0": [1]}}}'],
