@@ -96,8 +96,7 @@ class Producer:
         given: dict[str, Any] = dict(settings)
         if isinstance(given.get("timeout"), timedelta):
             given["timeout"] = to_seconds("timeout", given["timeout"])
-        self.config = ProducerConfig.given_or_default(config).with_settings(given)
-        self._usual_timeout_ms = 1000 * self.config.timeout
+        config = ProducerConfig.given_or_default(config).with_settings(given)
         check_kind("metrics", metrics, Metrics)
         check_kind("client", client, Client)
         if client is not None:
@@ -107,11 +106,23 @@ class Producer:
         self.hooks: list[SendHook] = list(hooks)
         self.metrics = metrics
         self._runner = route.runner
-        self._routes = PublishRoutes(self.client, group, self.config.default_topic_queues)
+        self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self._attempts = SendAttempts(self._routes, self.config, self._life, self._start_or_refuse, self.hooks, metrics)
+        self._attempts = SendAttempts(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
         self._unwatch: Callable[[], None] | None = None
+        self.config = config
+
+    @property
+    def config(self) -> ProducerConfig:
+        """The settings; new ones count from the next send on."""
+        return self._config
+
+    @config.setter
+    def config(self, config: ProducerConfig) -> None:
+        self._config = self._attempts.config = config
+        self._usual_timeout_ms = 1000 * config.timeout
+        self._routes.default_topic_queues = config.default_topic_queues
 
     # ------------------------------------------------------------------------------------------------------------ life
 

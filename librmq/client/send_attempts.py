@@ -56,7 +56,7 @@ class SendAttempts:
         """``start()`` starts a new producer, and raises if it was shut down."""
         self._client = routes.client
         self._group = routes.group
-        self._config = config
+        self.config = config
         self._life = life
         self._start = start
         self._hooks = hooks
@@ -88,7 +88,7 @@ class SendAttempts:
         last_broker: str | None = None
         failure: Exception | None = None
         result: SendResult | None = None
-        for attempt in range(self._config.retries + 1):
+        for attempt in range(self.config.retries + 1):
             if attempt:
                 rest_ms = begin_ms + timeout_ms - self._now_ms()
                 if rest_ms < 0:
@@ -110,7 +110,7 @@ class SendAttempts:
             except BrokerUnreachableError as error:
                 failure = error
             else:
-                if result.status is _OK or not self._config.retry_another_broker_when_not_ok:
+                if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
                     return result
         if result is not None:
             return result
@@ -136,11 +136,11 @@ class SendAttempts:
             self._start()
         self._runner.point(f"send {queue.topic}")
         client = self._client
-        default_queues = self._config.default_topic_queues
+        default_queues = self.config.default_topic_queues
         request: SendMessage | SendBatch
         if batch is None:
             sent, sys_flag = message, 0
-            if len(message.body) >= self._config.compress_from:
+            if len(message.body) >= self.config.compress_from:
                 packed, sys_flag = record.compress_body(message.body), _COMPRESSED
                 sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(

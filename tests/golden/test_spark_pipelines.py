@@ -68,7 +68,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def a_worker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
-    if request.function in (test_backlog, test_what_if):  # no worker reads for them
+    if request.function in (test_a_store_alone, test_backlog, test_what_if):  # no worker reads for them
         yield
         return
     with killing(tmp_path / "killed"):

@@ -127,7 +127,6 @@ class Producers:
         if key in self.recording.default_queues:
             queues = self.recording.default_queues[key or ""]
             producer.config = replace(producer.config, default_topic_queues=queues)
-            producer._routes.default_topic_queues = queues
         told = event["messages"][0] if "messages" in event else event["message"]
         in_turn = event if event.get("form") == "async" else self._next_in_turn(event, told["topic"])
         queue = None if in_turn is None else self._queue_of(in_turn)
