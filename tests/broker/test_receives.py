@@ -202,7 +202,7 @@ def test_message_in_order_is_dead_after_its_attempts(rmq: Kit, in_order: Broker)
     assert len(rmq.dead_letters("g")) == 1
 
 
-def test_acknowledged_message_in_order_stays_so_after_smaller_receives(rmq: Kit, in_order: Broker) -> None:
+def test_acknowledged_message_in_order_stays_so(rmq: Kit, in_order: Broker) -> None:
     send(in_order, "a", "b", "c")
     _, b, _ = receive(in_order, 3)
     in_order.call(Acknowledge("g", "t", (b.receipt,)))
@@ -255,7 +255,7 @@ def test_two_receives_of_a_client_are_both_woken(broker: Broker) -> None:
     assert sorted(woken) == ["one", "two"]
 
 
-def test_held_receive_in_order_is_woken_when_the_last_hidden_message_is_done(rmq: Kit, in_order: Broker) -> None:
+def test_held_receive_in_order_is_woken_when_all_is_done(rmq: Kit, in_order: Broker) -> None:
     send(in_order, "a", "b")
     a, b = receive(in_order)
     in_order.call(ChangeInvisible("g", "t", a.receipt, 0))
@@ -332,7 +332,7 @@ def test_flights_survive_a_restart_in_a_file_of_their_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_acknowledged_first", [True, False])
-def test_order_survives_a_restart_with_acknowledgements_and_attempts(
+def test_order_survives_a_restart(
     tmp_path: Path, is_acknowledged_first: bool
 ) -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
