@@ -332,9 +332,7 @@ def test_flights_survive_a_restart_in_a_file_of_their_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_acknowledged_first", [True, False])
-def test_order_survives_a_restart(
-    tmp_path: Path, is_acknowledged_first: bool
-) -> None:
+def test_order_survives_a_restart(tmp_path: Path, is_acknowledged_first: bool) -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
     broker.create_topic("t", 1)
