@@ -19,6 +19,7 @@ from librmq.errors import (
     StoreFullError,
 )
 from librmq.protocol import ResponseCode
+from librmq.runtime.watchers import Watchers
 
 __all__ = ["BrokerLife"]
 
@@ -35,7 +36,7 @@ class BrokerLife:
         self._name = name
         self._path = path
         self._why = "was closed"
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers = Watchers()
 
     def begin(self) -> None:
         """Note that the broker is open; a fork ends it in the child."""
@@ -80,18 +81,11 @@ class BrokerLife:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` when topics change and at the end; return a function that ends this."""
-
-        def end() -> None:
-            if changed in self._watchers:
-                self._watchers.remove(changed)
-
-        self._watchers.append(changed)
-        return end
+        return self._watchers.add(changed)
 
     def changed(self) -> None:
         """Notify the watchers that topics or queues have changed, or that the broker has ended."""
-        for changed in list(self._watchers):
-            changed()
+        self._watchers.notify()
 
 
 def _nothing() -> None:

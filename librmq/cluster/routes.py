@@ -19,6 +19,7 @@ from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.runtime.runner import Runner, Step
+from librmq.runtime.watchers import Watchers
 
 __all__ = ["RouteTable"]
 
@@ -75,7 +76,7 @@ class RouteTable:
         self._poll_ms = max(1, round(1000 * poll_s))
         self._made_ms = self.runner.now_ms()
         self._expiry_ms = round(1000 * expiry_s)
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers = Watchers()
         self._entries: dict[str, _Entry] = {}
         self._step = Step("routes", self._learn)
         for broker in brokers:
@@ -99,7 +100,7 @@ class RouteTable:
             entry = self._entries[broker.name] = _Entry(_Link(broker), end_watch, is_routed)
             if not is_routed:
                 self._learn_at(entry, self.runner.now_ms())
-            self._tell()
+            self._watchers.notify()
 
     def cut(self, broker_name: str) -> None:
         """Cut the connection to a broker, like a network failure: the broker keeps running and loses its clients."""
@@ -137,13 +138,7 @@ class RouteTable:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
-
-        def end() -> None:
-            if changed in self._watchers:
-                self._watchers.remove(changed)
-
-        self._watchers.append(changed)
-        return end
+        return self._watchers.add(changed)
 
     # ---- details
 
@@ -165,7 +160,7 @@ class RouteTable:
                 else:
                     said_so = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
                     self._learn_at(entry, now if said_so else now + self._expiry_ms)
-        self._tell()
+        self._watchers.notify()
 
     def _learn_at(self, entry: _Entry, known_ms: int) -> None:
         """Schedule the clients' first look after ``known_ms``, when a name server would know of the change."""
@@ -179,9 +174,5 @@ class RouteTable:
             if entry.learnt_ms is not None and not now_ms < entry.learnt_ms <= now_ms + longest_ms:
                 entry.is_routed, entry.learnt_ms, changed = entry.link.is_up, None, True
         if changed:
-            self._tell()
+            self._watchers.notify()
         return min((entry.learnt_ms for entry in self._entries.values() if entry.learnt_ms is not None), default=None)
-
-    def _tell(self) -> None:
-        for changed in list(self._watchers):
-            changed()

@@ -21,6 +21,7 @@ from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import ChannelClosed, Heartbeat, PullMessage, QueueData, SendResponse
 from librmq.runtime.runner import Step, Work
+from librmq.runtime.watchers import Watchers
 from librmq.store.recovery.verify import verify
 from librmq.testing.driver import Driver, Elapsed
 from librmq.testing.evidence import Evidence
@@ -85,7 +86,7 @@ class Kit:
         self._check = check
         self._history = History(self.clock.now_ms())
         self._process_table = ProcessTable(self, self.runner.choose)
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers = Watchers()
         self._routes: dict[str, tuple[QueueData, ...]] = {}
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[str, Producer] = {}
@@ -114,7 +115,7 @@ class Kit:
             runner=self.runner,
             files=self.files,
         )
-        self.broker.watch(self._changed)
+        self.broker.watch(self._watchers.notify)
 
     # ---- senders and consumers
 
@@ -275,7 +276,7 @@ class Kit:
         """Let the broker die and open it again after ``down`` seconds, with all acknowledged messages."""
         self.note("fault", "the broker dies")
         self.broker.abandon()
-        self._changed()
+        self._watchers.notify()
         seconds = down.total_seconds() if isinstance(down, timedelta) else down
 
         def open_again(now_ms: int) -> int | None:
@@ -285,7 +286,7 @@ class Kit:
             for process in self.processes:
                 for client in [] if process.dead else process.clients.values():
                     client.forgotten_by(self.broker.name)
-            self._changed()
+            self._watchers.notify()
             return None
 
         if not seconds:
@@ -428,12 +429,7 @@ class Kit:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` when topics change and when the broker is reopened; return a function that ends this."""
-        self._watchers.append(changed)
-        return lambda: self._watchers.remove(changed) if changed in self._watchers else None
-
-    def _changed(self) -> None:
-        for changed in list(self._watchers):
-            changed()
+        return self._watchers.add(changed)
 
     # ---- its end
 

@@ -1,0 +1,34 @@
+"""Functions that are called at each change, until their owner ends that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Watchers"]
+
+
+class Watchers:
+    """The functions to call when something changes, in the order in which they were added. False if there are none."""
+
+    __slots__ = ("_functions",)
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def add(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` at each change; return a function that ends this, whose repetition does nothing."""
+
+        def end() -> None:
+            if changed in self._functions:
+                self._functions.remove(changed)
+
+        self._functions.append(changed)
+        return end
+
+    def notify(self) -> None:
+        """Call the functions. Those that are added meanwhile are called at the next change."""
+        for changed in list(self._functions):
+            changed()
