@@ -19,6 +19,7 @@ from librmq.store.format.directory import CONFIG, check_kind
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
+    from librmq.config import StoreConfig
 
 __all__ = ["opened_broker", "opened_to_change"]
 
@@ -33,9 +34,7 @@ def opened_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
     from librmq.broker import Broker
     from librmq.runtime.manual import ManualRunner
 
-    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
-    check_kind(arguments.store, files)
-    config = None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
+    files, config = _files_and_config(arguments)
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still
     with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
         yield broker
@@ -48,10 +47,15 @@ def opened_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageSto
     Raises:
         StoreLockedError: Another process owns the store; the error says which.
     """
-    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
-    check_kind(arguments.store, files)
-    config = None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
+    files, config = _files_and_config(arguments)
     with MessageStore.open(arguments.store, config, files=files) as store:
         tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
         yield store, tables
         tables.persist(SystemClock().now_ms())
+
+
+def _files_and_config(arguments: argparse.Namespace) -> tuple[Files, StoreConfig | None]:
+    """Return where changes go, and the settings that a file names; refuse a folder of another kind."""
+    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
+    check_kind(arguments.store, files)
+    return files, None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
