@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from librmq.message.topics import RETRY_PREFIX
 
-__all__ = ["Flight", "QueueFlights", "Receipt", "receive_retry_topic"]
+__all__ = ["Flight", "QueueFlights", "Receipt", "is_receive_retry", "receive_retry_topic"]
 
 _IN_ORDER: Final = 999
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
@@ -29,6 +29,11 @@ _SAVED_FIELDS: Final = 6
 def receive_retry_topic(group: str, topic: str) -> str:
     """Return the topic of a group's messages of ``topic`` that were received but not acknowledged in time."""
     return f"{RETRY_PREFIX}{group}_{topic}"
+
+
+def is_receive_retry(group: str, topic: str) -> bool:
+    """Return whether ``topic`` is one of a group's `receive_retry_topic`."""
+    return topic.startswith(receive_retry_topic(group, ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,18 @@ from typing import Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
 from librmq.broker.held_receives import HeldReceives
-from librmq.broker.in_flight import Flight, QueueFlights, Receipt, receive_retry_topic
+from librmq.broker.in_flight import Flight, QueueFlights, Receipt, is_receive_retry, receive_retry_topic
 from librmq.broker.progress import Progress
 from librmq.broker.saved_flights import QueueKey, SavedFlights
 from librmq.broker.send_handler import SendHandler
-from librmq.broker.subscription_filter import ALL, Selection, exact_selection
+from librmq.broker.subscription_filter import ALL, Selection, selection_of
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import parse_host
 from librmq.message.topics import validate_topic
 from librmq.protocol import (
+    MAX_INVISIBLE_MS,
+    MAX_RECEIVED,
     PERM_READ,
     Acknowledge,
     CancelReceive,
@@ -55,7 +57,6 @@ _log = logging.getLogger("librmq.broker")
 
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
-MAX_INVISIBLE_MS: Final = 12 * 3_600_000
 _MAX_RETRY_TOPIC: Final = 127
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _RETRIES_FIRST_EVERY: Final = 5
@@ -174,7 +175,7 @@ class ReceiveHandler:
 
     def _check(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
         """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
-        _check_number("max_messages", request.max_messages, 1, 32)
+        _check_number("max_messages", request.max_messages, 1, MAX_RECEIVED)
         _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
         if request.max_attempts is not None:
             _check_number("max_attempts", request.max_attempts, 1, 1 << 31)
@@ -198,7 +199,8 @@ class ReceiveHandler:
         selection = ALL
         if request.subscription is not None:
             self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))
-            selection = exact_selection(request.subscription.expression, request.subscription.expression_type)
+            subscribed = request.subscription
+            selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
         self._warn_of_pulls(group.name, name)
         return group, self._in_turn(group, name, topic.read_queues), selection
 
@@ -312,12 +314,11 @@ class ReceiveHandler:
 
     def _receipt(self, key: QueueKey, is_ordered: bool, queue_offset: int, flight: Flight) -> Receipt:
         group, topic, queue_id = key
-        is_retry = topic.startswith(receive_retry_topic(group, ""))
         return Receipt(
             flight.received_ms,
             flight.invisible_ms,
             is_ordered,
-            is_retry,
+            is_receive_retry(group, topic),
             self._broker_name,
             queue_id,
             queue_offset,
@@ -347,7 +348,7 @@ class ReceiveHandler:
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
         """Return where a group without progress starts: as in 5.x at the begin of a new queue, else at the last."""
-        if key[1].startswith(receive_retry_topic(key[0], "")):
+        if is_receive_retry(key[0], key[1]):
             return begin
         first = self._progress.query(QueryOffset(*key))
         return max(end - 1, begin) if first is None else first
@@ -480,7 +481,7 @@ class ReceiveHandler:
             )
             return
         group, topic, _ = key
-        retries = topic if topic.startswith(receive_retry_topic(group, "")) else receive_retry_topic(group, topic)
+        retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
         again = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
         again.properties.update(message.properties)
         again.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))

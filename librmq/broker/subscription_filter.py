@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["ALL", "Selection", "exact_selection", "parse_selection", "registered_selection"]
+__all__ = ["ALL", "Selection", "parse_selection", "registered_selection", "selection_of"]
 
 
 class Selection:
@@ -48,8 +48,8 @@ ALL: Final = Selection(None)
 
 
 @lru_cache(maxsize=1024)
-def exact_selection(expression: str, expression_type: str, is_exact: bool = True) -> Selection:
-    """A subscription that compiles; without ``is_exact`` it takes tags by their hash."""
+def selection_of(expression: str, expression_type: str, *, by_text: bool) -> Selection:
+    """Return the selection of a valid expression. Tags are compared ``by_text``, or by their hash as a queue has it."""
     from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
     from librmq.store.engine.message_filters import BySql, ByTags
 
@@ -57,7 +57,7 @@ def exact_selection(expression: str, expression_type: str, is_exact: bool = True
         sql = SqlFilter(expression)
         return Selection(BySql(sql), sql=sql)
     tags = TagFilter(expression)
-    return ALL if tags.takes_all else Selection(ByTags(tags, exact=is_exact), tags)
+    return ALL if tags.takes_all else Selection(ByTags(tags, exact=by_text), tags)
 
 
 def parse_selection(subscription: Subscription) -> Selection:
@@ -71,7 +71,7 @@ def parse_selection(subscription: Subscription) -> Selection:
             f"topic {subscription.topic!r}: filters of type {expression_type!r} are unknown",
         )
     try:
-        return exact_selection(subscription.expression, expression_type, False)
+        return selection_of(subscription.expression, expression_type, by_text=False)
     except FilterSyntaxError as error:
         raise BrokerError(ResponseCode.SUBSCRIPTION_PARSE_FAILED, f"topic {subscription.topic!r}: {error}") from error
 

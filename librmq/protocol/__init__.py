@@ -61,6 +61,8 @@ from librmq.protocol.producing import SendMessage as SendMessage
 from librmq.protocol.producing import SendResponse as SendResponse
 from librmq.protocol.producing import SendStatus as SendStatus
 from librmq.protocol.producing import TransactionState as TransactionState
+from librmq.protocol.receiving import MAX_INVISIBLE_MS as MAX_INVISIBLE_MS
+from librmq.protocol.receiving import MAX_RECEIVED as MAX_RECEIVED
 from librmq.protocol.receiving import Acknowledge as Acknowledge
 from librmq.protocol.receiving import CancelReceive as CancelReceive
 from librmq.protocol.receiving import ChangeInvisible as ChangeInvisible

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from librmq.message.message import StoredMessage
 from librmq.protocol.consuming import Subscription
 from librmq.protocol.request import Request, value
 
 __all__ = [
+    "MAX_INVISIBLE_MS",
+    "MAX_RECEIVED",
     "Acknowledge",
     "CancelReceive",
     "ChangeInvisible",
@@ -17,6 +20,10 @@ __all__ = [
     "ReceiveResponse",
     "Received",
 ]
+
+MAX_RECEIVED: Final = 32
+"""Messages that one receive can return, as in 5.x."""
+MAX_INVISIBLE_MS: Final = 12 * 3_600_000
 
 
 @value
@@ -61,7 +68,7 @@ class Receive(Request[ReceiveResponse]):
     client_id: str
     group: str
     topic: str
-    max_messages: int = 32
+    max_messages: int = MAX_RECEIVED
     invisible_ms: int = 60_000
     subscription: Subscription | None = None
     """None means all messages."""

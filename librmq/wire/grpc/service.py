@@ -16,6 +16,8 @@ from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import RmqError
 from librmq.message.message import Message
 from librmq.protocol import (
+    MAX_INVISIBLE_MS,
+    MAX_RECEIVED,
     PERM_READ,
     PERM_WRITE,
     Acknowledge,
@@ -54,8 +56,6 @@ __all__ = ["Context", "Service"]
 _log = logging.getLogger("librmq.wire")
 
 _HOST: Final = ("127.0.0.1", 0)
-_MAX_INVISIBLE_MS: Final = 12 * 3_600_000
-_MAX_RECEIVE: Final = 32
 _GIVEN_BACK_MS: Final = 1000
 _ANSWER_S: Final = 0.2
 """What is left of a deadline for the answer to travel."""
@@ -405,7 +405,7 @@ class Service:
         kind = "SQL92" if expression.type == 2 else "TAG"
         asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
         invisible_ms = FIRST_MS if request.auto_renew else asked_ms
-        if not 0 < invisible_ms <= _MAX_INVISIBLE_MS:
+        if not 0 < invisible_ms <= MAX_INVISIBLE_MS:
             raise Refusal(
                 Code.ILLEGAL_INVISIBLE_TIME,
                 f"invisible_duration: expected more than 0 and at most 12 h, found {invisible_ms} ms",
@@ -424,7 +424,7 @@ class Service:
             client_id,
             group,
             topic,
-            max(1, min(request.batch_size or 1, _MAX_RECEIVE)),
+            max(1, min(request.batch_size or 1, MAX_RECEIVED)),
             invisible_ms,
             Subscription(topic, expression.expression or "*", kind),
             request.attempt_id,
@@ -508,7 +508,7 @@ class Service:
         self._client_id(context)
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
-        if not 0 <= invisible_ms <= _MAX_INVISIBLE_MS:
+        if not 0 <= invisible_ms <= MAX_INVISIBLE_MS:
             raise Refusal(
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: expected 0 to 12 h, found {invisible_ms} ms"
             )
