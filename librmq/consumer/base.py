@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
@@ -21,14 +20,14 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance_state import instance_state
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
-from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, RmqError
-from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
-from librmq.message.message import MessageQueue, validate_client_topic
+from librmq.consumer.subscription import check_at_brokers, make_subscription
+from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.filter import TagFilter
+from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
-    CheckSubscription,
     ConsumerData,
     ConsumerIds,
     ConsumerOffsets,
@@ -127,24 +126,12 @@ class Consumer(Generic[C]):
     # ---- subscriptions
 
     def _subscription(self, topic: str, tags: str | None, sql: str | None) -> tuple[Subscription, TagFilter | None]:
-        """Return a subscription, and its exact check if it has tags."""
-        validate_client_topic(topic)
-        if tags is not None and sql is not None:
-            raise ConfigError(f"topic {topic!r}: either tags or sql")
-        for name, value in (("tags", tags), ("sql", sql)):
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
-        now_ms = self.runner.now_ms()
-        if sql is not None:
-            SqlFilter(sql)
-            return Subscription(topic, sql, SQL92, now_ms), None
-        tag_filter = TagFilter(tags)
-        return Subscription(topic, tag_filter.expression, TAG, now_ms), tag_filter if tag_filter.tags else None
+        return make_subscription(topic, tags, sql, self.runner.now_ms())
 
     def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
         with self.runner.lock:
             if self.is_running:
-                self._check_at_brokers(subscription)
+                check_at_brokers(self.client, self.group, subscription)
             before = self.subscriptions.get(subscription.topic)
             if before is not None and subscription.version <= before.version:  # within a millisecond
                 subscription = replace(subscription, version=before.version + 1)
@@ -184,7 +171,7 @@ class Consumer(Generic[C]):
         if config.guard:
             refuse_differences(self.group, self._subscriptions_of_all())
         for subscription in self.subscriptions.values():
-            self._check_at_brokers(subscription)
+            check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
         self._started_ms = self.runner.now_ms()
         self.client.join(self)
@@ -198,15 +185,6 @@ class Consumer(Generic[C]):
                 group.setdefault(client_id, {}).update(comparable(subscriptions))
         group[self.client.client_id] = comparable(self.subscriptions)
         return group
-
-    def _check_at_brokers(self, subscription: Subscription) -> None:
-        """Ask each reachable broker whether it serves an SQL subscription; raise `BrokerError` if one does not."""
-        if subscription.expression_type == TAG:
-            return
-        request = CheckSubscription(self.client.client_id, self.group, subscription)
-        for name in self.route.broker_names():
-            with suppress(BrokerUnreachableError, NoRouteError):
-                self.client.endpoint(name).call(request)
 
     def _warn_of_same_id(self) -> None:
         """Log if another instance of the group uses the same client id."""

@@ -18,16 +18,16 @@ from librmq.client.identity import Client, LifeCycle, check_route
 from librmq.clock import wait_async
 from librmq.config import to_seconds
 from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.subscription import check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
-from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
-from librmq.message.message import MessageQueue, validate_client_topic
+from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
 from librmq.protocol import (
+    MAX_RECEIVED,
     PERM_READ,
     Acknowledge,
     CancelReceive,
     ChangeInvisible,
-    CheckSubscription,
     ConsumeFrom,
     ConsumerData,
     ConsumerOffsets,
@@ -51,7 +51,6 @@ __all__ = ["ReceivedMessage", "SimpleConsumer"]
 R = TypeVar("R")
 _WAIT_S: Final = 5.0
 _INVISIBLE_S: Final = 60.0
-_MAX_MESSAGES: Final = 32
 _log = logging.getLogger("librmq.consumer")
 
 
@@ -161,21 +160,8 @@ class SimpleConsumer:
             FilterSyntaxError: The expression does not compile.
             MessageIllegalError: The name of the topic is invalid.
         """
-        validate_client_topic(topic)
-        if tags is not None and sql is not None:
-            raise ConfigError(f"topic {topic!r}: expected tags or sql, found both")
-        for name, value in (("tags", tags), ("sql", sql)):
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
-        now_ms = self.runner.now_ms()
-        if sql is not None:
-            SqlFilter(sql)
-            subscription = Subscription(topic, sql, SQL92, now_ms)
-            for name in self.route.broker_names():
-                with suppress(BrokerUnreachableError, NoRouteError):
-                    self.client.endpoint(name).call(CheckSubscription(self.client.client_id, self.group, subscription))
-        else:
-            subscription = Subscription(topic, TagFilter(tags).expression, TAG, now_ms)
+        subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
+        check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:
             self.subscriptions[topic] = subscription
             if self._life.is_running:
@@ -227,7 +213,7 @@ class SimpleConsumer:
 
     def receive(
         self,
-        max_messages: int = _MAX_MESSAGES,
+        max_messages: int = MAX_RECEIVED,
         *,
         invisible: float | timedelta = _INVISIBLE_S,
         wait: float | timedelta = _WAIT_S,
@@ -259,7 +245,7 @@ class SimpleConsumer:
 
     async def receive_async(
         self,
-        max_messages: int = _MAX_MESSAGES,
+        max_messages: int = MAX_RECEIVED,
         *,
         invisible: float | timedelta = _INVISIBLE_S,
         wait: float | timedelta = _WAIT_S,
