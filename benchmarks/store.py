@@ -414,8 +414,14 @@ class _TagFilter:
 
 
 def _loop_over_entries(queue: ConsumeQueue, wanted: int) -> list[int]:
-    raw = queue.read(0, queue.max_offset)
-    return [at for at, (_, _, code) in enumerate(struct.iter_unpack(">qiq", raw)) if code == wanted]
+    found: list[int] = []
+    first, end = queue.min_offset, queue.max_offset
+    while first < end:
+        raw = queue.read(first, end - first)
+        codes = enumerate(struct.iter_unpack(">qiq", raw), first)
+        found += [at for at, (_, _, code) in codes if code == wanted]
+        first += len(raw) // ENTRY_DTYPE.itemsize
+    return found
 
 
 def _select_in_arrays(queue: ConsumeQueue, wanted: int) -> list[int]:
