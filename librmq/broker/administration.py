@@ -30,7 +30,11 @@ class Administration:
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic."""
-        self._topics.set(request.topic, request.read_queues, request.write_queues, request.permission)
+        if request.unless_exists and request.topic in self._topics.known:
+            return
+        self._topics.set(
+            request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
+        )
 
     def delete_topic(self, request: DeleteTopic) -> None:
         """Delete a topic from the table."""

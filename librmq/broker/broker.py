@@ -41,6 +41,7 @@ from librmq.errors import (
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
 from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.message.topics import TopicType
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -216,7 +217,7 @@ class Broker:
         found = self._context.topics.known.get(topic)
         if found is None:
             return ()
-        return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
+        return (QueueData(self.name, found.read_queues, found.write_queues, found.permission, found.message_type),)
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the broker's name while it is open."""
@@ -243,10 +244,20 @@ class Broker:
     # ---- administration
 
     def create_topic(
-        self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
+        self,
+        topic: str,
+        queues: int = 8,
+        *,
+        write_queues: int | None = None,
+        permission: int = PERM_READ | PERM_WRITE,
+        message_type: TopicType | None = None,
     ) -> None:
-        """Make a topic of ``queues`` queues, or change it; stored messages do not move."""
-        self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
+        """Make a topic of ``queues`` queues, or change it; stored messages do not move.
+
+        ``message_type`` limits what official clients of 5.x may send. None leaves it as it is: MIXED for a new topic.
+        """
+        write = queues if write_queues is None else write_queues
+        self.call(CreateTopic(topic, queues, write, permission, message_type))
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic; its messages stay in the log until retention deletes them.

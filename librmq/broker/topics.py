@@ -18,11 +18,13 @@ from librmq.message.topics import (
     OFFSET_MOVED_TOPIC,
     RETRY_PREFIX,
     SELF_TEST_TOPIC,
+    TOPIC_TYPES,
+    TopicType,
     is_system_topic,
     validate_client_topic,
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
-from librmq.store.format.broker_tables import ConfigTable, topic_row
+from librmq.store.format.broker_tables import ConfigTable, topic_row, topic_type, with_topic_type
 
 __all__ = ["Topic", "Topics"]
 
@@ -40,6 +42,7 @@ class Topic:
         "is_ready",
         "is_retry",
         "is_sendable",
+        "message_type",
         "name",
         "permission",
         "queues",
@@ -53,6 +56,7 @@ class Topic:
         self.write_queues: int = row.get("writeQueueNums", 16)
         self.queues = max(self.read_queues, self.write_queues)
         self.permission: int = row.get("perm", _READ_WRITE)
+        self.message_type = topic_type(row)
         self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
         self.is_retry = name.startswith(RETRY_PREFIX)
         self.is_sendable = is_sendable
@@ -138,7 +142,14 @@ class Topics:
         """Return a topic of the broker's own, such as that of a group's retries, made on demand."""
         return self.known.get(name) or self._put(name, queues, queues, _READ_WRITE)
 
-    def set(self, name: str, read_queues: int, write_queues: int, permission: int) -> None:
+    def set(
+        self,
+        name: str,
+        read_queues: int,
+        write_queues: int,
+        permission: int,
+        message_type: TopicType | None = None,
+    ) -> None:
         """Make or change a topic for an administrator."""
         validate_client_topic(name)
         if name in self._own or is_system_topic(name):
@@ -150,7 +161,12 @@ class Topics:
         ):
             if type(value) is not int or not 0 <= value <= most:
                 raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {most}, found {value!r:.80}")
-        self._put(name, read_queues, write_queues, permission)
+        if message_type is not None and message_type not in TOPIC_TYPES:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {message_type!r:.80}",
+            )
+        self._put(name, read_queues, write_queues, permission, message_type)
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
@@ -162,10 +178,18 @@ class Topics:
         self._save(self._table, self._now_ms())
         self._changed()
 
-    def _put(self, name: str, read_queues: int, write_queues: int, permission: int) -> Topic:
+    def _put(
+        self,
+        name: str,
+        read_queues: int,
+        write_queues: int,
+        permission: int,
+        message_type: TopicType | None = None,
+    ) -> Topic:
         old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
         asked = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
-        self._table.set(name, {**old, **asked})
+        row = {**old, **asked}
+        self._table.set(name, row if message_type is None else with_topic_type(row, message_type))
         self._save(self._table, self._now_ms())
         topic = self.known[name] = self._topic(name)
         self._changed()

@@ -12,7 +12,7 @@ from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row
+from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 __all__ = ["group", "topic"]
 
@@ -43,8 +43,10 @@ def _create(
     read = _queues("--queues", arguments.queues, _QUEUES)
     write = _queues("--write-queues", arguments.write_queues, read)
     permission = arguments.permission or "rw"
-    tables.topics.set(name, topic_row(name, read, write, _PERMISSIONS[permission]))
-    return {"read_queues": read, "write_queues": write, "permission": permission}
+    row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
+    tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
+    told = {} if kind is None else {"message_type": kind}
+    return {"read_queues": read, "write_queues": write, "permission": permission, **told}
 
 
 def _grow(

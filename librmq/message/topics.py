@@ -6,7 +6,7 @@ Mirrors ``TopicValidator``, ``MixAll.getRetryTopic`` and ``MixAll.getDLQTopic``.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Literal, get_args
 
 from librmq.errors import MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -17,6 +17,10 @@ OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 CHECK_MAX_TIME_TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
 SELF_TEST_TOPIC: Final = "SELF_TEST_TOPIC"
 OFFSET_MOVED_TOPIC: Final = "OFFSET_MOVED_EVENT"
+
+TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"]
+TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
+"""What official clients of 5.x may send to a topic; to one of type MIXED all."""
 
 RETRY_PREFIX: Final = "%RETRY%"
 DEAD_LETTER_PREFIX: Final = "%DLQ%"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import TopicType
 from librmq.protocol.parties import PERM_READ, PERM_WRITE
 from librmq.protocol.request import Request, value
 
@@ -27,6 +28,10 @@ class CreateTopic(Request[None]):
     read_queues: int = 8
     write_queues: int = 8
     permission: int = PERM_READ | PERM_WRITE
+    message_type: TopicType | None = None
+    """What official clients of 5.x may send; None leaves it as it is, MIXED for a new topic."""
+    unless_exists: bool = False
+    """Whether a topic that exists is left as it is."""
 
 
 @value

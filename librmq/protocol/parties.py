@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 from librmq.message.hosts import Host
+from librmq.message.topics import TopicType
 from librmq.protocol.request import Request, value
 from librmq.runtime.runner import Runner
 
@@ -48,6 +49,8 @@ class QueueData:
     read_queues: int
     write_queues: int
     permission: int
+    message_type: TopicType = "MIXED"
+    """What official clients of 5.x may send; librmq's own may send everything."""
 
 
 class Route(Protocol):

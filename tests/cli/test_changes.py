@@ -91,6 +91,14 @@ def test_a_topic_is_made_grown_and_deleted(shell: Shell) -> None:
     assert "orders" not in tables(shell).topics.rows
 
 
+def test_a_topic_is_made_for_a_type_of_messages(shell: Shell) -> None:
+    assert shell("topic", "create", "store", "orders", "--type", "FIFO").rows[0]["message_type"] == "FIFO"
+    assert tables(shell).topics.rows["orders"]["attributes"] == {"message.type": "FIFO"}
+    shell("topic", "grow", "store", "orders", "--queues", "9")
+    with Broker.open("store", runner=ManualRunner()) as broker:
+        assert broker.topics()["orders"].message_type == "FIFO"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

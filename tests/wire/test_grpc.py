@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import pytest
 
-from librmq import Broker, BrokerBusyError, ConfigError, CorruptionError, MessageStore, Producer
+from librmq import Broker, BrokerBusyError, BrokerError, ConfigError, CorruptionError, MessageStore, Producer
 from librmq.clock import SystemClock
-from librmq.protocol import EndTransaction, ResponseCode
+from librmq.protocol import CreateTopic, EndTransaction, ResponseCode, SendMessage
 from librmq.store import verify
 from librmq.testing import Kit
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc import messages as messages_module
+from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
-from librmq.wire.grpc import service as service_module
 from librmq.wire.grpc.messages import group_queue
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.service import Service
@@ -158,6 +158,72 @@ def test_queues_of_message_groups_are_those_of_the_service() -> None:
         assert all(now in (before, count) for count, (before, now) in enumerate(pairwise(queues), 1))
 
 
+TYPED: dict[str, dict[str, Any]] = {
+    "NORMAL": {},
+    "FIFO": {"message_group": "g"},
+    "DELAY": {"message_type": 3, "deliver_ms": 1},
+    "TRANSACTION": {"message_type": 4},
+}
+
+
+def test_topic_of_a_type_refuses_other_messages(stub: Stub, broker: Broker) -> None:
+    for number, name in enumerate(TYPED, 1):
+        broker.create_topic(name, 1, message_type=name)  # type: ignore[arg-type]
+        (queue,) = stub.call("QueryRoute", topic=resource(name)).message_queues
+        assert list(queue.accept_message_types) == [number]
+        codes = [stub.send(message(name, **fields)).status.code for fields in TYPED.values()]
+        assert codes == [OK if sent == name else 40014 for sent in TYPED]
+        broker.create_topic(name, 2)  # keeps the type
+        assert broker.topics()[name].message_type == name
+    assert [one.body for one in broker.messages("NORMAL")] == [b"x"]
+
+
+def test_unknown_topic_is_made_for_every_type(stub: Stub, broker: Broker) -> None:
+    assert list(stub.call("QueryRoute", topic=resource("t")).message_queues[0].accept_message_types) == [1, 2, 3, 4]
+    assert broker.topics()["t"].message_type == "MIXED"
+    with pytest.raises(BrokerError, match="expected one of NORMAL, FIFO"):
+        broker.create_topic("u", message_type="fifo")  # type: ignore[arg-type]
+
+
+def test_topic_that_two_clients_ask_for_is_made_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one makes it between the look at the route and the creation: its queues and type stay."""
+    call = broker.call
+
+    def another_first(request: Any) -> Any:
+        if isinstance(request, CreateTopic) and request.unless_exists:
+            broker.create_topic("t", 1, message_type="FIFO")
+        return call(request)
+
+    with GrpcServer(broker) as server, Stub(server.address) as stub:
+        monkeypatch.setattr(broker, "call", another_first)
+        (queue,) = stub.call("QueryRoute", topic=resource("t")).message_queues
+        assert list(queue.accept_message_types) == [2]
+
+
+def test_batch_that_fails_midway_tells_what_is_stored(
+    stub: Stub, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = broker.call
+
+    def busy(request: Any) -> Any:
+        if isinstance(request, SendMessage) and request.message.body == b"1":
+            raise BrokerBusyError(ResponseCode.SYSTEM_BUSY, "busy")
+        return call(request)
+
+    stub.call("QueryRoute", topic=resource("t"))
+    monkeypatch.setattr(broker, "call", busy)
+    answer = stub.send(*(message("t", str(number).encode(), f"id{number}") for number in range(3)))
+    assert answer.status.code == 30000
+    assert [(entry.status.code, entry.message_id) for entry in answer.entries] == [
+        (OK, "id0"),
+        (42900, ""),
+        (OK, "id2"),
+    ]
+    assert sorted(one.body for one in broker.messages("t")) == [b"0", b"2"]
+    answer = stub.send(message("t", b"1"))
+    assert (answer.status.code, list(answer.entries)) == (42900, [])
+
+
 def test_transaction_is_committed_or_rolled_back(stub: Stub, broker: Broker) -> None:
     for number, resolution in enumerate((1, 2)):
         (entry,) = stub.send(message("t", str(number).encode(), f"id{number}", message_type=4)).entries
@@ -235,7 +301,19 @@ def test_settings_are_completed(stub: Stub) -> None:
     assert settings.subscription.long_polling_timeout.seconds == 20
     delays = [delay.seconds for delay in settings.backoff_policy.customized_backoff.next]
     assert (settings.backoff_policy.max_attempts, delays[:4], len(delays)) == (17, [1, 5, 10, 30], 18)
-    assert not settings.metric.on
+    assert (settings.metric.on, settings.subscription.fifo) == (False, False)
+
+
+def test_settings_are_those_of_the_group(stub: Stub, broker: Broker) -> None:
+    broker.set_group("g", retry_max_times=3, is_ordered=True)
+    settings = next(stub.telemetry(consumer_settings("g", 2))).settings
+    assert (settings.backoff_policy.max_attempts, settings.subscription.fifo) == (4, True)
+
+
+def test_settings_of_a_producer_are_completed(stub: Stub) -> None:
+    settings = next(stub.telemetry(producer_settings("t"))).settings
+    assert (settings.publishing.max_body_size, settings.publishing.validate_message_type) == (4 << 20, True)
+    assert settings.backoff_policy.max_attempts == 3
 
 
 @pytest.mark.parametrize(("version", "is_on"), [("5.1.0", True), ("5.0.9", True), ("5.1.1", False), ("5.1.2", False)])
@@ -436,14 +514,14 @@ def receive_request(**fields: Any) -> Any:
 
 
 def received(service: Service) -> list[tuple[bytes, int]]:
-    frames = list(service.receive_message(receive_request(), Call()))
+    frames = list(service.receives.receive_message(receive_request(), Call()))
     messages = [frame.message for frame in frames if frame.WhichOneof("content") == "message"]
     return [(one.body, one.system_properties.delivery_attempt) for one in messages]
 
 
 @pytest.mark.parametrize("frames", [1, 2])
 def test_messages_that_do_not_reach_their_client_come_again(kit: Kit, service: Service, frames: int) -> None:
-    answers: Any = service.receive_message(receive_request(), Call())
+    answers: Any = service.receives.receive_message(receive_request(), Call())
     for _ in range(frames):  # the status, then a message that is sent once the next is asked for
         next(answers)
     answers.close()
@@ -457,34 +535,34 @@ def test_client_gone_in_its_receive_has_nothing_renewed(kit: Kit, service: Servi
     call = Call()
     stream = Commands()
     service.sessions.take_settings("c", consumer_settings("g", 2), "5.1.2", stream)
-    lost = service.receive_message(receive_request(auto_renew=True), call)
+    lost = service.receives.receive_message(receive_request(auto_renew=True), call)
     next(lost)
-    assert len(service.renewals) == 2
+    assert len(service.receives.renewals) == 2
     lost.close()  # type: ignore[attr-defined]
-    assert len(service.renewals) == 0
+    assert len(service.receives.renewals) == 0
     service.sessions.leave("c")
-    late: Any = service.receive_message(receive_request(auto_renew=True), call)
+    late: Any = service.receives.receive_message(receive_request(auto_renew=True), call)
     kit.advance(seconds=1)
     next(late)
-    assert len(service.renewals) == 0  # no later end of the client would end them
+    assert len(service.receives.renewals) == 0  # no later end of the client would end them
 
 
 def test_places_of_unknown_clients_are_not_kept(service: Service) -> None:
     for number in range(5):
         request = receive_request()
         request.message_queue.id = number
-        list(service.receive_message(request, Call(f"c{number}")))
+        list(service.receives.receive_message(request, Call(f"c{number}")))
     service.sessions.take_settings("push", consumer_settings("g", 2), "5.1.2", Commands())
     for number in range(5):
         request.message_queue.id = number + 7
-        list(service.receive_message(request, Call("push")))
-    assert service.polls._places == {"push": {("t", -1)}}
+        list(service.receives.receive_message(request, Call("push")))
+    assert service.receives.polls._places == {"push": {("t", -1)}}
 
 
 def test_receive_waits_20_seconds_at_most(service: Service) -> None:
     request = receive_request()
     request.long_polling_timeout.FromSeconds(1 << 30)
-    assert service._poll_time(request, Call()) == 20
+    assert service.receives._poll_time(request, Call()) == 20
 
 
 def test_message_that_cannot_be_sent_hides_no_other(
@@ -497,7 +575,7 @@ def test_message_that_cannot_be_sent_hides_no_other(
             raise CorruptionError("f", 0, "record", "the body can't be unpacked")
         return convert(one, invisible_ms)
 
-    monkeypatch.setattr(service_module, "to_received", fails)
+    monkeypatch.setattr(receives_module, "to_received", fails)
     assert received(service) == [(b"b", 1)]
     assert "can't be sent to its client" in caplog.text
 

@@ -25,6 +25,11 @@ COMMANDS: Final = (
             option("--queues", metavar="N", help="number of queues (create: 8)"),
             option("--write-queues", metavar="N", help="number of queues that accept messages (all)"),
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
+            option(
+                "--type",
+                choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"),
+                help="create: what official clients of 5.x may send (MIXED)",
+            ),
             *CHANGES,
         ),
         actions=("create", "grow", "permit", "delete"),

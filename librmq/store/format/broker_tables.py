@@ -26,16 +26,19 @@ from librmq.errors import CorruptionError, MalformedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.java import json as java_json
+from librmq.message.topics import TOPIC_TYPES, TopicType
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerTables", "ConfigTable", "group_row", "topic_row"]
+__all__ = ["BrokerTables", "ConfigTable", "group_row", "topic_row", "topic_type", "with_topic_type"]
 
 Rows = dict[Any, Any]
 
 _DATA_VERSION: Final = "dataVersion"
 _BACKUP: Final = ".bak"
+_ATTRIBUTES: Final = "attributes"
+_TOPIC_TYPE: Final = "message.type"
 
 
 class BrokerTables:
@@ -140,6 +143,22 @@ def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) 
         "topicSysFlag": 0,
         "writeQueueNums": write_queues,
     }
+
+
+def topic_type(row: Mapping[str, Any]) -> TopicType:
+    """Return the type in a topic's row: an attribute of 5.x, which a table of 4.9 lacks; MIXED by default."""
+    attributes = row.get(_ATTRIBUTES)
+    if not isinstance(attributes, Mapping):
+        return "MIXED"
+    named = attributes.get(_TOPIC_TYPE) or attributes.get(f"+{_TOPIC_TYPE}")
+    return next((one for one in TOPIC_TYPES if one == named), "MIXED")
+
+
+def with_topic_type(row: dict[str, Any], message_type: TopicType) -> dict[str, Any]:
+    """Return a topic's row with that type; its other attributes stay."""
+    attributes = row.get(_ATTRIBUTES)
+    others = attributes if isinstance(attributes, Mapping) else {}
+    return {**row, _ATTRIBUTES: {**others, _TOPIC_TYPE: message_type}}
 
 
 def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:

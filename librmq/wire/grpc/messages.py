@@ -6,6 +6,7 @@ Mirrors ``SendMessageActivity`` and ``GrpcConverter`` of 5.3.3's proxy.
 from __future__ import annotations
 
 import base64
+import enum
 import gzip
 import hashlib
 import io
@@ -25,7 +26,7 @@ from librmq.message.record import (
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
 )
-from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic, validate_group
+from librmq.message.topics import NOT_FOR_SENDING, TopicType, is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import Received
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.wire.grpc.codes import Code, Refusal
@@ -37,6 +38,7 @@ __all__ = [
     "check_topic",
     "group_queue",
     "message_of",
+    "message_type_of",
     "milliseconds",
     "recall_handle",
     "recalled",
@@ -115,11 +117,18 @@ _TIMED: Final = ("DELAY", DELAY_SEC, DELAY_MS, DELIVER_MS)
 _Message = message_class("Message")
 
 
-class MessageType:
+class MessageType(enum.IntEnum):
     """What kind of message the client sends."""
 
-    NORMAL, FIFO, DELAY, TRANSACTION = 1, 2, 3, 4
-    ALL = (NORMAL, FIFO, DELAY, TRANSACTION)
+    NORMAL = 1
+    FIFO = 2
+    DELAY = 3
+    TRANSACTION = 4
+
+    @classmethod
+    def of_topic(cls, message_type: TopicType) -> list[MessageType]:
+        """Return the kinds that a topic accepts."""
+        return list(cls) if message_type == "MIXED" else [cls[message_type]]
 
 
 def check_topic(name: str) -> str:
@@ -285,7 +294,7 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
     system.body_digest.type = _MD5  # a CRC32 each client writes differently
     system.body_digest.checksum = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
     system.body_encoding = _IDENTITY
-    system.message_type = _type(properties)
+    system.message_type = message_type_of(properties)
     system.born_timestamp.FromMilliseconds(stored.born_timestamp_ms)
     system.born_host = properties.get(_BORN_HOST) or stored.born_host[0]
     system.store_timestamp.FromMilliseconds(stored.store_timestamp_ms)
@@ -299,7 +308,8 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
     return message
 
 
-def _type(properties: Any) -> int:  # noqa: ANN401 (properties by name)
+def message_type_of(properties: Mapping[str, str]) -> MessageType:
+    """Return the kind of a message by its properties."""
     if properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
         return MessageType.TRANSACTION
     if any(name in properties for name in _TIMED):

@@ -139,16 +139,16 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: Service) -> None:
         self._by_name: dict[str, Any] = {}
         for name, call in (
-            ("QueryRoute", service.query_route),
+            ("QueryRoute", service.routes.query_route),
             ("Heartbeat", service.heartbeat),
-            ("SendMessage", service.send_message),
-            ("QueryAssignment", service.query_assignment),
-            ("AckMessage", service.ack_message),
-            ("ForwardMessageToDeadLetterQueue", service.forward_to_dead_letters),
-            ("EndTransaction", service.end_transaction),
+            ("SendMessage", service.sends.send_message),
+            ("QueryAssignment", service.routes.query_assignment),
+            ("AckMessage", service.receives.ack_message),
+            ("ForwardMessageToDeadLetterQueue", service.receives.forward_to_dead_letters),
+            ("EndTransaction", service.sends.end_transaction),
             ("NotifyClientTermination", service.notify_client_termination),
-            ("ChangeInvisibleDuration", service.change_invisible_duration),
-            ("RecallMessage", service.recall_message),
+            ("ChangeInvisibleDuration", service.receives.change_invisible_duration),
+            ("RecallMessage", service.sends.recall_message),
         ):
             request, response = message_class(f"{name}Request"), message_class(f"{name}Response")
             self._add(name, grpc.unary_unary_rpc_method_handler(call, request.FromString, response.SerializeToString))
@@ -156,7 +156,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._add(
             "ReceiveMessage",
             grpc.unary_stream_rpc_method_handler(
-                service.receive_message, request.FromString, response.SerializeToString
+                service.receives.receive_message, request.FromString, response.SerializeToString
             ),
         )
         command = message_class("TelemetryCommand")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
+from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import RmqError
 from librmq.protocol import (
@@ -20,7 +21,6 @@ from librmq.protocol import (
     ConsumeFrom,
     ConsumerData,
     ConsumerOffsets,
-    Endpoint,
     Heartbeat,
     MessageModel,
     Request,
@@ -47,6 +47,8 @@ _ANSWER_S: Final = 1.0
 LONG_POLL_S: Final = 20
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
+_RETRIES: Final = 16
+"""Of a group that the broker does not know yet."""
 
 _TelemetryCommand = message_class("TelemetryCommand")
 
@@ -133,7 +135,7 @@ class Session:
 class Sessions:
     """All clients of one server. Thread-safe."""
 
-    def __init__(self, broker: Endpoint, changed: Callable[[str, str, bool], None]) -> None:
+    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None]) -> None:
         """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
         self._broker = broker
         self._changed = changed
@@ -165,7 +167,7 @@ class Sessions:
             raise ValueError(f"settings: expected at most {_MAX_SETTINGS_SIZE} bytes, found {settings.ByteSize()}")
         if which == "subscription":
             check_group(settings.subscription.group.name)
-        _complete(settings, version)
+        self._complete(settings, version)
         with self._lock:
             session = self._by_id.get(client_id)
             is_new = session is None
@@ -287,21 +289,33 @@ class Sessions:
             while len(self._halves) > _MAX_HALVES:
                 del self._halves[next(iter(self._halves))]
 
+    # ---- settings
 
-def _complete(settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
-    """Fill in what the service decides, as 5.3.3 does by its defaults."""
-    backoff = settings.backoff_policy
-    if settings.HasField("publishing"):
-        backoff.max_attempts = 3
-        backoff.exponential_backoff.initial.FromMilliseconds(10)
-        backoff.exponential_backoff.max.FromSeconds(1)
-        backoff.exponential_backoff.multiplier = 2
-        settings.publishing.max_body_size = MAX_BODY
-    else:
-        subscription = settings.subscription
+    def _complete(self, settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
+        """Fill in what the service decides, as 5.3.3 does by its defaults."""
+        settings.metric.on = False
+        if settings.HasField("publishing"):
+            backoff = settings.backoff_policy
+            backoff.max_attempts = 3
+            backoff.exponential_backoff.initial.FromMilliseconds(10)
+            backoff.exponential_backoff.max.FromSeconds(1)
+            backoff.exponential_backoff.multiplier = 2
+            settings.publishing.max_body_size = MAX_BODY
+            settings.publishing.validate_message_type = True
+            return
+        self._complete_subscription(settings)
+        is_push = settings.client_type == PUSH_CONSUMER
+        if is_push and settings.user_agent.language == _PYTHON and _parts(version) < _METRIC_FIXED:
+            settings.metric.on = True  # without it these clients never take their settings
+            settings.metric.endpoints.CopyFrom(settings.access_point)
+
+    def _complete_subscription(self, settings: Any) -> None:  # noqa: ANN401 (a message)
+        subscription, backoff = settings.subscription, settings.backoff_policy
+        group = subscription.group.name
+        subscription.fifo = self._broker.is_ordered(group)
         subscription.receive_batch_size = 32
         subscription.long_polling_timeout.FromSeconds(LONG_POLL_S)
-        backoff.max_attempts = len(RETRY_DELAYS_S) - 1
+        backoff.max_attempts = max(1, self._broker.groups().get(group, _RETRIES) + 1)
         if settings.user_agent.language == _NODE_JS:  # it knows no other
             backoff.exponential_backoff.initial.FromSeconds(RETRY_DELAYS_S[0])
             backoff.exponential_backoff.max.FromSeconds(RETRY_DELAYS_S[-1])
@@ -310,11 +324,6 @@ def _complete(settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
             del backoff.customized_backoff.next[:]
             for seconds in RETRY_DELAYS_S:
                 backoff.customized_backoff.next.add().FromSeconds(seconds)
-    settings.metric.on = False
-    is_push = settings.client_type == PUSH_CONSUMER
-    if is_push and settings.user_agent.language == _PYTHON and _parts(version) < _METRIC_FIXED:
-        settings.metric.on = True  # without it these clients never take their settings
-        settings.metric.endpoints.CopyFrom(settings.access_point)
 
 
 def _parts(version: str) -> tuple[int, ...]:

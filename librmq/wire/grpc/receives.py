@@ -1,0 +1,237 @@
+"""Calls of consumers: receive, acknowledge, change the invisible time, forward to the dead letters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from librmq.broker import Broker
+from librmq.clock import SystemClock
+from librmq.errors import RmqError
+from librmq.protocol import (
+    MAX_INVISIBLE_MS,
+    MAX_RECEIVED,
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
+    ForwardToDeadLetters,
+    Receive,
+    Received,
+    Subscription,
+)
+from librmq.wire.grpc.calls import Context, answers, client_id_of, refuse, sum_up
+from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
+from librmq.wire.grpc.polls import Polls
+from librmq.wire.grpc.renewals import FIRST_MS, Renewals
+from librmq.wire.grpc.routes import Routes
+from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.sessions import LONG_POLL_S, Sessions
+
+__all__ = ["Receives"]
+
+_log = logging.getLogger("librmq.wire")
+
+_GIVEN_BACK_MS: Final = 1000
+_ANSWER_S: Final = 0.2
+"""What is left of a deadline for the answer to travel."""
+
+
+class Receives:
+    """The receives of one server's clients. Thread-safe."""
+
+    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions) -> None:
+        self._broker = broker
+        self._runner = broker.runner
+        self._routes = routes
+        self._sessions = sessions
+        self._waiting_clock = SystemClock()  # clients wait by the wall clock, whatever moves the broker's
+        self.renewals = Renewals(broker, broker.runner)
+        self.polls = Polls()
+
+    def is_settled(self) -> bool:
+        """Return whether push consumers wait, and have answered for all that they received."""
+        return not len(self.renewals) and self.polls.all_wait(self._sessions.push_consumers())
+
+    def client_gone(self, client_id: str) -> None:
+        """Let what a client had come again; its session has ended, so that it gets no more to renew."""
+        self.polls.forget(client_id)
+        with self._runner.lock:
+            self.renewals.client_gone(client_id)
+
+    def close(self) -> None:
+        """End all renewals."""
+        with self._runner.lock:
+            self.renewals.close()
+
+    def receive_message(self, request: Any, context: Context) -> Iterator[Any]:  # noqa: ANN401
+        """Hand out messages, or wait for some: first the status, then the messages, last the time."""
+        made = message_class("ReceiveMessageResponse")
+        found: list[tuple[Received, Any]] = []
+        status = made()
+        status.status.code, status.status.message = Code.OK, "OK"
+        try:
+            found = self._receive(request, context)
+            if not found:
+                status.status.code, status.status.message = Code.MESSAGE_NOT_FOUND, "no new message"
+        except RmqError as error:
+            refuse(status.status, error)
+        except Exception as error:
+            _log.exception("a receive failed")
+            refuse(status.status, error)
+        sent = 0
+        try:
+            yield status
+            for _, message in found:
+                yield made(message=message)
+                sent += 1
+        except GeneratorExit:  # the client is gone
+            self._give_back(request, [received for received, _ in found[sent:]])
+            raise
+        last = made()
+        last.delivery_timestamp.FromMilliseconds(self._runner.now_ms())
+        yield last
+
+    def _give_back(self, request: Any, messages: list[Received]) -> None:  # noqa: ANN401
+        """Let messages that did not reach their client come again in a second, as 5.3.3 does."""
+        group, topic = request.group.name, request.message_queue.topic.name
+        self._end_renewals(group, topic, tuple(one.receipt for one in messages))
+        for one in messages:
+            try:
+                self._broker.call(ChangeInvisible(group, topic, one.receipt, _GIVEN_BACK_MS))
+            except RmqError as error:  # its time is over, or the broker was closed
+                _log.debug("group %s: a message of topic %s was not given back: %s", group, topic, error)
+
+    def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
+        client_id = client_id_of(context)
+        group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
+        self._routes.ensure(topic)
+        expression = request.filter_expression
+        kind = "SQL92" if expression.type == 2 else "TAG"
+        asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
+        invisible_ms = FIRST_MS if request.auto_renew else asked_ms
+        if not 0 < invisible_ms <= MAX_INVISIBLE_MS:
+            raise Refusal(
+                Code.ILLEGAL_INVISIBLE_TIME,
+                f"invisible_duration: expected more than 0 and at most 12 h, found {invisible_ms} ms",
+            )
+        arrived = threading.Event()
+        context.add_callback(arrived.set)
+        queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
+        queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
+        poll = self.polls.begin(client_id, (topic, queue_id), is_push=self._sessions.get(client_id) is not None)
+
+        def notify() -> None:
+            poll.wake()
+            arrived.set()
+
+        asked = Receive(
+            client_id,
+            group,
+            topic,
+            max(1, min(request.batch_size or 1, MAX_RECEIVED)),
+            invisible_ms,
+            Subscription(topic, expression.expression or "*", kind),
+            request.attempt_id,
+            notify=notify,
+        )
+        clock = self._waiting_clock
+        deadline = clock.monotonic() + self._poll_time(request, context)
+        try:
+            while True:
+                arrived.clear()
+                if not context.is_active():  # after `clear`, which can erase the signal of the end
+                    break
+                messages = self._broker.call(asked).messages
+                if messages:
+                    return self._handed_out(request, context, client_id, messages, invisible_ms)
+                if not arrived.is_set():
+                    poll.hold()
+                remaining = deadline - clock.monotonic()
+                if remaining <= 0 or not clock.wait(arrived, remaining):
+                    break
+                poll.wake()
+            return []
+        finally:
+            poll.end()
+            self._broker.call(CancelReceive(notify))
+
+    def _handed_out(
+        self,
+        request: Any,  # noqa: ANN401
+        context: Context,
+        client_id: str,
+        messages: Sequence[Received],
+        invisible_ms: int,
+    ) -> list[tuple[Received, Any]]:
+        """Return received messages in the form for their client, and renew them while it lives."""
+        group, topic = request.group.name, request.message_queue.topic.name
+        if not context.is_active():
+            self._give_back(request, list(messages))
+            return []
+        made = []
+        for one in messages:
+            try:
+                made.append((one, to_received(one, invisible_ms)))
+            except (RmqError, ValueError) as error:  # it becomes a dead letter in its time, and the others are read
+                _log.warning("group %s: a message of topic %s can't be sent to its client: %s", group, topic, error)
+        if request.auto_renew:
+            with self._runner.lock:
+                if self._sessions.get(client_id) is not None:  # else no later end of it would end the renewals
+                    for one, _ in made:
+                        self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
+        return made
+
+    @staticmethod
+    def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
+        """Return how long a receive waits, in seconds: the client's deadline leaves time for the answer."""
+        asked = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
+        remaining = context.time_remaining()
+        seconds = min(asked or LONG_POLL_S, LONG_POLL_S)
+        return seconds if remaining is None else max(0.0, min(seconds, remaining - _ANSWER_S))
+
+    @answers("AckMessageResponse")
+    def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Note that messages are done with."""
+        client_id_of(context)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
+        receipts = tuple(entry.receipt_handle for entry in request.entries)
+        codes = []
+        answers: tuple[bool, ...] = self._broker.call(Acknowledge(group, topic, receipts))
+        for entry, is_good in zip(request.entries, answers, strict=True):
+            code = Code.OK if is_good else Code.INVALID_RECEIPT_HANDLE
+            codes.append(code)
+            result = response.entries.add(message_id=entry.message_id, receipt_handle=entry.receipt_handle)
+            result.status.code = code
+            result.status.message = "OK" if is_good else "the receipt is no longer good: the message has come again"
+        self._end_renewals(group, topic, receipts)
+        sum_up(response.status, codes)
+
+    @answers("ChangeInvisibleDurationResponse")
+    def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Move the time at which a message comes again."""
+        client_id_of(context)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
+        invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
+        if not 0 <= invisible_ms <= MAX_INVISIBLE_MS:
+            raise Refusal(
+                Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: expected 0 to 12 h, found {invisible_ms} ms"
+            )
+        changed = ChangeInvisible(group, topic, request.receipt_handle, invisible_ms)
+        response.receipt_handle = self._broker.call(changed)
+        self._end_renewals(group, topic, (request.receipt_handle,))
+
+    @answers("ForwardMessageToDeadLetterQueueResponse")
+    def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Make a message a dead letter."""
+        client_id_of(context)
+        group, topic = check_group(request.group.name), check_topic(request.topic.name)
+        self._broker.call(ForwardToDeadLetters(group, topic, request.receipt_handle))
+        self._end_renewals(group, topic, (request.receipt_handle,))
+
+    def _end_renewals(self, group: str, topic: str, receipts: tuple[str, ...]) -> None:
+        with self._runner.lock:
+            for receipt in receipts:
+                self.renewals.remove(group, topic, receipt)

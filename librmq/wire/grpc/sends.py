@@ -1,0 +1,128 @@
+"""Calls of producers: send, recall, end a transaction."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from librmq.broker import Broker
+from librmq.clock import moves_by_itself
+from librmq.errors import RmqError
+from librmq.message.message import Message
+from librmq.protocol import EndTransaction, SendMessage, TransactionState
+from librmq.scheduling.timer_config import DELETE_KEY, DELIVER_MS, delete_key
+from librmq.wire.grpc.calls import Context, answers, client_id_of, refuse, sum_up
+from librmq.wire.grpc.codes import SEND_CODES, Code, Refusal
+from librmq.wire.grpc.messages import (
+    MAX_DELAY_MS,
+    MessageType,
+    check_topic,
+    group_queue,
+    message_of,
+    message_type_of,
+    milliseconds,
+    recall_handle,
+    recalled,
+)
+from librmq.wire.grpc.routes import Routes
+from librmq.wire.grpc.sessions import Session, Sessions
+
+__all__ = ["Sends"]
+
+_HOST: Final = ("127.0.0.1", 0)
+_STATES: Final = {0: TransactionState.UNKNOWN, 1: TransactionState.COMMIT, 2: TransactionState.ROLLBACK}
+_FROM_CHECK: Final = 2
+
+
+class Sends:
+    """The sends of one server's clients. Thread-safe."""
+
+    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions) -> None:
+        self._broker = broker
+        self._runner = broker.runner
+        self._routes = routes
+        self._sessions = sessions
+
+    @answers("SendMessageResponse")
+    def send_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Store messages."""
+        session = self._sessions.get(client_id_of(context))
+        if not request.messages:
+            raise Refusal(Code.MESSAGE_CORRUPTED, "expected at least one message")
+        now_ms = self._runner.now_ms()
+        made = [(sent, self._checked(sent, now_ms)) for sent in request.messages]
+        codes = []
+        for sent, message in made:
+            entry = response.entries.add()
+            entry.status.code, entry.status.message = Code.OK, "OK"
+            try:
+                self._send(sent, message, session, entry)
+            except RmqError as error:
+                if len(made) == 1:
+                    raise
+                entry.Clear()  # those before it are stored: each entry says what became of its message
+                refuse(entry.status, error)
+            codes.append(Code(entry.status.code))
+        sum_up(response.status, codes)
+
+    def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
+        """Return a sent message as it is stored; refuse one that its topic does not accept."""
+        message = message_of(sent, now_ms)
+        accepted = MessageType.of_topic(self._routes.ensure(message.topic).message_type)
+        kind = message_type_of(message.properties)
+        if kind not in accepted:
+            raise Refusal(
+                Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+                f"topic {message.topic!r} accepts {accepted[0].name} messages only, found one of type {kind.name}",
+            )
+        return message
+
+    def _send(self, sent: Any, message: Message, session: Session | None, entry: Any) -> None:  # noqa: ANN401
+        system, topic = sent.system_properties, message.topic
+        now_ms = self._runner.now_ms()
+        told_ms = milliseconds(system.born_timestamp, "born_timestamp")
+        born_ms = told_ms if told_ms and moves_by_itself(self._runner.clock) else now_ms
+        queue_id = -1
+        if system.HasField("message_group"):
+            queue_id = group_queue(system.message_group, max(self._routes.ensure(topic).write_queues, 1))
+        answer = self._broker.call(SendMessage(topic, message, queue_id, born_ms, _HOST))
+        entry.message_id = system.message_id
+        entry.offset = answer.queue_offset
+        if system.message_type == MessageType.TRANSACTION:
+            entry.transaction_id = system.message_id
+            self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
+        elif DELIVER_MS in message.properties:
+            deliver_ms = int(message.properties[DELIVER_MS])
+            entry.recall_handle = recall_handle(topic, self._broker.name, deliver_ms, system.message_id)
+        entry.status.code = code = SEND_CODES[answer.status]
+        entry.status.message = code.name
+
+    @answers("RecallMessageResponse")
+    def recall_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Cancel a timed message."""
+        client_id_of(context)
+        topic = check_topic(request.topic.name)
+        named, broker_name, deliver_ms, message_id = recalled(request.recall_handle)
+        if named != topic or broker_name != self._broker.name:
+            raise Refusal(Code.INTERNAL_SERVER_ERROR, f"the recall handle is of topic {named!r} at {broker_name!r}")
+        now_ms = self._runner.now_ms()
+        if not now_ms < deliver_ms <= now_ms + MAX_DELAY_MS:
+            raise Refusal(Code.INTERNAL_SERVER_ERROR, f"message {message_id} is due already")
+        message = Message(topic, b"0")
+        message.properties[DELIVER_MS] = str(deliver_ms)
+        message.properties[DELETE_KEY] = delete_key(topic, message_id)
+        self._broker.call(SendMessage(topic, message, 0, now_ms, _HOST))
+        response.message_id = message_id
+
+    @answers("EndTransactionResponse")
+    def end_transaction(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+        """Commit a transaction, or roll it back."""
+        client_id_of(context)
+        place = group, queue_offset, physical_offset = self._sessions.half(request.transaction_id)
+        state = _STATES.get(request.resolution, TransactionState.UNKNOWN)
+        from_check = request.source == _FROM_CHECK
+        ended = EndTransaction(group, state, queue_offset, physical_offset, request.message_id, from_check)
+        try:
+            self._broker.call(ended)
+        except RmqError:
+            self._sessions.note_half(request.transaction_id, place)  # the client tries again
+            raise
