@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult
     from librmq.clock import ManualClock as ManualClock
+    from librmq.cluster import Cluster as Cluster
     from librmq.cluster import RouteTable as RouteTable
     from librmq.config import StoreConfig as StoreConfig
     from librmq.consumer import ConsumerConfig as ConsumerConfig
@@ -90,7 +91,10 @@ _MODULES = {
         "TransactionResult",
     ),
     "clock": ("ManualClock",),
-    "cluster": ("RouteTable",),
+    "cluster": (
+        "Cluster",
+        "RouteTable",
+    ),
     "config": ("StoreConfig",),
     "consumer": (
         "ConsumerConfig",

@@ -24,6 +24,7 @@ PUBLIC_NAMES = (
     "BrokerUnreachableError",
     "CheckedMessage",
     "ClientStateError",
+    "Cluster",
     "ConfigError",
     "ConsumeFrom",
     "ConsumerConfig",

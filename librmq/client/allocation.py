@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.broker.group_differences import TopicDifference, group_differences, told_differences
+from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.hashing import utf16_order
 from librmq.message.message import MessageQueue
@@ -29,6 +30,7 @@ __all__ = [
     "allocate_averagely_by_circle",
     "allocate_by_config",
     "allocate_by_machine_room",
+    "allocate_by_site",
     "allocate_consistent_hash",
     "allocate_machine_room_nearby",
     "group_differences",
@@ -151,6 +153,15 @@ def allocate_machine_room_nearby(
         return share
 
     return allocate
+
+
+def allocate_by_site(inner: AllocationStrategy = allocate_averagely) -> AllocationStrategy:
+    """Return a strategy that keeps queues at their site, as names of brokers and clients say it (`site_of`).
+
+    ``inner`` allocates the queues of a site to the clients there, and those of a site without clients to all clients.
+    The strategy raises `AllocationError` for a broker or client without a site.
+    """
+    return allocate_machine_room_nearby(inner, lambda queue: site_of(queue.broker_name), site_of)
 
 
 def allocate_consistent_hash(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final, Protocol, TypeVar, cast
 
+from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.hashing import string_hash
@@ -125,13 +126,16 @@ class Client:
     """Identity of producers and consumers of distinct groups. Thread-safe.
 
     ``instance_name`` makes the id ``ip@instance_name``; without it the id is unique to this client. A broadcasting
-    consumer keeps its progress under this id, so give it a stable name.
+    consumer keeps its progress under this id, so give it a stable name. With ``site``, or on a route of a site, the id
+    is ``site-ip@instance_name``.
 
     Raises:
-        ConfigError: ``instance_name`` has unprintable characters.
+        ConfigError: ``instance_name`` has unprintable characters, or ``site`` others than letters and digits.
     """
 
-    def __init__(self, route: Route, *, instance_name: str | None = None, host: Host | None = None) -> None:
+    def __init__(
+        self, route: Route, *, instance_name: str | None = None, host: Host | None = None, site: str | None = None
+    ) -> None:
         check_kind("instance_name", instance_name, str)
         if instance_name is not None and not (instance_name and instance_name.isprintable()):
             raise ConfigError(
@@ -144,6 +148,10 @@ class Client:
             host_of_route, maker_name = identity(instance_name)
             host, instance_name = host or host_of_route, instance_name or maker_name
         host = host or ("127.0.0.1", 0)
+        self.site: str | None = site if site is not None else getattr(route, "site", None)
+        """The site of the client, with which its id begins."""
+        if self.site is not None:
+            check_site(self.site)
         self.route = route
         self.runner: Runner = route.runner
         self.host = host
@@ -152,7 +160,7 @@ class Client:
         self.has_stable_name = instance_name is not None
         number = next(_numbers)
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
-        self.client_id = f"{host[0]}@{name}"
+        self.client_id = f"{host[0]}@{name}" if self.site is None else f"{self.site}-{host[0]}@{name}"
         # The ids of a test are the same in each run; all others are random.
         maker, first = (None, None) if identity is None else (string_hash(f"{host[0]}@{maker_name}"), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)

@@ -23,6 +23,7 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     ClientStateError,
+    ConfigError,
     MessageIllegalError,
     SendTimeoutError,
 )
@@ -123,6 +124,10 @@ class Producer:
         self._config = self._attempts.config = config
         self._usual_timeout_ms = 1000 * config.timeout
         self._routes.default_topic_queues = config.default_topic_queues
+        if config.nearby and self.client.site is None:
+            raise ConfigError(
+                "nearby: the client has no site: make the producer on cluster.at(site), or with Client(route, site=…)"
+            )
 
     # ------------------------------------------------------------------------------------------------------------ life
 
@@ -224,7 +229,7 @@ class Producer:
                 raise _both_queue_and_selector(made.topic)
             return self._attempts.to(made, self._routes.given(made.topic, queue), timeout_ms)
         if selector is not None:
-            return self._attempts.to(made, self._selected(made, selector, arg), timeout_ms)
+            return self._send_selected(made, selector, arg, timeout_ms)
         return self._attempts.in_turn(made, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
@@ -264,7 +269,7 @@ class Producer:
         elif queue is not None:
             chosen = self._routes.given(made.topic, queue)
         else:
-            chosen = self._attempts.next_queue(self._attempts.queues(made.topic), None)
+            chosen = self._attempts.next_queue(self._attempts.queues(made.topic))
         try:
             self._attempts.to(made, chosen, self._usual_timeout_ms)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
@@ -330,10 +335,15 @@ class Producer:
                 self._life.start(self._join)
         self._life.check_running("send")
 
+    def _send_selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
+        if not self._life.is_running:
+            self._start_or_refuse()
+        return self._attempts.selected(message, selector, arg, timeout_ms)
+
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
         if not self._life.is_running:
             self._start_or_refuse()
-        return self._routes.selected(message, selector, arg)
+        return self._routes.selected(message, selector, arg, self.config.if_broker_down)
 
 
 def _checked(message: object) -> Message:

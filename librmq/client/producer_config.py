@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from librmq.config import Between, Config, Seconds
 
@@ -29,6 +29,12 @@ class ProducerConfig(Config):
     """Number of queues of a topic that the first send makes."""
     avoid_slow_brokers: bool = False
     """Avoid brokers for a while after a failure or a slow answer (`librmq.client.queue_selectors`)."""
+    nearby: bool = False
+    """Send to the brokers of the client's own site, and to others only if those fail."""
+    if_broker_down: Literal["refuse", "another"] | None = None
+    """How a send with a selector continues while the broker of the selected queue fails: ``refuse`` keeps each key in
+    its queue and raises, ``another`` selects among the queues of other brokers. None is 4.9's: refuse until clients
+    notice that the broker is gone, then another."""
 
 
 class ProducerKeywords(TypedDict, total=False):
@@ -41,3 +47,5 @@ class ProducerKeywords(TypedDict, total=False):
     max_message_size: int
     default_topic_queues: int
     avoid_slow_brokers: bool
+    nearby: bool
+    if_broker_down: Literal["refuse", "another"] | None

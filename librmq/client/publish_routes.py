@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from librmq.client.identity import Client
 from librmq.client.queue_selectors import QueueSelector, RoundRobin
+from librmq.cluster.sites import site_of
 from librmq.errors import MessageIllegalError, NoRouteError
 from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import AUTO_CREATE_TOPIC
-from librmq.protocol import PERM_WRITE, Endpoint
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData
 
 __all__ = ["PublishRoutes", "TopicQueues"]
 
@@ -19,6 +21,8 @@ class TopicQueues(NamedTuple):
 
     queues: tuple[MessageQueue, ...]
     turns: RoundRobin
+    near: tuple[MessageQueue, ...]
+    """Those at the client's own site."""
 
 
 class PublishRoutes:
@@ -68,25 +72,21 @@ class PublishRoutes:
         is_new = not data
         if is_new:
             data = self._route.topic_route(AUTO_CREATE_TOPIC)
-        queues = []
-        for broker in sorted(data, key=lambda of: of.broker_name):
-            if broker.permission & PERM_WRITE:
-                count = broker.write_queues
-                if is_new:
-                    count = min(count, self.default_topic_queues)
-                queues += [MessageQueue(topic, broker.broker_name, number) for number in range(count)]
+        queues = _writable(topic, data, self.default_topic_queues if is_new else None)
         if not queues:
             known = ", ".join(self._route.broker_names()) or "none"
             why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
             raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
         before = self._topics_before.pop(topic, None)
-        if before is not None and before.queues == tuple(queues):
+        if before is not None and before.queues == queues:
             found = before  # another topic has changed, so this one keeps its turn
         else:
             count, random = len(queues), self.client.random
             begin = 0 if random is None else random.randrange(count)
             first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
-            found = TopicQueues(tuple(queues), RoundRobin(first))
+            site = self.client.site
+            near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
+            found = TopicQueues(queues, RoundRobin(first), near)
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = found
@@ -107,12 +107,40 @@ class PublishRoutes:
             raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")
         return MessageQueue(topic, names[0], queue)
 
-    def selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
-        """Return the queue that a selector chooses."""
+    def selected(
+        self,
+        message: Message,
+        selector: QueueSelector,
+        arg: object,
+        if_broker_down: str | None = None,
+        tried: Collection[str] = (),
+    ) -> MessageQueue:
+        """Return the queue that a selector chooses.
+
+        With ``if_broker_down`` ``refuse`` it chooses among the queues of all brokers, also of those that are gone. With
+        ``another`` brokers that were ``tried`` are left out, as far as there are others.
+        """
         if not callable(selector):
             raise MessageIllegalError(f"selector: expected a function, found {selector!r:.80}")
-        queues = self.queues(message.topic).queues
+        topic = message.topic
+        queues = self.queues(topic).queues
+        if if_broker_down == "refuse":
+            registered: Callable[[str], tuple[QueueData, ...]] | None
+            registered = getattr(self._route, "registered_route", None)  # a single broker has nothing else to offer
+            queues = queues if registered is None else _writable(topic, registered(topic)) or queues
+        elif tried:
+            queues = tuple(queue for queue in queues if queue.broker_name not in tried) or queues
         chosen = selector(queues, message, arg)
         if chosen not in queues:
             raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
         return chosen
+
+
+def _writable(topic: str, data: Collection[QueueData], most: int | None = None) -> tuple[MessageQueue, ...]:
+    """Return the queues of brokers that let the topic be written, sorted, at most so many of each broker."""
+    return tuple(
+        MessageQueue(topic, broker.broker_name, number)
+        for broker in sorted(data, key=lambda of: of.broker_name)
+        if broker.permission & PERM_WRITE
+        for number in range(broker.write_queues if most is None else min(broker.write_queues, most))
+    )

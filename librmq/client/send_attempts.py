@@ -6,13 +6,13 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from librmq.client.identity import LifeCycle, State
 from librmq.client.producer_config import ProducerConfig
 from librmq.client.publish_routes import PublishRoutes, TopicQueues
-from librmq.client.queue_selectors import BrokerLatencies
+from librmq.client.queue_selectors import BrokerLatencies, QueueSelector
 from librmq.client.send_result import SendContext, SendHook, SendResult
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, SendTimeoutError
 from librmq.message import record
@@ -82,10 +82,31 @@ class SendAttempts:
 
     def in_turn(self, message: Message, timeout_ms: float, batch: tuple[Message, ...] | None = None) -> SendResult:
         """Send a message, or a batch with this first message, to the next queue, and to others if that fails."""
-        begin_ms = self._now_ms()
         queues = self._topics.get(message.topic) or self.queues(message.topic)
+        return self._until_stored(message, timeout_ms, lambda tried: self.next_queue(queues, tried), batch)
+
+    def selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
+        """Send a message to the queue that a selector chooses; where the settings say so, to another if that fails."""
+        choice = self.config.if_broker_down
+
+        def choose(tried: Sequence[str]) -> MessageQueue:
+            return self._routes.selected(message, selector, arg, choice, tried)
+
+        if choice == "another":
+            return self._until_stored(message, timeout_ms, choose)
+        return self.to(message, choose(()), timeout_ms)
+
+    def _until_stored(
+        self,
+        message: Message,
+        timeout_ms: float,
+        choose: Callable[[Sequence[str]], MessageQueue],
+        batch: tuple[Message, ...] | None = None,
+    ) -> SendResult:
+        """Try queues that ``choose(brokers tried before)`` returns until one stores the message."""
+        begin_ms = self._now_ms()
         rest_ms = timeout_ms
-        last_broker: str | None = None
+        tried: list[str] = []
         failure: Exception | None = None
         result: SendResult | None = None
         for attempt in range(self.config.retries + 1):
@@ -95,8 +116,8 @@ class SendAttempts:
                     raise SendTimeoutError(
                         f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
                     ) from failure
-            queue = self.next_queue(queues, last_broker)
-            last_broker = queue.broker_name
+            queue = choose(tried)
+            tried.append(queue.broker_name)
             if attempt and self._metrics is not None:
                 self._metrics.count("send_retries", topic=queue.topic)
             try:
@@ -117,11 +138,31 @@ class SendAttempts:
         assert failure is not None
         raise failure
 
-    def next_queue(self, queues: TopicQueues, last_broker: str | None) -> MessageQueue:
+    def next_queue(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
+        if self.config.nearby:
+            return self._next_nearby(queues, tried)
         if self._latencies is not None:
             return self._latencies.choose(queues.queues, queues.turns)
-        return queues.turns.choose(queues.queues, last_broker)
+        return queues.turns.choose(queues.queues, tried[-1] if tried else None)
+
+    def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
+        """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
+        near, latencies = queues.near, self._latencies
+        if tried:
+            is_last = len(tried) >= self.config.retries
+            near = () if is_last else tuple(queue for queue in near if queue.broker_name not in tried)
+        if near and latencies is not None:
+            near = tuple(queue for queue in near if latencies.is_available(queue.broker_name))
+        if not near:
+            near = tuple(
+                queue for queue in queues.queues if queue not in queues.near and queue.broker_name not in tried
+            )
+        if not near:
+            return queues.turns.choose(queues.queues, tried[-1] if tried else None)
+        if latencies is not None:
+            return latencies.choose(near, queues.turns)
+        return queues.turns.choose(near)
 
     def to(
         self,

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from librmq.broker import Broker
-from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.cluster.site_route import SiteRoute
+from librmq.cluster.sites import check_site, site_of
+from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
+from librmq.message.hosts import parse_host, parse_offset_message_id
+from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.runtime.runner import Runner, Step
 from librmq.runtime.watchers import Watchers
@@ -78,6 +82,7 @@ class RouteTable:
         self._expiry_ms = round(1000 * expiry_s)
         self._watchers = Watchers()
         self._entries: dict[str, _Entry] = {}
+        self._sites: dict[str, SiteRoute] = {}
         self._step = Step("routes", self._learn)
         for broker in brokers:
             if broker.name in self._entries:
@@ -102,20 +107,82 @@ class RouteTable:
                 self._learn_at(entry, self.runner.now_ms())
             self._watchers.notify()
 
-    def cut(self, broker_name: str) -> None:
-        """Cut the connection to a broker, like a network failure: the broker keeps running and loses its clients."""
+    def cut(self, broker_name: str, *, site: str | None = None) -> None:
+        """Cut the connection to a broker, like a network failure: the broker keeps running and loses its clients.
+
+        With ``site`` only the clients of that site lose the broker.
+        """
         with self.runner.lock:
             link = self._entry(broker_name).link
-            link.is_cut = True
+            if site is None:
+                link.is_cut = True
+            else:
+                self.at(site).cut.add(broker_name)
             for client_id in () if link.broker.dead else link.broker.client_ids():
-                link.broker.forget(client_id)
+                if site is None or site_of(client_id) == site:
+                    link.broker.forget(client_id)
             self._changed()
 
-    def restore(self, broker_name: str) -> None:
-        """Restore the connection to a broker."""
+    def restore(self, broker_name: str, *, site: str | None = None) -> None:
+        """Restore the connection to a broker, for all clients or for those of one site."""
         with self.runner.lock:
-            self._entry(broker_name).link.is_cut = False
+            link = self._entry(broker_name).link
+            if site is None:
+                link.is_cut = False
+            else:
+                self.at(site).cut.discard(broker_name)
             self._changed()
+
+    # ---- sites
+
+    def sites(self) -> tuple[str, ...]:
+        """Return the sites that have a broker, sorted."""
+        return tuple(sorted({site for name in self._entries if (site := site_of(name)) is not None}))
+
+    def at(self, site: str) -> SiteRoute:
+        """Return the route for clients of ``site``: their ids begin with it, and its links can be cut alone.
+
+        Raises:
+            ConfigError: ``site`` has other characters than letters and digits.
+        """
+        check_site(site)
+        found = self._sites.get(site)
+        if found is None:
+            found = self._sites[site] = SiteRoute(self, site)
+        return found
+
+    # ---- messages
+
+    def find_by_id(self, message_id: str) -> StoredMessage | None:
+        """Return the first record with an offset id or a producer's unique id; None if no broker has one.
+
+        An offset id names its broker by the store host; a unique id is looked up in all brokers, by name.
+
+        Raises:
+            BrokerUnreachableError: A broker that could have the message cannot be asked.
+            ConfigError: Several brokers have the store host that the id names, and a message at its offset.
+        """
+        try:
+            host = parse_offset_message_id(message_id)[0]
+        except MalformedError:
+            host = None
+        entries = sorted(self._entries.items())
+        named = [one for one in entries if host == parse_host(one[1].link.broker.store.config.store_host)]
+        found: dict[str, StoredMessage] = {}
+        down = []
+        for name, entry in named or entries:
+            if not entry.link.is_up:
+                down.append(name)
+            elif (message := entry.link.broker.find_by_id(message_id)) is not None:
+                found[name] = message
+        if len(found) > 1 and named:
+            raise ConfigError(
+                f"message {message_id}: brokers {', '.join(found)} have one store host; open each with its own "
+                "StoreConfig(store_host=…), or all by Cluster.open"
+            )
+        if not found and down:
+            raise BrokerUnreachableError(f"message {message_id}: {', '.join(down)} cannot be asked")
+        return next(iter(found.values()), None)
 
     def brokers(self) -> tuple[Broker, ...]:
         """Return all brokers by name, also closed ones."""
@@ -127,6 +194,10 @@ class RouteTable:
         """Return the brokers that have ``topic``, by name, except those that clients know to be gone."""
         entries = sorted(self._entries.items())
         return tuple(data for _, one in entries if one.is_routed for data in one.link.broker.topic_route(topic))
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, also those that are down."""
+        return tuple(data for _, one in sorted(self._entries.items()) for data in one.link.broker.topic_route(topic))
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""

@@ -20,6 +20,7 @@ EXPORTS = {
         "select_by_hash",
         "select_by_remainder",
     ],
+    "cluster": ["Cluster", "RouteTable", "SiteRoute", "site_of"],
     "consumer": [
         "BlockedQueue",
         "ConsumeContext",
