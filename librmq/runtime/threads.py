@@ -72,6 +72,7 @@ class ThreadRunner(Runner):
         self._clock_runs = False  # as seen by the callers that start it
         self._is_clock_there = False
         self._is_clock_missed = False  # no thread can be started
+        self._is_start_refused = False
         _runners.add(self)
 
     def __repr__(self) -> str:
@@ -86,14 +87,24 @@ class ThreadRunner(Runner):
         except RuntimeError:
             self._threads.remove(thread)
             raise
+        self._is_start_refused = False
 
     def _signal(self, at: int) -> None:
         if self._holder_looks or self._stopping:
             return
-        if at != AT_ONCE and at > self.now_ms():
-            self._signal_clock(at)
-        elif not self._looking and not self._is_roused:
-            self._rouse()
+        try:
+            if at != AT_ONCE and at > self.now_ms():
+                self._signal_clock(at)
+            elif not self._looking and not self._is_roused:
+                self._rouse()
+        except RuntimeError as error:  # what the caller has written is written nevertheless
+            if not self._is_start_refused:
+                _log.error(
+                    "no thread can be started (%s), so nothing is delivered and nothing happens by time until a later "
+                    "call can start one; raise the limit of threads",
+                    error,
+                )
+            self._is_start_refused = True
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:

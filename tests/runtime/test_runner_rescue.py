@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from librmq import Broker, Message, Producer, TransactionProducer, TransactionState
 from librmq.errors import RmqError
 from librmq.runtime.runner import Step, Work
 from librmq.runtime.threads import ThreadRunner
@@ -116,13 +118,38 @@ def test_without_more_threads_those_that_are_there_do_it(
     assert "can't start new thread" in caplog.text
 
 
-def test_a_first_thread_that_cannot_start_is_tried_again(runner: ThreadRunner, refusing: Refusing) -> None:
-    stepped = threading.Event()
-    with refusing(""), runner.lock, pytest.raises(RuntimeError, match="new thread"):
-        runner.wake(Step("refused", lambda now_ms: None), runner.now_ms() + HOUR_MS)
+def test_a_first_thread_that_cannot_start_is_tried_again(
+    runner: ThreadRunner, refusing: Refusing, outcomes: Outcomes, caplog: pytest.LogCaptureFixture
+) -> None:
+    stepped = threading.Semaphore(0)
+    with refusing(""), runner.lock:
+        for delay_ms in (-1, 0, 1):
+            runner.wake(Step("refused", lambda now_ms: stepped.release()), runner.now_ms() + delay_ms)
+        runner.submit(Work("refused", lambda: None, outcomes))
+    assert caplog.text.count("no thread can be started (can't start new thread)") == 1
     with runner.lock:
-        runner.wake(Step("soon", lambda now_ms: stepped.set()), runner.now_ms() + 1)
-    assert stepped.wait(WAIT_S)
+        runner.wake(Step("soon", lambda now_ms: stepped.release()), runner.now_ms() + 1)
+        runner.wake(Step("now", lambda now_ms: stepped.release()))
+    for _ in range(5):
+        assert stepped.acquire(timeout=WAIT_S)
+    outcomes.wait()
+
+
+@pytest.mark.parametrize("how", ["plain", "delayed", "transaction"])
+def test_a_send_without_a_thread_is_not_failed(how: str, tmp_path: Path, refusing: Refusing) -> None:
+    """A message that the broker has written is acknowledged, though the runner can start no thread."""
+    bodies = [b"0", b"1"]
+    with refusing(""), Broker.open(tmp_path) as broker:
+        for body in bodies:
+            message = Message("t", body, delay_level=1 if how == "delayed" else 0)
+            if how == "transaction":
+                producer = TransactionProducer(broker, "shop", lambda message: TransactionState.COMMIT)
+                sent = producer.send_in_transaction(message, execute=lambda message, arg: TransactionState.COMMIT)
+                assert sent.state is TransactionState.COMMIT
+            else:
+                Producer(broker, "shop").send(message)
+        stored = [message.body for message in broker.store if message.topic != "RMQ_SYS_TRANS_OP_HALF_TOPIC"]
+        assert sorted(stored) == sorted(bodies * (2 if how == "transaction" else 1))
 
 
 @pytest.mark.parametrize("is_swift", [False, True])

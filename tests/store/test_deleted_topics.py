@@ -13,6 +13,7 @@ import pytest
 from librmq import Message
 from librmq.config import StoreConfig
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import snapshot
 from tests.stores import derived, from_disk
@@ -75,6 +76,31 @@ def test_a_lost_folder_of_a_store_that_librmq_closed_is_damage(tmp_path: Path) -
         pass
     assert verify(tmp_path, CONFIG).sound
     assert set(SINCE) <= set(messages(tmp_path))
+
+
+@pytest.mark.parametrize("last", ["T", "Other"])
+def test_a_deletion_after_a_close_of_librmq_stays(tmp_path: Path, last: str) -> None:
+    """A topic deleted on a broker, which stored nothing else since librmq closed the store, does not come back."""
+    tables = BrokerTables.open(str(tmp_path / "config"))
+    for topic in ("T", "Other"):
+        tables.make_topic(topic)
+    tables.persist(0)
+    with MessageStore.open(tmp_path, CONFIG, background=False) as store:
+        for topic in ("T", "Other", last):
+            store.append(Message(topic, topic.encode()))
+    shutil.rmtree(tmp_path / "consumequeue" / "T")
+    tables.topics.remove("T")
+    tables.persist(0)
+    verdict = verify(tmp_path, CONFIG)
+    assert verdict.sound, verdict.damage
+    assert any("queue 0 of topic T was deleted" in note for note in verdict.notes)
+    for _ in range(2):
+        with MessageStore.open(tmp_path, CONFIG, background=False) as store:
+            assert store.recovered == []
+            assert store.queues.keys() == {("Other", 0)}
+    with MessageStore.open(tmp_path, CONFIG, background=False) as store:
+        assert store.append(Message("T", b"since")).queue_offset == 0
+    assert messages(tmp_path) == [b"since"]
 
 
 def test_a_snapshot_leaves_deleted_topics_deleted(tmp_path: Path) -> None:

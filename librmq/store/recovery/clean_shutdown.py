@@ -17,7 +17,7 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from librmq.commitlog import CommitLog
@@ -98,15 +98,30 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
 
 
 def read_closed_state(path: str, files: Files) -> ClosedState | None:
-    """Return the state that the last close left, None if there is none or it is unreadable."""
+    """Return the state that the last close left, None if there is none or it is unreadable.
+
+    The queues of topics that were deleted on a broker since then are left out.
+    """
     place = _path(path)
     if files.size(place) is None:
         return None
     try:
         document = json.loads(files.read(place, _LARGEST_FILE))
-        return _state(document)
+        state = _state(document)
     except (ValueError, TypeError, KeyError, RecursionError, CorruptionError):
         return None  # it only saves time
+    return state and _without_deleted(state, path, files)
+
+
+def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState:
+    """Leave out topics without a folder that the broker's table of topics does not have either."""
+    folders = {entry.name for entry in files.list(os.path.join(path, directory.CONSUMEQUEUE))}
+    absent = {topic for topic, _ in state.queues} - folders
+    known = directory.known_topics(path, files) if absent else set()
+    if not known:
+        return state
+    deleted = absent - known
+    return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
 def _state(document: Any) -> ClosedState | None:  # noqa: ANN401 (JSON has any shape)

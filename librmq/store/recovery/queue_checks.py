@@ -30,6 +30,8 @@ class Scope:
     """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
     absent_before: int = 0
     """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
+    known_topics: frozenset[str] = frozenset()
+    """The broker's topics: records of other topics are excluded if the queue has no folder. Empty: no such rule."""
 
 
 class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
@@ -101,6 +103,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         begin = since = self._log.begin if name in scope.all_of else scope.begin
         if name not in scope.all_of:
             since = scope.since.get(name, scope.absent_before if absent else begin)
+            if absent and scope.known_topics and name[0] not in scope.known_topics:
+                since = self._log.end
         whole = begin <= self._log.begin
         prefix_hash = self._prefix_hashes.get(name[0])
         if prefix_hash is None:

@@ -201,10 +201,13 @@ class _Look:
         scope = Scope(log.begin, since=made_again(log, queues))
         if not self._closed:
             return scope
-        dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
+        known = frozenset(directory.known_topics(self._path, self._files))
         closed = read_closed_state(self._path, self._files)
-        listed = closed.queues if closed is not None and closed.agrees_with(log) else {}
-        return replace(scope, absent_before=dispatched, all_of=frozenset(listed) - queues.keys())
+        if closed is not None and closed.agrees_with(log):
+            lost = frozenset(closed.queues) - queues.keys()
+            return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=known)
+        dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
+        return replace(scope, absent_before=dispatched, known_topics=known)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
         path = os.path.join(self._path, directory.CHECKPOINT)
