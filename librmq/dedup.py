@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -44,10 +43,11 @@ from librmq.idempotence.stores import (
 )
 from librmq.listener import Delivered, ReconsumeLater
 from librmq.metrics import Metrics
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "deduplicated"]
 
-_log = logging.getLogger("librmq.dedup")
+_log = EventLog("librmq.dedup")
 
 
 @dataclass
@@ -237,10 +237,14 @@ class DedupListener:
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
-                _log.warning("%s: consumed without a guard, because the dedup store failed: %s", key, error)
+                _log.warning(
+                    "%(key)s: consumed without a guard, because the dedup store failed: %(error)s", key=key, error=error
+                )
                 return _UNGUARDED
             self._count("postponed", message.topic)
-            _log.warning("%s: delivered again later, because the dedup store failed: %s", key, error)
+            _log.warning(
+                "%(key)s: delivered again later, because the dedup store failed: %(error)s", key=key, error=error
+            )
             raise ReconsumeLater(f"the dedup store failed: {error}") from error
         if claim is Claim.CONSUMED:
             self._count("duplicates", message.topic)
@@ -250,7 +254,7 @@ class DedupListener:
             raise ReconsumeLater(f"{key}: another consumer is consuming it")
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
-            _log.warning("%s: taken over from a consumer that did not end in time", key)
+            _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
         return _Claimed(key, owner)
 
     def _finish(self, held: _Claimed) -> Generator[_Ask, Any, None]:
@@ -270,7 +274,9 @@ class DedupListener:
             done = yield ask
         except DedupStoreError as error:
             self._count("unmarked")
-            _log.warning("%s: %s, but could not be %s: %s", held.key, how, aim, error)
+            _log.warning(
+                "%(key)s: %(_how)s, but could not be %(_aim)s: %(error)s", key=held.key, _how=how, _aim=aim, error=error
+            )
             return
         if done:
             self._count(counted)
@@ -288,7 +294,13 @@ class DedupListener:
                 now = "no other consumer has taken it over"
             else:
                 now = "another has consumed it too" if record.consumed else "another is consuming it"
-        _log.warning("%s: %s, but later than %d ms after its claim: %s", held.key, how, self._consuming_ms, now)
+        _log.warning(
+            "%(key)s: %(_how)s, but later than %(consuming_ms)d ms after its claim: %(_now)s",
+            key=held.key,
+            _how=how,
+            consuming_ms=self._consuming_ms,
+            _now=now,
+        )
 
     # ---- several messages
 

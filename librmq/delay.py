@@ -35,6 +35,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
@@ -43,7 +44,7 @@ from librmq.store.engine.prepared import AppendResult, CopyTarget, Prepared
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
-_log = logging.getLogger("librmq.delay")
+_log = EventLog("librmq.delay")
 
 _LOOKED_AT: Final = 64  # entries read together
 _HASHES: Final = -(1 << 31), 1 << 31  # no time in ms of this century is among them
@@ -343,9 +344,14 @@ class DelaySchedule:
         corrected = min(max(stored, low), high)
         if corrected != stored:
             _log.error(
-                "delay level %d: the progress was %d and is set to %d, because its queue has %d to %d",
-                level.level, stored, corrected, low, high,
-            )  # fmt: skip
+                "delay level %(level)d: the progress was %(old)d and is set to %(queue_offset)d, because its queue "
+                "has %(_low)d to %(_high)d",
+                level=level.level,
+                old=stored,
+                queue_offset=corrected,
+                _low=low,
+                _high=high,
+            )
             level.next_offset = corrected
             self._unsaved = True
         return corrected
@@ -355,7 +361,11 @@ class DelaySchedule:
         if queue.ext is not None and is_ext_address(code):
             unit = queue.ext_unit(code)
             if unit is None:
-                _log.error("delay level %d: no extension unit at %d, so the record gives the time", level.level, code)
+                _log.error(
+                    "delay level %(level)d: no extension unit at %(unit)d, so the record gives the time",
+                    level=level.level,
+                    unit=code,
+                )
             code = 0 if unit is None else unit.tags_code
         if not _HASHES[0] <= code < _HASHES[1]:
             return code
@@ -382,10 +392,15 @@ class DelaySchedule:
                 self._write(level, waiting, copies, places)
                 waiting, copies, places = [], [], []
                 _log.error(
-                    "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
-                    level.level, place, physical_offset, error,
-                    extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": place},
-                )  # fmt: skip
+                    "delay level %(level)d: the message at queue offset %(queue_offset)d, physical offset "
+                    "%(physical_offset)d is dropped: %(error)s",
+                    level=level.level,
+                    queue_offset=place,
+                    physical_offset=physical_offset,
+                    error=error,
+                    topic=SCHEDULE_TOPIC,
+                    queue_id=level.queue_id,
+                )
                 level.next_offset = place + 1
                 self._unsaved = True
         self._write(level, waiting, copies, places)

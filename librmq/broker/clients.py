@@ -6,7 +6,6 @@ Called under the runner's lock.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from librmq.broker.context import BrokerContext
@@ -29,10 +28,11 @@ from librmq.protocol import (
     UnlockQueues,
     Unregister,
 )
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["Clients"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 
 class Clients:
@@ -77,10 +77,11 @@ class Clients:
         if known is not None and known is not request.client and client_id not in self._registry.shared_ids:
             self._registry.shared_ids.add(client_id)
             _log.warning(
-                "%s: two clients use the id %s. They count as one, and consume the same queues: give each a "
+                "%(broker)s: two clients use the id %(client)s. They count as one, and consume the same queues: "
+                "give each a "
                 "different instance_name, or shut the other down first",
-                self._broker_name,
-                client_id,
+                broker=self._broker_name,
+                client=client_id,
             )
 
     def _warn_of_differences(self, group: str) -> None:
@@ -91,9 +92,13 @@ class Clients:
         found = told_differences(group, {who: comparable(each) for who, each in told.items()}) if differs else ""
         if found != self._differences.get(group, ""):
             if found:
-                _log.warning("%s: %s", self._broker_name, found)
+                _log.warning("%(broker)s: %(differences)s", broker=self._broker_name, differences=found, group=group)
             else:
-                _log.info("%s: all instances of group %s subscribe to the same again", self._broker_name, group)
+                _log.info(
+                    "%(broker)s: all instances of group %(group)s subscribe to the same again",
+                    broker=self._broker_name,
+                    group=group,
+                )
             self._differences[group] = found
 
     def unregister(self, request: Unregister) -> None:
@@ -159,4 +164,4 @@ class Clients:
         try:
             client.call(request)
         except RmqError as error:  # the client is leaving
-            _log.info("%s: a client could not be notified: %s", request, error)
+            _log.info("%(request)s: a client could not be notified: %(error)s", request=request, error=error)

@@ -6,16 +6,16 @@ without it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from librmq.errors import BrokerError
 from librmq.protocol import ResponseCode
+from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable
 
 __all__ = ["GroupOffsets"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 
 class GroupOffsets:
@@ -64,7 +64,14 @@ class GroupOffsets:
                 ResponseCode.SYSTEM_ERROR, f"group {group!r}, {topic!r}/{queue_id}: queue offset {queue_offset}"
             )
         if queue_offset < old:
-            _log.info("group %s: progress in %s/%d goes back from %d to %d", group, topic, queue_id, old, queue_offset)
+            _log.info(
+                "group %(group)s: progress in %(topic)s/%(queue_id)d goes back from %(old)d to %(queue_offset)d",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                old=old,
+                queue_offset=queue_offset,
+            )
         row[queue_id] = queue_offset
         if not self.has_changed:
             self._changed()
@@ -93,12 +100,13 @@ class GroupOffsets:
                 end = end_of(topic, queue_id)
                 if queue_offset > end:
                     _log.warning(
-                        "group %s: progress in %s/%d was %d, beyond the queue's end: set to %d",
-                        group,
-                        topic,
-                        queue_id,
-                        queue_offset,
-                        end,
+                        "group %(group)s: progress in %(topic)s/%(queue_id)d was %(old)d, beyond the queue's end: "
+                        "set to %(queue_offset)d",
+                        group=group,
+                        topic=topic,
+                        queue_id=queue_id,
+                        old=queue_offset,
+                        queue_offset=end,
                     )
                     self.set(group, topic, queue_id, end)
 

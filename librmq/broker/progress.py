@@ -6,7 +6,6 @@ Changes need the runner's lock.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal
@@ -29,10 +28,11 @@ from librmq.protocol import (
     TopicGroups,
     UpdateOffset,
 )
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["Progress"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 
 class Progress:
@@ -102,7 +102,12 @@ class Progress:
             try:
                 client.call(ResetOffsets(group, topic, by_queue))
             except RmqError as error:
-                _log.info("group %s: a leaving client was not notified of the reset: %s", group, error)
+                _log.info(
+                    "group %(group)s: a leaving client was not notified of the reset: %(error)s",
+                    group=group,
+                    error=error,
+                    topic=topic,
+                )
         for queue_id, queue_offset in offsets.items():
             self._offsets.set(group, topic, queue_id, queue_offset)
 

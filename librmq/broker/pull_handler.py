@@ -6,7 +6,6 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +25,7 @@ from librmq.protocol import (
     ResponseCode,
     Subscription,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, ReadResult
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PullHandler"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
 
@@ -211,7 +211,14 @@ class PullHandler:
         try:
             self._sending.put(message, 0)
         except RmqError as error:  # for example a full disk; the client continues at a valid offset nevertheless
-            _log.warning("group %s: the event %s could not be stored: %s", request.group, event, error)
+            _log.warning(
+                "group %(group)s: the event %(event)s could not be stored: %(error)s",
+                group=request.group,
+                event=event,
+                error=error,
+                topic=request.topic,
+                queue_id=request.queue_id,
+            )
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

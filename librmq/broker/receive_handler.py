@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -49,11 +48,12 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.state_log import StateLog
 
 __all__ = ["ReceiveHandler"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
@@ -96,7 +96,7 @@ class ReceiveHandler:
         self._held = HeldReceives(context.held_pulls)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
-        self._states = StateLog(_log, context.name)
+        self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
         self._step = steps.step("ends invisible times", self._run_due)
         self._saved = SavedFlights(context, self._queues)
@@ -211,12 +211,13 @@ class ReceiveHandler:
             return
         self._mixed.add(group)
         _log.warning(
-            "%s: group %s receives from topic %s while it has %s consumers there, and both move one progress: messages "
+            "%(broker)s: group %(group)s receives from topic %(topic)s while it has %(kind)s consumers there, and "
+            "both move one progress: messages "
             "will be missed or repeated. Give each kind of consumer a group of its own",
-            self._broker_name,
-            group,
-            topic,
-            members.kind,
+            broker=self._broker_name,
+            group=group,
+            topic=topic,
+            kind=members.kind,
         )
 
     def _in_turn(self, group: Group, topic: str, queues: int) -> list[tuple[str, int]]:
@@ -472,12 +473,13 @@ class ReceiveHandler:
         message = self._store.message_at(flight.physical_offset)
         if message is None:
             _log.warning(
-                "group %s: the message of %s/%d at physical offset %d was not acknowledged, and can't come again: "
+                "group %(group)s: the message of %(topic)s/%(queue_id)d at physical offset %(physical_offset)d was "
+                "not acknowledged, and can't come again: "
                 "retention has deleted it",
-                key[0],
-                key[1],
-                key[2],
-                flight.physical_offset,
+                group=key[0],
+                topic=key[1],
+                queue_id=key[2],
+                physical_offset=flight.physical_offset,
             )
             return
         group, topic, _ = key

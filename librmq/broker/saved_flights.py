@@ -13,7 +13,6 @@ The broker of 4.9 ignores the file. Without it, messages in flight are delivered
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -21,12 +20,13 @@ from typing import Any, Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.in_flight import QueueFlights
 from librmq.errors import CorruptionError
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.store.format.broker_tables import ConfigTable
 
 __all__ = ["QueueKey", "SavedFlights"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 QueueKey = tuple[str, str, int]
 """Group, topic of the queue, queue id."""
@@ -101,7 +101,11 @@ def _table(context: BrokerContext) -> ConfigTable:
     try:
         return ConfigTable(path, "receives", _check_rows, False, files)
     except CorruptionError as error:
-        _log.warning("%s: messages in flight are unknown, so they are delivered again: %s", context.name, error)
+        _log.warning(
+            "%(broker)s: messages in flight are unknown, so they are delivered again: %(error)s",
+            broker=context.name,
+            error=error,
+        )
         for damaged in (path, f"{path}.bak"):
             if files.size(damaged) is not None:
                 files.delete(damaged)

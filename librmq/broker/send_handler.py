@@ -6,7 +6,6 @@ does not take the runner's lock; only waking held pulls does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import is_timed
 from librmq.scheduling.timer_config import DELAY_MS, DELIVER_MS
@@ -34,7 +34,7 @@ from librmq.store import AppendResult
 
 __all__ = ["SendHandler"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 _CLUSTER: Final = record.PROPERTY_CLUSTER
 _WAIT: Final = record.PROPERTY_WAIT
@@ -184,7 +184,12 @@ class SendHandler:
             if len(self._odd_levels) < _MOST_ODD_LEVELS:
                 self._odd_levels.add((topic, level))
             what = f"waits as level {levels.max_level}, the highest" if level > 0 else "is not delayed"
-            _log.warning("topic %s: there is no delay level %d, so the message %s, as in 4.9", topic, level, what)
+            _log.warning(
+                "topic %(topic)s: there is no delay level %(level)d, so the message %(_what)s, as in 4.9",
+                topic=topic,
+                level=level,
+                _what=what,
+            )
         return level
 
     def _send_to_relay(self, carried: Message, request: SendMessage) -> int:

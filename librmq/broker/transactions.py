@@ -5,7 +5,6 @@ Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; `l
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,12 +18,13 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside, Work
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
-_log = logging.getLogger("librmq.broker")
+_log = EventLog("librmq.broker")
 
 DiscardHook = Callable[[StoredMessage, int], object]
 """Called with a half message that a check discarded, and its number of checks."""
@@ -153,7 +153,11 @@ class BrokerTransactions:
     def _unreachable(self, group: str, why: object) -> None:
         if group not in self._unasked:
             self._unasked.add(group)
-            _log.warning("producer group %s can't be asked about its open transactions, which wait: %s", group, why)
+            _log.warning(
+                "producer group %(group)s can't be asked about its open transactions, which wait: %(cause)s",
+                group=group,
+                cause=why,
+            )
 
     def _ask(self, question: CheckBack) -> None:
         """Pass a question to the next producer of the group in turn that accepts it."""
@@ -168,12 +172,14 @@ class BrokerTransactions:
             except RmqError as error:  # an ordinary producer, or one that is leaving
                 why = error
             except Exception:  # for example a user's executor was shut down; the check continues
-                _log.exception("producer group %s can't be asked about a transaction", question.group)
+                _log.exception("producer group %(group)s can't be asked about a transaction", group=question.group)
                 return
             else:
                 if question.group in self._unasked:
                     self._unasked.discard(question.group)
-                    _log.info("producer group %s is asked about its open transactions again", question.group)
+                    _log.info(
+                        "producer group %(group)s is asked about its open transactions again", group=question.group
+                    )
                 if self._metrics is not None:
                     self._metrics.count("transaction_checks", topic=question.topic)
                 return

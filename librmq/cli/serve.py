@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import queue
 import select
 import signal
@@ -15,10 +14,11 @@ from typing import Any, Final
 
 from librmq.cli.output import Output
 from librmq.errors import ConfigError
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["serve"]
 
-_log = logging.getLogger("librmq.cli")
+_log = EventLog("librmq.cli")
 
 _MAX_LINES: Final = 1000
 _LOOK_S: Final = 0.2
@@ -91,7 +91,7 @@ class _Lines:
                 self._output.row(row)
                 self._output.flush()
         except OSError as error:  # the reader is gone; clients are served further
-            _log.info("no more lines are printed: %s", error)
+            _log.info("no more lines are printed: %(error)s", error=error)
 
     def _is_writable(self) -> bool:
         """Wait for a reader, at the end only briefly: a write that blocks would hold up the exit too."""

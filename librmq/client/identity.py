@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import logging
 import os
 from collections.abc import Callable
 from random import Random
@@ -34,6 +33,7 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.runtime.critical import critical
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step
 from librmq.runtime.state_log import StateLog
 
@@ -43,7 +43,7 @@ R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
 HEARTBEAT_MS: Final = 30_000
 
-_log = logging.getLogger("librmq.client")
+_log = EventLog("librmq.client")
 _numbers = itertools.count(1)
 
 
@@ -172,7 +172,7 @@ class Client:
         """How often brokers have forgotten this client and the pulls that they held."""
         self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
-        self._states = StateLog(_log, self.client_id)
+        self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
 
@@ -265,7 +265,13 @@ class Client:
             try:
                 self.route.endpoint(name).call(request)
             except ClientError as error:
-                _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
+                _log.warning(
+                    "%(client)s: %(broker)s refused %(request)s: %(error)s",
+                    client=self.client_id,
+                    broker=name,
+                    request=type(request).__name__,
+                    error=error,
+                )
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker of that name."""

@@ -7,7 +7,6 @@ timeout. A try can store the message although its answer is lost, so a message c
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
@@ -37,6 +36,7 @@ from librmq.protocol import (
     Request,
     Route,
 )
+from librmq.runtime.event_log import EventLog
 
 __all__ = [
     "MessageFields",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 R = TypeVar("R")
-_log = logging.getLogger("librmq.producer")
+_log = EventLog("librmq.producer")
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 _WAIT: Final = record.PROPERTY_WAIT
 Body = bytes | bytearray | memoryview | str
@@ -273,7 +273,12 @@ class Producer:
         try:
             self._attempts.to(made, chosen, self._usual_timeout_ms)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
-            _log.warning("group %s: a one-way message to %s was not stored: %s", self.group, chosen, error)
+            _log.warning(
+                "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
+                group=self.group,
+                queue=chosen,
+                error=error,
+            )
 
     async def send_async(
         self,

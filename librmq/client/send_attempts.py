@@ -5,7 +5,6 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -19,10 +18,11 @@ from librmq.message import record
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBatch, SendMessage, SendResponse, SendStatus
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["SendAttempts"]
 
-_log = logging.getLogger("librmq.producer")
+_log = EventLog("librmq.producer")
 _RETRIED: Final = frozenset(
     (
         ResponseCode.TOPIC_NOT_EXIST,
@@ -243,7 +243,7 @@ class SendAttempts:
             try:
                 then(result, error)
             except Exception:  # a stored message stays stored
-                _log.exception("group %s: a hook has failed after a send", self._group)
+                _log.exception("group %(group)s: a hook has failed after a send", group=self._group)
 
     def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
         """Count a try, and note its broker's latency."""

@@ -12,7 +12,6 @@ Mirrors ``TransactionMQProducer`` and ``DefaultMQProducerImpl.sendMessageInTrans
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -33,12 +32,13 @@ from librmq.protocol import (
     SendStatus,
     TransactionState,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Work
 
 __all__ = ["CheckedMessage", "OpenTransaction", "TransactionProducer", "TransactionResult"]
 
 R = TypeVar("R")
-_log = logging.getLogger("librmq.producer")
+_log = EventLog("librmq.producer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,11 @@ class TransactionProducer(Producer):
                 if state is not None and not isinstance(state, TransactionState):
                     raise TypeError(f"expected a TransactionState or None, found {state!r}")
             except Exception:
-                _log.exception("group %s: the local transaction of %s failed", self.group, sent.message_id)
+                _log.exception(
+                    "group %(group)s: the local transaction of %(message_id)s failed",
+                    group=self.group,
+                    message_id=sent.message_id,
+                )
                 state = TransactionState.UNKNOWN
         state = state or TransactionState.UNKNOWN
         self._end(sent, state)
@@ -222,7 +226,10 @@ class TransactionProducer(Producer):
             self._routes.endpoint(broker_name).call(request)
         except ClientError as error:
             _log.warning(
-                "group %s: no broker accepted the end of transaction %s: %s", self.group, request.message_id, error
+                "group %(group)s: no broker accepted the end of transaction %(message_id)s: %(error)s",
+                group=self.group,
+                message_id=request.message_id,
+                error=error,
             )
 
     def answer(self, request: Request[R], /) -> R:
@@ -261,7 +268,12 @@ class TransactionProducer(Producer):
         if error is None and state is not None and not isinstance(state, TransactionState):
             error = TypeError(f"expected a TransactionState or None, found {state!r}")
         if error is not None:
-            _log.error("group %s: the check of %s failed", self.group, half.message_id, exc_info=error)
+            _log.error(
+                "group %(group)s: the check of %(message_id)s failed",
+                group=self.group,
+                message_id=half.message_id,
+                exc_info=error,
+            )
             return
         if state is None or state is TransactionState.UNKNOWN:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +40,7 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step, aside_by
 from librmq.runtime.state_log import StateLog
 
@@ -52,7 +52,7 @@ R = TypeVar("R")
 FIRST_SAVE_MS: Final = 10_000
 SAVE_INTERVAL_MS: Final = 5_000
 
-_log = logging.getLogger("librmq.consumer")
+_log = EventLog("librmq.consumer")
 
 
 class Consumer(Generic[C]):
@@ -87,7 +87,8 @@ class Consumer(Generic[C]):
         """Whether the instance is shutting down, so that nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
-        self.states = StateLog(_log, self.label)
+        self.log = _log.with_fields(consumer=self.label, group=group)
+        self.states = StateLog(self.log, self.label)
         self.rebalancing = Rebalancing(self, self._take, self._release, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
@@ -163,7 +164,7 @@ class Consumer(Generic[C]):
                 self.subscriptions[retries] = Subscription(retries, version=self.runner.now_ms())
         else:
             if not self.client.has_stable_name:
-                _log.warning("%s: broadcasting without an instance_name: its progress is lost at the end", self.label)
+                self.log.warning("%(consumer)s: broadcasting without an instance_name: its progress is lost at the end")
             folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
             aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
@@ -194,13 +195,12 @@ class Consumer(Generic[C]):
             except RmqError:
                 continue
             if is_there:
-                _log.warning(
-                    "%s: group %s has an instance of client id %s at %s already. Two instances of one id count as one, "
+                self.log.warning(
+                    "%(consumer)s: group %(group)s has an instance of client id %(client)s at %(broker)s already. "
+                    "Two instances of one id count as one, "
                     "and both consume its queues: give each an instance_name of its own, or shut the other down first",
-                    self.label,
-                    self.group,
-                    self.client.client_id,
-                    name,
+                    client=self.client.client_id,
+                    broker=name,
                 )
                 return
 

@@ -6,7 +6,6 @@ begins without waiting for the others.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -29,8 +28,6 @@ AGAIN_MS: Final = 5_000
 """Pause before a message is delivered again that no broker accepted back."""
 EXPIRED_LEVEL: Final = 3
 MOST_EXPIRED: Final = 16
-
-_log = logging.getLogger("librmq.consumer")
 
 
 class _Pulled:
@@ -242,7 +239,11 @@ class ConcurrentDelivery(Delivery):
                 started_ms = None if first is None else first.consume_start_timestamp_ms
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
-                _log.warning("%s: timeout of %s at %d", self.consumer.label, assigned.label, first.queue_offset)
+                self.consumer.log.warning(
+                    "%(consumer)s: timeout of %(queue)s at %(queue_offset)d",
+                    queue=assigned.queue,
+                    queue_offset=first.queue_offset,
+                )
                 cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
                 sent = self._send_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:

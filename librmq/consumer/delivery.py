@@ -27,8 +27,6 @@ __all__ = ["BlockedQueue", "ConsumerCounts", "Delivery", "cause_of"]
 
 _LONGEST_CAUSE: Final = 500
 
-_log = logging.getLogger("librmq.consumer")
-
 
 class BlockedQueue(NamedTuple):
     """An orderly queue whose first message keeps failing."""
@@ -200,22 +198,19 @@ class Delivery:
         error: Exception | None,
     ) -> None:
         """Log a failed attempt and the time of the next; only the first attempt has a traceback."""
-        first = messages[0]
         others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
         of = "" if most is None else f" of {most + 1}"
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
-        _log.log(
+        self.consumer.log.log(
             logging.INFO if is_asked_for else logging.WARNING,
-            "%s: attempt %d%s on %s%s failed (%s), %s",
-            self.consumer.label,
-            attempt,
-            of,
-            _where(assigned, first),
-            others,
-            cause_of(error),
-            next_one,
+            "%(consumer)s: attempt %(attempt)d%(_of)s on %(queue)s at %(queue_offset)d (%(message_id)s)%(_others)s "
+            "failed (%(cause)s), %(_next)s",
+            _of=of,
+            _others=others,
+            _next=next_one,
+            cause=cause_of(error),
             exc_info=error if attempt == 1 and not is_asked_for else None,
-            extra=self._fields(assigned, first, attempt),
+            **_fields(assigned, messages[0], attempt),
         )
 
     def log_dead_letter(
@@ -223,32 +218,25 @@ class Delivery:
     ) -> None:
         """Log a dead letter."""
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
-        _log.error(
-            "%s: dead letter of group %s: %s, key %s, after %d attempt%s: %s",
-            self.consumer.label,
-            self.consumer.group,
-            _where(assigned, message),
-            " ".join(message.keys) or "none",
-            attempt,
-            "" if attempt == 1 else "s",
-            cause_of(error),
+        self.consumer.log.error(
+            "%(consumer)s: dead letter of group %(group)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
+            "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s",
+            keys=" ".join(message.keys) or "none",
+            _s="" if attempt == 1 else "s",
+            cause=cause_of(error),
             exc_info=error if attempt == 1 and not is_asked_for else None,
-            extra=self._fields(assigned, message, attempt),
+            **_fields(assigned, message, attempt),
         )
 
-    def _fields(self, assigned: AssignedQueue, message: DeliveredMessage, attempt: int) -> dict[str, object]:
-        return {
-            "rmq_group": self.consumer.group,
-            "rmq_topic": message.topic,
-            "rmq_queue": str(assigned.queue),
-            "rmq_queue_offset": message.queue_offset,
-            "rmq_message_id": message.message_id,
-            "rmq_attempt": attempt,
-        }
 
-
-def _where(assigned: AssignedQueue, message: DeliveredMessage) -> str:
-    return f"{assigned.label} at {message.queue_offset} ({message.message_id})"
+def _fields(assigned: AssignedQueue, message: DeliveredMessage, attempt: int) -> dict[str, Any]:
+    return {
+        "queue": assigned.queue,
+        "topic": message.topic,
+        "queue_offset": message.queue_offset,
+        "message_id": message.message_id,
+        "attempt": attempt,
+    }
 
 
 def cause_of(error: Exception | None) -> str:

@@ -16,6 +16,7 @@ from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Route, Subscription
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.runtime.state_log import StateLog
 
@@ -45,6 +46,7 @@ class Instance(Hashable, Protocol):
     runner: Runner
     client: Client
     metrics: Metrics | None
+    log: EventLog
     states: StateLog
     offsets: Offsets
     subscriptions: dict[str, Subscription]

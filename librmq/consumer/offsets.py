@@ -10,7 +10,6 @@ Mirrors ``RemoteBrokerOffsetStore`` and ``LocalFileOffsetStore``.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
@@ -22,13 +21,14 @@ from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
 __all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
 
-_log = logging.getLogger("librmq.consumer")
+_log = EventLog("librmq.consumer")
 _RETRY_S: Final = 2  # within the time of two saves
 
 
@@ -58,7 +58,7 @@ class BrokerOffsets:
     def __init__(self, client: Client, group: str, states: StateLog | None = None) -> None:
         self._client = client
         self._group = group
-        self._states = states or StateLog(_log, group)
+        self._states = states or StateLog(_log.with_fields(group=group), group)
 
     def read(self, queue: MessageQueue) -> int | None:
         """Ask the broker for the stored progress; None if there is none."""
@@ -138,7 +138,7 @@ class LocalOffsets:
                 try:
                     return _table(loads(self._files.read(path)))
                 except MalformedError as error:
-                    _log.warning("%s: %s", path, error)
+                    _log.warning("%(path)s: %(error)s", path=path, error=error)
                     problem = problem or MalformedError(f"{path}: {error}")
         if problem is not None:
             raise problem
@@ -155,7 +155,7 @@ class LocalOffsets:
         try:
             self._saver.save()
         except RmqError as error:
-            _log.warning("storing progress in %s fails: %s", self.path, error)
+            _log.warning("storing progress in %(path)s fails: %(error)s", path=self.path, error=error)
             return False
         return True
 

@@ -16,7 +16,6 @@ next use. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``
 from __future__ import annotations
 
 import enum
-import logging
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
@@ -59,8 +58,6 @@ MOST_SUSPENSION_MS: Final = 30_000
 MOST_PROPERTIES: Final = 30_000
 """A message with fewer bytes of properties has room for the cause of its failure."""
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
-
-_log = logging.getLogger("librmq.consumer")
 
 
 class OrderlyResult(enum.Enum):
@@ -142,7 +139,7 @@ class OrderlyDelivery(Delivery):
     def _judge_lock(self, assigned: AssignedQueue, got: bool, now_ms: int) -> None:
         if not got:
             if assigned.locked:
-                _log.warning("%s: the lock of %s is lost", self.consumer.label, assigned.label)
+                self.consumer.log.warning("%(consumer)s: the lock of %(queue)s is lost", queue=assigned.queue)
             assigned.locked = False
             return
         assigned.owned_timestamp_ms = now_ms
@@ -153,7 +150,9 @@ class OrderlyDelivery(Delivery):
             try:
                 self._find_position(assigned)
             except RmqError as error:
-                _log.warning("%s: no position is known in %s: %s", self.consumer.label, assigned.label, error)
+                self.consumer.log.warning(
+                    "%(consumer)s: no position is known in %(queue)s: %(error)s", queue=assigned.queue, error=error
+                )
                 assigned.locked = False
                 return
         assigned.lock_timestamp_ms = now_ms
@@ -220,7 +219,9 @@ class OrderlyDelivery(Delivery):
         try:
             self.consumer.client.endpoint(queue.broker_name).call(request)
         except RmqError as error:
-            _log.warning("%s: could not release the lock of %s: %s", self.consumer.label, queue, error)
+            self.consumer.log.warning(
+                "%(consumer)s: could not release the lock of %(queue)s: %(error)s", queue=queue, error=error
+            )
 
     # ---- release
 
@@ -260,7 +261,7 @@ class OrderlyDelivery(Delivery):
                     request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, of_broker)
                     self.consumer.client.endpoint(broker_name).call(request)
                 except RmqError as error:
-                    _log.warning("%s: could not release locks: %s", self.consumer.label, error)
+                    self.consumer.log.warning("%(consumer)s: could not release locks: %(error)s", error=error)
 
     # ---- delivery
 
@@ -404,13 +405,13 @@ class OrderlyDelivery(Delivery):
     def _report(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
-            _log.warning(
-                "%s: %s is blocked at %d by %s, which failed %d times",
-                self.consumer.label,
-                assigned.label,
-                message.queue_offset,
-                message.message_id,
-                times,
+            self.consumer.log.warning(
+                "%(consumer)s: %(queue)s is blocked at %(queue_offset)d by %(message_id)s, which failed %(attempt)d "
+                "times",
+                queue=assigned.queue,
+                queue_offset=message.queue_offset,
+                message_id=message.message_id,
+                attempt=times,
             )
 
     def blocked(self) -> list[BlockedQueue]:

@@ -6,7 +6,6 @@ They pull nothing ahead: a poll asks the queues in turn, and waits at the broker
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -38,8 +37,6 @@ __all__ = ["PullConsumer"]
 
 BREATH: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
-
-_log = logging.getLogger("librmq.consumer")
 
 
 class _Arrival(threading.Event):
@@ -379,7 +376,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = assigned, assigned.next_offset, response.next_offset
         assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
-            _log.warning("%s: %s continues at %d", self.label, assigned.label, response.next_offset)
+            self.log.warning(
+                "%(consumer)s: %(queue)s continues at %(queue_offset)d",
+                queue=assigned.queue,
+                queue_offset=response.next_offset,
+            )
         tag_filter = self.filters.get(queue.topic)
         bounds = response.min_offset, response.max_offset
         return [

@@ -23,8 +23,6 @@ HOLD_MS: Final = 15_000
 CORRECTION_MS: Final = 10_000
 """Time until a position that the queue does not have is corrected."""
 
-_log = logging.getLogger("librmq.consumer")
-
 
 class PullRequests:
     """The pulls of a push consumer. Called under the runner's lock."""
@@ -187,8 +185,11 @@ class PullRequests:
     def _correct_later(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
         """Give up a queue without this offset, and take it again at an offset that it has."""
         consumer = self._consumer
-        _log.warning(
-            "%s: %s has no offset %d; %d is next", consumer.label, assigned.label, assigned.next_offset, next_offset
+        consumer.log.warning(
+            "%(consumer)s: %(queue)s has no offset %(queue_offset)d; %(next_offset)d is next",
+            queue=assigned.queue,
+            queue_offset=assigned.next_offset,
+            next_offset=next_offset,
         )
         assigned.released = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, TypeVar, Unpack, overload
@@ -45,8 +44,6 @@ PREDICATE_BUDGET_S: Final = 1.0
 
 RESET_MS: Final = 10_000
 """Time that running listeners have to end when a group is reset."""
-
-_log = logging.getLogger("librmq.consumer")
 
 
 class PushConsumer(Consumer[ConsumerConfig]):
@@ -231,7 +228,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if self.metrics is not None:
                 self.metrics.take_away(self)
         if not in_time:
-            _log.warning("%s: %d listeners still run after the shutdown", self.label, self.delivery.running)
+            self.log.warning(
+                "%(consumer)s: %(running)d listeners still run after the shutdown", running=self.delivery.running
+            )
         return in_time
 
     def _end(self) -> None:

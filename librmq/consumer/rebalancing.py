@@ -36,8 +36,6 @@ PULL_IDLE_MS: Final = 120_000
 _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 
-_log = logging.getLogger("librmq.consumer")
-
 
 def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
     """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
@@ -188,14 +186,14 @@ class Rebalancing:
             self._open = True
             return False
         self._member.assigned.pop(assigned.queue, None)
-        _log.info("%s: releases %s", self._member.label, assigned.label)
+        self._member.log.info("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
     def _add(self, queue: MessageQueue, now_ms: int) -> bool:
         member = self._member
         try:
             if not self._lock(queue):
-                _log.info("%s: %s is locked by another client", member.label, queue)
+                member.log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
                 self._open = True
                 return False
             stored = member.offsets.read(queue)
@@ -207,7 +205,9 @@ class Rebalancing:
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
         member.assigned[queue] = assigned
-        _log.info("%s: takes %s at %d", member.label, assigned.label, next_offset)
+        member.log.info(
+            "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
+        )
         self._take(assigned)
         return True
 

@@ -7,7 +7,6 @@ from all queues.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +42,7 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.runtime.state_log import StateLog
 
@@ -51,7 +51,7 @@ __all__ = ["ReceivedMessage", "SimpleConsumer"]
 R = TypeVar("R")
 _WAIT_S: Final = 5.0
 _INVISIBLE_S: Final = 60.0
-_log = logging.getLogger("librmq.consumer")
+_log = EventLog("librmq.consumer")
 
 
 class ReceivedMessage(DeliveredMessage):
@@ -143,7 +143,7 @@ class SimpleConsumer:
         self.subscriptions: dict[str, Subscription] = {}
         """By topic."""
         self._life = LifeCycle(f"simple consumer of group {group!r}")
-        self._states = StateLog(_log, group)
+        self._states = StateLog(_log.with_fields(group=group), group)
         self._waits: set[_Wait] = set()
         self._turn = 0
 

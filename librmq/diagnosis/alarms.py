@@ -5,7 +5,6 @@ A round is user code on the broker's runner, so it delays no delivery.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step, Work
 
 __all__ = ["Alarm", "Watch", "watch"]
@@ -25,7 +25,7 @@ __all__ = ["Alarm", "Watch", "watch"]
 _GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}
 """Findings with a number that matters: each growth is another alarm."""
 
-_log = logging.getLogger("librmq.diagnosis")
+_log = EventLog("librmq.diagnosis")
 
 
 class Alarm(NamedTuple):
@@ -76,7 +76,12 @@ class Watch:
 
     def _ended(self, result: object, error: Exception | None) -> None:
         if error is not None and not self._broker.dead:
-            _log.error("%s: a round failed, and the next one follows: %s", self._step.label, error, exc_info=error)
+            _log.error(
+                "%(watch)s: a round failed, and the next one follows: %(error)s",
+                watch=self._step.label,
+                error=error,
+                exc_info=error,
+            )
         runner = self._broker.runner
         runner.wake(self._step, runner.now_ms() + self._every_ms)
 
@@ -107,7 +112,9 @@ class Watch:
         try:
             self._callback(alarm)
         except Exception:
-            _log.exception("%s: the callback failed on %s", self._step.label, alarm.finding.kind)
+            _log.exception(
+                "%(watch)s: the callback failed on %(kind)s", watch=self._step.label, kind=alarm.finding.kind
+            )
 
     def _stopped(self, view: StoreView, found: Lag, now_ms: int) -> list[Finding]:
         """Return the running groups that have messages to consume, and consume none."""

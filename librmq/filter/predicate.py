@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +11,13 @@ from typing import Final, Generic, TypeVar
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["Policy", "PredicateCounts", "WatchedPredicate"]
 
 M = TypeVar("M")
 
-_log = logging.getLogger("librmq.filter")
+_log = EventLog("librmq.filter")
 
 
 class Policy(Enum):
@@ -93,11 +93,18 @@ class WatchedPredicate(Generic[M]):
         except Exception:
             failed = True
             match = self._on_error is Policy.DELIVER
-            _log.exception("predicate raised on message %s: %s", address, self._on_error.value)
+            _log.exception(
+                "predicate raised on message %(message)s: %(_policy)s", message=address, _policy=self._on_error.value
+            )
         seconds = self._clock.monotonic() - begun
         late = seconds > self._budget
         if late:
-            _log.warning("predicate took %.6f s on message %s; its budget is %.6f s", seconds, address, self._budget)
+            _log.warning(
+                "predicate took %(seconds).6f s on message %(message)s; its budget is %(budget_s).6f s",
+                seconds=seconds,
+                message=address,
+                budget_s=self._budget,
+            )
             if not failed and self._over_budget is not Policy.AS_ANSWERED:
                 match = self._over_budget is Policy.DELIVER
         with self._lock:

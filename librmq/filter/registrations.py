@@ -14,7 +14,6 @@ A pull skips a message whose bitmap lacks the group's bits. The file's content i
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import Compiled, compiled
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
 
@@ -33,7 +33,7 @@ DEAD_ON_LOAD_MS: Final = 30 * 1000
 """A group that lived when the file was written counts as dead since this long before the file is read."""
 CLEANED_AFTER_MS: Final = 24 * 3600 * 1000
 
-_log = logging.getLogger("librmq.filter")
+_log = EventLog("librmq.filter")
 
 
 def is_tag_type(expression_type: str | None) -> bool:
@@ -154,7 +154,12 @@ class Registrations:
             try:
                 filter_ = self._compile(expression, expression_type)
             except FilterSyntaxError as error:
-                _log.warning("refused the filter of group %s on topic %s: %s", group, topic, error)
+                _log.warning(
+                    "refused the filter of group %(group)s on topic %(topic)s: %(error)s",
+                    group=group,
+                    topic=topic,
+                    error=error,
+                )
                 if old is not None:
                     self._keep(lambda one: one is not old)
                 return False
@@ -283,7 +288,12 @@ class Registrations:
         try:
             filter_ = self._compile(expression, expression_type)
         except FilterSyntaxError as error:
-            _log.warning("filter of group %s on topic %s does not compile: %s", group, topic, error)
+            _log.warning(
+                "filter of group %(group)s on topic %(topic)s does not compile: %(error)s",
+                group=group,
+                topic=topic,
+                error=error,
+            )
             filter_ = None
         return Registration(
             topic=topic,

@@ -38,10 +38,11 @@ from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["MessageSender", "Outbox", "OutboxSender"]
 
-_log = logging.getLogger("librmq.outbox")
+_log = EventLog("librmq.outbox")
 
 _BATCH: Final = 100
 _FIRST_DELAY_MS: Final = 1_000
@@ -223,11 +224,13 @@ class OutboxSender:
         except Exception as error:
             level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
             self._is_out_of_reach = True
-            _log.log(level, "%s: the database failed, and is tried again: %s", self.table, error)
+            _log.log(
+                level, "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
+            )
         else:
             if self._is_out_of_reach:
                 self._is_out_of_reach = False
-                _log.warning("%s: the database works again", self.table)
+                _log.warning("%(table)s: the database works again", table=self.table)
         finally:
             self._let_go()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
@@ -266,7 +269,9 @@ class OutboxSender:
                 raise
             except Exception as error:
                 self._is_out_of_reach = True
-                _log.warning("%s: the database failed, and is tried again: %s", self.table, error)
+                _log.warning(
+                    "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
+                )
             finally:
                 self._let_go()
             with critical:  # so that `shutdown` always finds the thread
@@ -277,7 +282,7 @@ class OutboxSender:
         try:
             return self.run_due(now_ms)
         except ConfigError as error:  # the database failed at the start
-            _log.error("the outbox sends nothing until `wake` is called: %s", error)
+            _log.error("the outbox sends nothing until `wake` is called: %(error)s", error=error, table=self.table)
             return None
 
     def wake(self) -> None:
@@ -377,8 +382,14 @@ class OutboxSender:
             change = "attempts = attempts + 1"
             due_ms = now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS)
             self.failed += 1
-            _log.warning("%s: row %d to %s was not sent, attempt %d: %s", self.table, row.id, row.topic,
-                         row.attempts + 1, problem)  # fmt: skip
+            _log.warning(
+                "%(table)s: row %(row)d to %(topic)s was not sent, attempt %(attempt)d: %(error)s",
+                table=self.table,
+                row=row.id,
+                topic=row.topic,
+                attempt=row.attempts + 1,
+                error=problem,
+            )
         with self._link() as link:
             marked = link.execute(
                 f"UPDATE {self.table} SET {change}, owner = '', due_timestamp_ms = :due_ms "
@@ -393,7 +404,11 @@ class OutboxSender:
             self.sent += 1
         else:
             self.lost += 1
-            _log.warning("%s: row %d was sent after its claim had expired, so it may be sent twice", self.table, row.id)
+            _log.warning(
+                "%(table)s: row %(row)d was sent after its claim had expired, so it may be sent twice",
+                table=self.table,
+                row=row.id,
+            )
 
     def _purge(self) -> None:
         """Delete rows that were sent long enough ago; only once a minute, because it locks rows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import logging
 import os
 import re
 import sqlite3
@@ -28,6 +27,7 @@ from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
+from librmq.runtime.event_log import EventLog
 
 __all__ = [
     "Claim",
@@ -42,7 +42,7 @@ __all__ = [
     "unique_id",
 ]
 
-_log = logging.getLogger("librmq.dedup")
+_log = EventLog("librmq.dedup")
 
 PURGE_INTERVAL: Final = 60.0
 _PURGE_ROWS: Final = 1000
@@ -361,7 +361,7 @@ def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[in
             if store.purge(now_ms, _PURGE_ROWS) >= _PURGE_ROWS:
                 return now_ms
         except DedupStoreError as error:
-            _log.warning("expired records could not be purged: %s", error)
+            _log.warning("expired records could not be purged: %(error)s", error=error)
         return now_ms + round(1000 * every)
 
     return run_due

@@ -27,12 +27,13 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from librmq.errors import LASTING, StoreClosedError, StoreError
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
 __all__ = ["FlushAside"]
 
-_log = logging.getLogger("librmq.runtime")
+_log = EventLog("librmq.runtime")
 _T = TypeVar("_T")
 _SAVING: Final = ("saving",), "saving"
 

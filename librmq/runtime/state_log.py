@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from librmq.runtime.event_log import EventLog
+
 __all__ = ["StateLog"]
 
 
@@ -13,9 +15,8 @@ class StateLog:
     Not thread-safe: called under the runner's lock, or by the one caller of a step.
     """
 
-    def __init__(self, logger: logging.Logger, label: str) -> None:
-        self._logger = logger
-        self._label = label
+    def __init__(self, log: EventLog, label: str) -> None:
+        self._log = log.with_fields(owner=label)
         self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
         """The present failures; callers check this first if success is frequent."""
 
@@ -36,17 +37,17 @@ class StateLog:
         cause = type(error), getattr(error, "code", None) or getattr(error, "errno", None)
         is_known = self.causes.get(key) == cause
         self.causes[key] = cause
-        self._logger.log(
+        self._log.log(
             logging.DEBUG if is_known else level,
-            "%s: %s fails%s: %s",
-            self._label,
-            what,
-            "" if again_ms is None else f"; next try in {again_ms} ms",
-            error,
+            "%(owner)s: %(task)s fails%(_again)s: %(error)s",
+            task=what,
+            error=error,
+            again_ms=again_ms,
+            _again="" if again_ms is None else f"; next try in {again_ms} ms",
             exc_info=error if traceback and not is_known else None,
         )
 
     def works(self, key: tuple[str, ...], what: str) -> None:
         """Note that ``what`` succeeds; log it if it failed before."""
         if self.causes and self.causes.pop(key, None) is not None:
-            self._logger.info("%s: %s works again", self._label, what)
+            self._log.info("%(owner)s: %(task)s works again", task=what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import os
 import threading
 import weakref
@@ -15,13 +14,14 @@ from typing import Any, Final, TypeVar, cast
 from librmq.clock import Clock, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
 
 __all__ = ["ThreadRunner"]
 
-_log = logging.getLogger("librmq.runner")
+_log = EventLog("librmq.runner")
 _T = TypeVar("_T")
-_NOT_APPLIED: Final = "%s: its result could not be applied"
+_NOT_APPLIED: Final = "%(work)s: its result could not be applied"
 _SLICE_MS: Final = 5
 """Longest time in which a thread takes steps before it offers the lock to others."""
 _YIELD_S: Final = 0.0005
@@ -100,9 +100,9 @@ class ThreadRunner(Runner):
         except RuntimeError as error:  # what the caller has written is written nevertheless
             if not self._is_start_refused:
                 _log.error(
-                    "no thread can be started (%s), so nothing is delivered and nothing happens by time until a later "
-                    "call can start one; raise the limit of threads",
-                    error,
+                    "no thread can be started (%(error)s), so nothing is delivered and nothing happens by time until a "
+                    "later call can start one; raise the limit of threads",
+                    error=error,
                 )
             self._is_start_refused = True
 
@@ -119,7 +119,7 @@ class ThreadRunner(Runner):
             self._signal_clock(at)
         except RuntimeError as error:
             if not self._is_clock_missed:
-                _log.warning("the clock thread can't start, so a worker runs the steps: %s", error)
+                _log.warning("the clock thread can't start, so a worker runs the steps: %(error)s", error=error)
             self._is_clock_missed = True
             return False
         return True
@@ -140,7 +140,9 @@ class ThreadRunner(Runner):
         except RuntimeError as error:
             if not self._workers:
                 raise
-            _log.warning("there will be no more than %d workers: %s", self._workers, error)
+            _log.warning(
+                "there will be no more than %(workers)d workers: %(error)s", workers=self._workers, error=error
+            )
             self._max_threads = len(self._threads)
             self._rouse()
         else:
@@ -157,7 +159,7 @@ class ThreadRunner(Runner):
             try:
                 top.go(self)
             except BaseException:  # a thread of the runner has no caller
-                _log.exception("%s: an internal step failed", top.label)
+                _log.exception("%(step)s: an internal step failed", step=top.label)
             now = self.now_ms()
         return top
 
@@ -167,7 +169,8 @@ class ThreadRunner(Runner):
         self._seen_ms = now
         if now < seen - _SLEWED_MS:
             _log.warning(
-                "the clock was set back by %d s: everything that waits uses the new time", (seen - now) // 1000
+                "the clock was set back by %(seconds)d s: everything that waits uses the new time",
+                seconds=(seen - now) // 1000,
             )
             for _, _, step in list(self._heap):
                 if step.at is not None and step.at > now:
@@ -190,7 +193,7 @@ class ThreadRunner(Runner):
                     try:
                         self._rouse()
                     except RuntimeError as error:  # an error of the first worker must not end this thread
-                        _log.error("%s waits for a thread: %s", self.ready[0].label, error)
+                        _log.error("%(work)s waits for a thread: %(error)s", work=self.ready[0].label, error=error)
                         until = min(until, self.now_ms() + _START_AGAIN_MS)
                 self._sleeps_until = until
                 lock.release()
@@ -266,7 +269,7 @@ class ThreadRunner(Runner):
                     try:
                         self._apply(work, result, error)
                     except BaseException:
-                        _log.exception(_NOT_APPLIED, work.label)
+                        _log.exception(_NOT_APPLIED, work=work.label)
                     self._holder_looks = False
                 work = self._next_work(turn)
 
@@ -319,7 +322,7 @@ class ThreadRunner(Runner):
         try:
             super()._finish(work, result, error)
         except Exception:
-            _log.exception(_NOT_APPLIED, work.label)
+            _log.exception(_NOT_APPLIED, work=work.label)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         async def run() -> None:
@@ -391,7 +394,7 @@ class ThreadRunner(Runner):
         with self.lock:
             running = sorted(work.label for work in self.running)
         if running:
-            _log.warning("still running after %s s: %s", seconds, ", ".join(running))
+            _log.warning("still running after %(seconds)s s: %(running)s", seconds=seconds, running=", ".join(running))
         return not running
 
 

@@ -16,6 +16,7 @@ from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
@@ -25,7 +26,7 @@ from librmq.store import MessageStore
 
 __all__ = ["CheckBack", "CheckHooks", "CheckSchedule", "Checked", "TransactionConfig"]
 
-_log = logging.getLogger("librmq.txn")
+_log = EventLog("librmq.txn")
 
 _CHECK: Final = ("check",), "the check of half messages"
 _RESERVED_HOURS: Final = 72

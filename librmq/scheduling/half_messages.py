@@ -7,19 +7,19 @@ check in both queues is that of group ``CID_RMQ_SYS_TRANS``. `librmq.txn` descri
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from librmq.java.numbers import java_long
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 
 __all__ = ["CHECK_GROUP", "OP_TAG", "QUEUE", "EndedHalves", "TransactionOffsets", "half_of", "progress"]
 
-_log = logging.getLogger("librmq.txn")
+_log = EventLog("librmq.txn")
 
 CHECK_GROUP: Final = "CID_RMQ_SYS_TRANS"
 """The internal consumer group that has the check's progress."""
@@ -116,7 +116,11 @@ def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> in
 def half_of(op: StoredMessage) -> int | None:
     """Return the queue offset of the half in an op message; −1 if it is unreadable, None without the tag."""
     if op.tags != OP_TAG:
-        _log.error("the op message at %d is skipped: expected the tag 'd', found %r", op.physical_offset, op.tags)
+        _log.error(
+            "the op message at %(physical_offset)d is skipped: expected the tag 'd', found %(tags)r",
+            physical_offset=op.physical_offset,
+            tags=op.tags,
+        )
         return None
     found = java_long(op.stored_body[:64].decode("utf-8", "replace"))
     return -1 if found is None else found

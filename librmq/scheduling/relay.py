@@ -25,6 +25,7 @@ from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
@@ -44,7 +45,7 @@ __all__ = [
     "simple_level",
 ]
 
-_log = logging.getLogger("librmq.hops")
+_log = EventLog("librmq.hops")
 
 HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
@@ -241,10 +242,14 @@ class HopProxy:
                 result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, following)
         except MessageIllegalError as error:
             _log.error(
-                "the message at queue offset %d, physical offset %d is dropped: %s",
-                message.queue_offset, message.physical_offset, error,
-                extra={"topic": HOP_TOPIC, "queue_id": _QUEUE, "queue_offset": message.queue_offset},
-            )  # fmt: skip
+                "the message at queue offset %(queue_offset)d, physical offset %(physical_offset)d is dropped: "
+                "%(error)s",
+                queue_offset=message.queue_offset,
+                physical_offset=message.physical_offset,
+                error=error,
+                topic=HOP_TOPIC,
+                queue_id=_QUEUE,
+            )
             return
         if arrived and self._delivered is not None:
             self._delivered(message, result)

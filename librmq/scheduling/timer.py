@@ -38,6 +38,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 from librmq.scheduling.timer_config import (
@@ -64,7 +65,7 @@ from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoin
 
 __all__ = ["TIMER_TOPIC", "TimerConfig", "TimerRefusedError", "Timers", "delete_key", "is_timed"]
 
-_log = logging.getLogger("librmq.timer")
+_log = EventLog("librmq.timer")
 
 _QUEUE: Final = 0
 _NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
@@ -165,7 +166,9 @@ class Timers:
         _, end = self._store.queue_range(TIMER_TOPIC, _QUEUE)
         if self._progress.queue_offset > end:  # a crash took messages: the next ones get their queue offsets
             _log.warning(
-                "the timer's queue offset was %d, beyond the queue's end: set to %d", self._progress.queue_offset, end
+                "the timer's queue offset was %(old)d, beyond the queue's end: set to %(queue_offset)d",
+                old=self._progress.queue_offset,
+                queue_offset=end,
             )
             self._progress.queue_offset = end
 
@@ -305,7 +308,10 @@ class Timers:
         out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
         if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
             # A crash lost the message of this unit. The message at its place has its own unit.
-            _log.error("the timer's unit for physical offset %d is skipped: another message is there", physical_offset)
+            _log.error(
+                "the timer's unit for physical offset %(physical_offset)d is skipped: another message is there",
+                physical_offset=physical_offset,
+            )
             return
         if slot.deleted and not rolls and message.unique_key:
             topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
@@ -338,10 +344,14 @@ class Timers:
 
     def _drop(self, queue_offset: int, physical_offset: int, error: Exception) -> None:
         _log.error(
-            "the timer message at queue offset %d, physical offset %d is dropped: %s",
-            queue_offset, physical_offset, error,
-            extra={"topic": TIMER_TOPIC, "queue_id": _QUEUE, "queue_offset": queue_offset},
-        )  # fmt: skip
+            "the timer message at queue offset %(queue_offset)d, physical offset %(physical_offset)d is dropped: "
+            "%(error)s",
+            queue_offset=queue_offset,
+            physical_offset=physical_offset,
+            error=error,
+            topic=TIMER_TOPIC,
+            queue_id=_QUEUE,
+        )
 
     def _message(self, physical_offset: int, size: int) -> StoredMessage | None:
         """Return the record of a unit; if there is none, log it and return None."""
@@ -352,7 +362,11 @@ class Timers:
             message = StoredMessage(raw)
             message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
-            _log.error("the timer message at physical offset %d can't be read: %s", physical_offset, error)
+            _log.error(
+                "the timer message at physical offset %(physical_offset)d can't be read: %(error)s",
+                physical_offset=physical_offset,
+                error=error,
+            )
             return None
         return message
 
@@ -364,7 +378,11 @@ class Timers:
         corrected = min(max(self._progress.queue_offset, queue.min_offset), queue.max_offset)
         if corrected != self._progress.queue_offset:
             if self._progress.queue_offset or queue.min_offset:
-                _log.error("the timer's queue offset was %d, and is set to %d", self._progress.queue_offset, corrected)
+                _log.error(
+                    "the timer's queue offset was %(old)d, and is set to %(queue_offset)d",
+                    old=self._progress.queue_offset,
+                    queue_offset=corrected,
+                )
             self._progress.queue_offset = corrected
         left = self._settings.most_at_once
         while self._progress.queue_offset < queue.max_offset:

@@ -6,7 +6,6 @@ with it. `librmq.store.format.timerfiles` has the formats, `librmq.scheduling.ti
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.files.seam import Files
+from librmq.runtime.event_log import EventLog
 from librmq.store.format.timerfiles import DELETE, UNIT_SIZE, Slot, TimerLog, TimerWheel, Unit
 
 __all__ = ["TimerSlots"]
 
-_log = logging.getLogger("librmq.timer")
+_log = EventLog("librmq.timer")
 
 
 class TimerSlots:
@@ -95,7 +95,11 @@ class TimerSlots:
             self.last_unit = self.log.unit(position + (len(block) - 1) * UNIT_SIZE)
             times, sound = self._times(block)
             if not sound.all():
-                _log.error("the timer log has %d impossible units, from %d on", (~sound).sum(), position)
+                _log.error(
+                    "the timer log has %(units)d impossible units, from %(position)d on",
+                    units=(~sound).sum(),
+                    position=position,
+                )
             waiting = np.flatnonzero(sound & (times >= begin))
             if not len(waiting):
                 continue
@@ -160,12 +164,18 @@ class TimerSlots:
         while position >= 0:
             unit = self.log.unit(position)
             if unit is None:
-                _log.error("the timer log has no unit at %d, to which slot %d points", position, time_ms)
+                _log.error(
+                    "the timer log has no unit at %(position)d, to which slot %(slot_ms)d points",
+                    position=position,
+                    slot_ms=time_ms,
+                )
                 return
             yield unit
             if unit.previous >= position:
                 _log.error(
-                    "the unit at %d of the timer log points to %d, which is not before it", position, unit.previous
+                    "the unit at %(position)d of the timer log points to %(previous)d, which is not before it",
+                    position=position,
+                    previous=unit.previous,
                 )
                 return
             position = unit.previous

@@ -8,7 +8,6 @@ Mirrors the ``check`` of 4.9.4's ``TransactionalMessageServiceImpl``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -17,13 +16,14 @@ from librmq.java.numbers import java_int, java_long
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus, ReadResult
 
 __all__ = ["CheckPass"]
 
-_log = logging.getLogger("librmq.txn")
+_log = EventLog("librmq.txn")
 
 _OPS_READ: Final = 32
 _LOOK_AHEAD: Final = 1000
@@ -238,7 +238,11 @@ class CheckPass:
                 half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0
             )
         except MessageIllegalError as error:  # the copy has no room for its properties
-            _log.error("the half message at queue offset %d can't be copied: %s", half.queue_offset, error)
+            _log.error(
+                "the half message at queue offset %(queue_offset)d can't be copied: %(error)s",
+                queue_offset=half.queue_offset,
+                error=error,
+            )
             self._discard(half, half.properties)
             return None
         copy = self._store.message_at(result.physical_offset)
@@ -249,15 +253,23 @@ class CheckPass:
         """Move a half that was checked too often or is too old to the topic of discarded halves; the pass continues."""
         check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
         _log.error(
-            "the half message at queue offset %d, for topic %s, is discarded after %d checks",
-            half.queue_offset, properties.get(record.PROPERTY_REAL_TOPIC), check_times,
-            extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
-        )  # fmt: skip
+            "the half message at queue offset %(queue_offset)d, for topic %(target_topic)s, is discarded after "
+            "%(checks)d checks",
+            queue_offset=half.queue_offset,
+            target_topic=properties.get(record.PROPERTY_REAL_TOPIC),
+            checks=check_times,
+            topic=HALF_TOPIC,
+            queue_id=half.queue_id,
+        )
         self._make_topic(CHECK_MAX_TIME_TOPIC)
         try:
             self._store.appender.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
         except MessageIllegalError as error:  # the half itself stays in the log
-            _log.error("the half message at physical offset %d can't be discarded: %s", half.physical_offset, error)
+            _log.error(
+                "the half message at physical offset %(physical_offset)d can't be discarded: %(error)s",
+                physical_offset=half.physical_offset,
+                error=error,
+            )
         self._discarded(half, check_times)
         return True
 
@@ -266,7 +278,11 @@ class CheckPass:
         found = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
         self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
         if _is_illegal(found):
-            _log.error("the check found no op message at %d, and continues at %d", self._next_op, found.next_offset)
+            _log.error(
+                "the check found no op message at %(queue_offset)d, and continues at %(next_offset)d",
+                queue_offset=self._next_op,
+                next_offset=found.next_offset,
+            )
             self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, found.next_offset)
         for op in found.messages:
             half = half_of(op)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
-from logging import getLogger
 
 from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
@@ -16,6 +15,7 @@ from librmq.files.disk import TemporaryFolder
 from librmq.files.seam import FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.critical import critical
+from librmq.runtime.event_log import EventLog
 from librmq.store.engine.append import Appender
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
@@ -38,7 +38,7 @@ from librmq.store.upkeep.unread import Readers
 
 __all__ = ["StoreHandle"]
 
-_log = getLogger("librmq.store")
+_log = EventLog("librmq.store")
 
 
 class StoreHandle:
@@ -102,7 +102,9 @@ class StoreHandle:
                     write_kept_config(path, self.config, files)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
-                _log.warning("%s", describe_recovery(path, self.log.end, self.recovered, took_ms))
+                _log.warning(
+                    "%(recovery)s", recovery=describe_recovery(path, self.log.end, self.recovered, took_ms), path=path
+                )
         except BaseException:
             with critical:
                 self._release()

@@ -8,7 +8,6 @@ Mirrors 4.9.4's ``FlushRealTimeService``, ``FlushConsumeQueueService``, ``CleanC
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -20,11 +19,12 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
+from librmq.runtime.event_log import EventLog
 from librmq.store.engine.group_commit import GroupCommit
 
 __all__ = ["Housekeeping", "HousekeepingThread"]
 
-_log = logging.getLogger("librmq.store")
+_log = EventLog("librmq.store")
 
 _MIN_AHEAD: Final = 4 << 20
 _MAX_AHEAD: Final = 64 << 20
@@ -80,7 +80,9 @@ class Housekeeping:
         try:
             log.prepare(ahead)
         except StoreError as error:  # the append that needs the room gets this error
-            _log.warning("no room could be prepared after the log's end: %s", error)
+            _log.warning(
+                "no room could be prepared after the log's end: %(error)s", error=error, path=self._log.sequence.folder
+            )
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
             return None  # the store accepts nothing more
@@ -91,7 +93,7 @@ class Housekeeping:
             try:
                 self._expire_at_ms = self._expire(now_ms)
             except StoreError as error:
-                _log.error("due log files could not be deleted: %s", error)
+                _log.error("due log files could not be deleted: %(error)s", error=error, path=self._log.sequence.folder)
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
@@ -120,7 +122,7 @@ class Housekeeping:
             try:
                 commit.reach(self._log.end)
             except FlushFailedError as error:
-                _log.error("the store accepts no more messages: %s", error)
+                _log.error("the store accepts no more messages: %(error)s", error=error, path=self._log.sequence.folder)
                 return None, sys.maxsize
             if self._log.end > commit.flushed:
                 return now_ms + interval, sys.maxsize
@@ -143,7 +145,9 @@ class Housekeeping:
             self._flush_derived()
         except StoreError as error:  # nothing is lost: they can be rebuilt from the log
             if str(error) != self._said:  # log each error once
-                _log.error("queues and index could not be flushed: %s", error)
+                _log.error(
+                    "queues and index could not be flushed: %(error)s", error=error, path=self._log.sequence.folder
+                )
             self._said = str(error)
             return now_ms + round(1000 * seconds)
         self._said = ""
@@ -181,10 +185,11 @@ class HousekeepingThread:
         """Log that no thread can be started; the next append with work for one tries again."""
         if not self._is_missed:
             _log.warning(
-                "%s: no thread can be started (%s), so stored messages are not flushed or deleted by time; "
-                "call flush(), or raise the limit of threads",
-                self._path, error,
-            )  # fmt: skip
+                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted by "
+                "time; call flush(), or raise the limit of threads",
+                path=self._path,
+                error=error,
+            )
         self._is_missed = True
 
     def allow(self) -> None:

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 from typing import Any, Final
 
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.seam import Files
+from librmq.runtime.event_log import EventLog
 
 __all__ = ["FILE", "read_kept_config", "write_kept_config"]
 
 FILE: Final = os.path.join("librmq", "config.json")
-_log = logging.getLogger("librmq.store")
+_log = EventLog("librmq.store")
 _VERSION: Final = 1
 _MAX_FILE_SIZE: Final = 1 << 20
 _KEPT: Final = (
@@ -63,14 +63,14 @@ def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
     stricter = [name for name in before if _is_stricter(name, found[name], before[name])]
     if stricter:
         changes = ", ".join(f"{name} is {found[name]} and was {before[name]}" for name in stricter)
-        _log.warning("%s: retention deletes more from now on: %s", path, changes)
+        _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
     try:
         files.make_folder(os.path.join(path, os.path.dirname(FILE)))
         files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **found}, indent=1).encode())
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _log.warning("sizes, delay levels and retention are not kept: %s", error)
+        _log.warning("sizes, delay levels and retention are not kept: %(error)s", error=error, path=path)
 
 
 def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (settings have different types)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import zlib
 from collections.abc import Mapping
@@ -23,13 +22,14 @@ from typing import Any, Final
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.seam import Files
+from librmq.runtime.event_log import EventLog
 from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 
 __all__ = ["ClosedState", "read_closed_state", "write_closed_state"]
 
-_log = logging.getLogger("librmq.store")
+_log = EventLog("librmq.store")
 
 _VERSION: Final = 1
 _LARGEST_FILE: Final = 256 << 20
@@ -92,7 +92,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _log.warning("the next open takes longer: %s", error)
+        _log.warning("the next open takes longer: %(error)s", error=error)
         if files.size(_path(path)) is not None:  # left by an earlier close
             files.delete(_path(path))
 

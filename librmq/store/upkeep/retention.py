@@ -29,7 +29,6 @@ file, so a forced round deletes no more than necessary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
@@ -41,6 +40,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.seam import Files, fills_by_itself
 from librmq.message import record
+from librmq.runtime.event_log import EventLog
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, remedy, unread_between
 
@@ -55,7 +55,7 @@ _HOURS_TRIED: Final = 72  # if summer time skips the hour, the next day has it
 _NAMED: Final = 8  # queues in a warning
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
 
-_logger = logging.getLogger(__name__)
+_log = EventLog("librmq.store")
 
 
 class Retention:
@@ -202,9 +202,9 @@ class Retention:
         if (error is not None) != self._is_full_told:
             self._is_full_told = error is not None
             if error is None:
-                _logger.info("%s: messages are accepted again: the kept ones are consumed", self._path)
+                _log.info("%(path)s: messages are accepted again: the kept ones are consumed", path=self._path)
             else:
-                _logger.error("%s", error)
+                _log.error("%(refusal)s", refusal=error, path=self._path)
         return error
 
     def _full_error(self) -> StoreFullError | None:
@@ -252,9 +252,13 @@ class Retention:
         self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
         refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
         if refuses and not self.refuses_writes:
-            _logger.error("%s", self.refusal())
+            _log.error("%(refusal)s", refusal=self.refusal(), path=self._path)
         elif self.refuses_writes and not refuses:
-            _logger.info("%s: messages are accepted again: the disk is %.1f%% full", self._path, 100 * self.used_ratio)
+            _log.info(
+                "%(path)s: messages are accepted again: the disk is %(percent).1f%% full",
+                path=self._path,
+                percent=100 * self.used_ratio,
+            )
         self.refuses_writes = refuses
 
     def _ends(self) -> list[int]:
@@ -377,7 +381,7 @@ class Retention:
             with self._lock:
                 paths = self._log.delete_before(end)
             for path in paths:
-                _logger.info("deleted %s: %s", path, why)
+                _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)
             if paths:
                 self._tell_lost(unread, paths[-1], why)
             gone += paths
@@ -389,14 +393,17 @@ class Retention:
         for each in unread:
             of_group.setdefault(each.reader.group, []).append(each)
         for group, lost in of_group.items():
-            _logger.warning(
-                "group %s: %s deleted before they were consumed, with %s (%s): %s; "
+            _log.warning(
+                "group %(group)s: %(_messages)s deleted before they were consumed, with %(file)s (%(_why)s): "
+                "%(_places)s; "
                 "raise the limit, or refuse sends instead by keep_unconsumed=True",
-                group,
-                _count(sum(each.messages for each in lost)),
-                path,
-                why,
-                ", ".join(f"{each.messages} of {each.reader.topic}/{each.reader.queue_id}" for each in lost[:_NAMED])
+                group=group,
+                _messages=_count(sum(each.messages for each in lost)),
+                file=path,
+                _why=why,
+                _places=", ".join(
+                    f"{each.messages} of {each.reader.topic}/{each.reader.queue_id}" for each in lost[:_NAMED]
+                )
                 + (", …" if len(lost) > _NAMED else ""),
             )
         if (readers := self._readers()) is not None:
@@ -422,7 +429,7 @@ class Retention:
             gone += self._index.delete_before(begin)
         self._followed = begin
         for path in gone:
-            _logger.info("deleted %s: the log begins at %d", path, begin)
+            _log.info("deleted %(file)s: the log begins at %(begin)d", file=path, begin=begin)
         return gone
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from librmq.errors import RmqError
+from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.codes import Code, Refusal, code_of
 from librmq.wire.grpc.schema import message_class
 
 __all__ = ["Context", "answers", "client_id_of", "header", "refuse", "sum_up"]
 
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 
 class Context(Protocol):
@@ -50,7 +50,7 @@ def answers(name: str) -> Callable[[Any], Any]:
                 _leave_status(response)
                 refuse(response.status, error)
             except Exception as error:
-                _log.exception("the call %s failed", name)
+                _log.exception("the call %(call)s failed", call=name)
                 refuse(response.status, error)
             return response
 

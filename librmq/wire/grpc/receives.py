@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -21,6 +20,7 @@ from librmq.protocol import (
     Received,
     Subscription,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.calls import Context, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
@@ -32,7 +32,7 @@ from librmq.wire.grpc.sessions import LONG_POLL_S, Sessions
 
 __all__ = ["Receives"]
 
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 _GIVEN_BACK_MS: Final = 1000
 _ANSWER_S: Final = 0.2
@@ -102,7 +102,12 @@ class Receives:
             try:
                 self._broker.call(ChangeInvisible(group, topic, one.receipt, _GIVEN_BACK_MS))
             except RmqError as error:  # its time is over, or the broker was closed
-                _log.debug("group %s: a message of topic %s was not given back: %s", group, topic, error)
+                _log.debug(
+                    "group %(group)s: a message of topic %(topic)s was not given back: %(error)s",
+                    group=group,
+                    topic=topic,
+                    error=error,
+                )
 
     def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
         client_id = client_id_of(context)
@@ -176,7 +181,12 @@ class Receives:
             try:
                 made.append((one, to_received(one, invisible_ms)))
             except (RmqError, ValueError) as error:  # it becomes a dead letter in its time, and the others are read
-                _log.warning("group %s: a message of topic %s can't be sent to its client: %s", group, topic, error)
+                _log.warning(
+                    "group %(group)s: a message of topic %(topic)s can't be sent to its client: %(error)s",
+                    group=group,
+                    topic=topic,
+                    error=error,
+                )
         if request.auto_renew:
             with self._runner.lock:
                 if self._sessions.get(client_id) is not None:  # else no later end of it would end the renewals

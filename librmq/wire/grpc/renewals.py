@@ -5,17 +5,17 @@ Mirrors ``DefaultReceiptHandleManager`` of 5.3.3's proxy.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Final
 
 from librmq.errors import RmqError
 from librmq.protocol import ChangeInvisible, Endpoint
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step
 
 __all__ = ["Renewals"]
 
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 FIRST_MS: Final = 60_000
 _LOOK_MS: Final = 5_000
@@ -70,7 +70,11 @@ class Renewals:
                 continue
             if now_ms - held.begin_ms >= _LONGEST_MS:
                 del self._held[key]
-                _log.warning("group %s: a message of topic %s was renewed for 3 hours: it comes again", *key[:2])
+                _log.warning(
+                    "group %(group)s: a message of topic %(topic)s was renewed for 3 hours: it comes again",
+                    group=key[0],
+                    topic=key[1],
+                )
                 continue
             longer_ms = _STEPS_MS[min(held.renewals, len(_STEPS_MS) - 1)]
             held.renewals += 1
@@ -84,7 +88,12 @@ class Renewals:
         try:
             self._broker.call(ChangeInvisible(group, topic, receipt, invisible_ms, keeps_receipt=True))
         except RmqError as error:
-            _log.info("group %s: a message of topic %s is not renewed: %s", group, topic, error)
+            _log.info(
+                "group %(group)s: a message of topic %(topic)s is not renewed: %(error)s",
+                group=group,
+                topic=topic,
+                error=error,
+            )
             return False
         return True
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
 from librmq.errors import ConfigError, MissingExtraError, RmqError
+from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 
@@ -19,7 +19,7 @@ except ImportError as error:  # pragma: no cover
 
 __all__ = ["GrpcServer"]
 
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 _THREADS: Final = 256
 """A held receive and an open stream take one each; calls beyond are refused."""
@@ -96,7 +96,7 @@ class GrpcServer:
             raise ConfigError(f"can't listen on {place}: {error}") from error
         self._server.start()
         self._is_open = True
-        _log.info("serving %s by gRPC on %s", broker.name, self.address)
+        _log.info("serving %(broker)s by gRPC on %(address)s", broker=broker.name, address=self.address)
 
     @property
     def address(self) -> str:

@@ -5,13 +5,13 @@ Mirrors the activities of 5.3.3's proxy (``org.apache.rocketmq.proxy.grpc.v2``).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from librmq.broker import Broker
 from librmq.errors import RmqError
+from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.calls import Context, answers, client_id_of, header
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.receives import Receives
@@ -21,7 +21,7 @@ from librmq.wire.grpc.sessions import Commands, Sessions
 
 __all__ = ["Service"]
 
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 
 class Service:
@@ -86,7 +86,7 @@ class Service:
                 if command.WhichOneof("command") == "settings":
                     self._told(client_id, command, version, stream)
         except Exception as error:  # the stream was cut, or the client tells nonsense
-            _log.debug("client %s: its stream has ended: %s", client_id, error)
+            _log.debug("client %(client)s: its stream has ended: %(error)s", client=client_id, error=error)
         finally:
             self._stream_ended(client_id, stream)
 
@@ -95,7 +95,7 @@ class Service:
             if self.sessions.stream_ended(client_id, stream):
                 self.receives.client_gone(client_id)
         except RmqError as error:  # the broker was closed before
-            _log.debug("client %s left: %s", client_id, error)
+            _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
 
     @answers("HeartbeatResponse")
     def heartbeat(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401

@@ -5,7 +5,6 @@ Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from librmq.protocol import (
     Request,
     Subscription,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
@@ -33,7 +33,7 @@ from librmq.wire.grpc.schema import message_class
 __all__ = ["Commands", "Session", "Sessions"]
 
 R = TypeVar("R")
-_log = logging.getLogger("librmq.wire")
+_log = EventLog("librmq.wire")
 
 PRODUCER, PUSH_CONSUMER, SIMPLE_CONSUMER = 1, 2, 3
 _NODE_JS, _PYTHON = 8, 6
@@ -184,7 +184,7 @@ class Sessions:
             self.stream_ended(client_id, stream)
             raise
         if is_new:
-            _log.info("client %s connected: %s", client_id, session.group or "a producer")
+            _log.info("client %(client)s connected: %(group)s", client=client_id, group=session.group or "a producer")
             self._report(session, True)
 
     def stream_ended(self, client_id: str, stream: Commands) -> bool:
@@ -208,7 +208,7 @@ class Sessions:
             streams, session.streams = session.streams, []
         for stream in streams:
             stream.end()
-        _log.info("client %s left", client_id)
+        _log.info("client %(client)s left", client=client_id)
         try:
             self._tell_broker(client_id)
         finally:
@@ -220,7 +220,7 @@ class Sessions:
         try:
             self._changed(session.client_id, session.group, is_connected)
         except Exception:
-            _log.exception("reporting client %s failed", session.client_id)
+            _log.exception("reporting client %(client)s failed", client=session.client_id)
 
     def _tell_broker(self, client_id: str) -> None:
         """Tell the broker of a client as it is now, so that the last call is right whatever their order."""
@@ -273,7 +273,9 @@ class Sessions:
             while len(self._asked) > _MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         if stream is None or not stream.put(command):
-            _log.warning("client %s does not read: a question about a transaction is dropped", session.client_id)
+            _log.warning(
+                "client %(client)s does not read: a question about a transaction is dropped", client=session.client_id
+            )
 
     def has_open_question(self) -> bool:
         """Return whether a client was asked about a transaction and may still answer: it has a second."""
