@@ -44,7 +44,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "sends": _counter("{send}", "topic status", "sends by status; ERROR if no answer came"),
     "send_retries": _counter("{send}", "topic", "retries of sends"),
     "send_bytes": _counter("By", "topic", "bytes of bodies sent, after compression"),
-    "send_seconds": _counter("s", "topic", "total time from send to answer, retries included"),
+    "send_seconds": _counter("s", "topic", "total time from send to answer, including retries"),
     # broker
     "messages_in": _counter("{message}", "topic", "messages stored"),
     "bytes_in": _counter("By", "topic", "bytes of records stored"),
@@ -52,7 +52,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "bytes_out": _counter("By", "topic group", "bytes of records delivered to consumers"),
     "busy": _counter("{send}", "topic", "sends refused because the store could not keep up"),
     "send_backs": _counter("{message}", "topic group", "messages sent back for another delivery"),
-    "dead_letters": _counter("{message}", "topic group", "messages given up after their last retry"),
+    "dead_letters": _counter("{message}", "topic group", "messages that became dead letters after their last retry"),
     "delayed_in": _counter("{message}", "level", "messages stored for a later delivery"),
     "delayed_out": _counter("{message}", "level", "delayed messages delivered"),
     "transactions": _counter("{transaction}", "topic outcome", "transactions ended: commit, rollback, discard"),
@@ -72,7 +72,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "duplicates": _counter("{message}", "topic group outcome", "results of the guard: skip, wait, take over, no store"),
     # store
     "unread_deleted": _counter("{message}", "topic group", "messages that retention deleted before they were consumed"),
-    "log_bytes": _gauge("By", "", "length of the log now, deleted files included"),
+    "log_bytes": _gauge("By", "", "length of the log now, including deleted files"),
     "disk_used": _gauge("1", "", "used fraction of the disk now"),
 }
 """Every name, with its meaning and its labels."""

@@ -260,7 +260,7 @@ def sent_twice(by_business_key: bool) -> Callable[[World], None]:
 
 
 HAPPENINGS: Final[dict[str, Callable[[World], None]]] = {
-    "nothing: a duplicate afterwards": lambda world: world.deliver(),
+    "nothing; a duplicate comes afterwards": lambda world: world.deliver(),
     "a duplicate while the listener runs": duplicate_meanwhile,
     "the process dies before the claim": one_fault("dies before claim"),
     "the process dies between claim and effect": one_fault("dies before effect"),
@@ -268,17 +268,17 @@ HAPPENINGS: Final[dict[str, Callable[[World], None]]] = {
     "the process dies after the mark, before the message is acknowledged": one_fault("dies after mark"),
     "the listener fails before its effect": one_fault("fails before effect"),
     "the listener fails after its effect": one_fault("fails after effect"),
-    "the listener takes longer than its claim, and a duplicate comes": late_duplicate(600, 0),
+    "the listener takes longer than its claim, and a duplicate arrives": late_duplicate(600, 0),
     "another consumer's clock is ahead by more than the claim": late_duplicate(0, 601),
-    "the store can't be asked, messages are consumed all the same": unreachable("consume"),
-    "the store can't be asked, messages come later": unreachable("retry"),
-    "the claim is written, its answer lost": one_fault("claim's answer lost"),
+    "the store is unreachable, and messages are consumed anyway": unreachable("consume"),
+    "the store is unreachable, and messages are delivered later": unreachable("retry"),
+    "the claim is written, but its answer is lost": one_fault("claim's answer lost"),
     "the mark is not written": one_fault("mark not written"),
-    "the mark is written, its answer lost": one_fault("mark's answer lost"),
+    "the mark is written, but its answer is lost": one_fault("mark's answer lost"),
     "the store loses its last records (restart of memory, power failure, restored backup)": loses_records,
-    "a duplicate comes after the record has expired": expired,
-    "the producer sends twice, the key is the unique id": sent_twice(False),
-    "the producer sends twice, the key is the business's": sent_twice(True),
+    "a duplicate arrives after the record has expired": expired,
+    "the producer sends twice, and the key is the unique id": sent_twice(False),
+    "the producer sends twice, and the key is a business key": sent_twice(True),
 }
 
 

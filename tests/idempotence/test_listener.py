@@ -245,7 +245,7 @@ def test_the_usual_key_is_that_of_all_deliveries() -> None:
     assert unique_id(message) == "ID1"
 
 
-# --- the store can't be asked
+# --- the store is unreachable
 
 
 def test_without_an_answer_to_the_claim_messages_are_consumed(caplog: pytest.LogCaptureFixture) -> None:
