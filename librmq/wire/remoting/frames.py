@@ -1,0 +1,241 @@
+"""Frames: what stands between two lengths on a connection, and back.
+
+::
+
+    length 4 | type 1, header length 3 | header | body        length counts from behind itself
+
+A header of type 0 is JSON, of type 1 binary; an answer has the type of its request.
+
+Mirrors ``RemotingCommand`` and ``RocketMQSerializable``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from librmq.errors import MalformedError
+
+__all__ = ["LANGUAGES", "MAX_FRAME", "VERSION", "Frame", "FrameReader", "answer_to", "encode"]
+
+MAX_FRAME: Final = 16 << 20
+"""Bytes of the longest frame that a broker takes."""
+VERSION: Final = 401
+"""Of 4.9.4, which every answer carries."""
+LANGUAGES: Final = (
+    "JAVA", "CPP", "DOTNET", "PYTHON", "DELPHI", "ERLANG", "RUBY", "OTHER", "HTTP", "GO", "PHP", "OMS",
+)  # fmt: skip
+
+_IS_ANSWER: Final = 1
+_IS_ONE_WAY: Final = 2
+_PREFIX: Final = struct.Struct(">iI")
+_LENGTH: Final = struct.Struct(">i")
+_BINARY: Final = struct.Struct(">hbhii")
+_SHORT: Final = struct.Struct(">h")
+_INT_MAX: Final = (1 << 31) - 1
+_LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_to_json: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+@dataclass(slots=True)
+class Frame:
+    """A request or an answer."""
+
+    code: int
+    """What a request asks for; what became of it in an answer, 0 for success."""
+    fields: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    opaque: int = 0
+    """Tells an answer's request among those of one connection."""
+    remark: str | None = None
+    flag: int = 0
+    language: str = "PYTHON"
+    version: int = VERSION
+    is_binary: bool = False
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether this answers a request."""
+        return bool(self.flag & _IS_ANSWER)
+
+    @property
+    def is_one_way(self) -> bool:
+        """Whether this is a request to which no answer is expected."""
+        return bool(self.flag & _IS_ONE_WAY)
+
+    def one_way(self) -> Frame:
+        """Mark this request as one without an answer, and return it."""
+        self.flag |= _IS_ONE_WAY
+        return self
+
+
+def answer_to(
+    request: Frame, code: int = 0, remark: str | None = None, *, fields: dict[str, str] | None = None, body: bytes = b""
+) -> Frame:
+    """Return the answer to a request as a broker of 4.9.4 marks it."""
+    return Frame(code, fields or {}, body, request.opaque, remark, _IS_ANSWER, "JAVA", VERSION, request.is_binary)
+
+
+def encode(frame: Frame) -> bytes:
+    """Return the bytes of a frame, its length first.
+
+    Raises:
+        MalformedError: it is longer than `MAX_FRAME`, or a field does not fit into a binary header.
+    """
+    header = _binary_header(frame) if frame.is_binary else _json_header(frame)
+    length = 4 + len(header) + len(frame.body)
+    if length > MAX_FRAME:
+        raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
+    return _PREFIX.pack(length, frame.is_binary << 24 | len(header)) + header + frame.body
+
+
+class FrameReader:
+    """Cuts what a connection brings into frames. Not thread-safe."""
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self._max_frame = max_frame
+        self._held = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Frame]:
+        """Yield the frames that ``received`` completes.
+
+        Raises:
+            MalformedError: these are no frames; the connection can only be closed.
+        """
+        held = self._held
+        held += received
+        begin, end = 0, len(held)
+        try:
+            while end - begin >= 4:
+                (length,) = _LENGTH.unpack_from(held, begin)
+                if not 4 <= length <= self._max_frame:
+                    raise MalformedError(f"a frame of {length:,} bytes: expected 4 to {self._max_frame:,}")
+                if end - begin - 4 < length:
+                    break
+                frame = bytes(memoryview(held)[begin + 4 : begin + 4 + length])
+                begin += 4 + length
+                yield _decode(frame)
+        finally:
+            del held[:begin]
+
+
+def _decode(raw: bytes) -> Frame:
+    """Return the frame whose bytes follow its length."""
+    kind, header_length = raw[0], int.from_bytes(raw[1:4], "big")
+    if kind > 1 or header_length > len(raw) - 4:
+        raise MalformedError(f"a header of type {kind} and {header_length:,} bytes in a frame of {len(raw):,}")
+    header, body = raw[4 : 4 + header_length], raw[4 + header_length :]
+    return _from_binary(header, body) if kind else _from_json(header, body)
+
+
+# ---- JSON
+
+
+def _json_header(frame: Frame) -> bytes:
+    header: dict[str, Any] = {"code": frame.code}
+    if frame.fields:
+        header["extFields"] = frame.fields
+    header |= {"flag": frame.flag, "language": frame.language, "opaque": frame.opaque}
+    if frame.remark is not None:
+        header["remark"] = frame.remark
+    header |= {"serializeTypeCurrentRPC": "JSON", "version": frame.version}
+    return _LONE_SURROGATE.sub("?", _to_json(header)).encode()
+
+
+def _from_json(header: bytes, body: bytes) -> Frame:
+    try:
+        values = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"a header that is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise MalformedError("a header that is no JSON object")
+    language, remark = values.get("language"), values.get("remark")
+    return Frame(
+        _whole(values, "code"),
+        _texts(values.get("extFields")),
+        body,
+        _whole(values, "opaque"),
+        remark if isinstance(remark, str) else None,
+        _whole(values, "flag"),
+        language if isinstance(language, str) else "OTHER",
+        _whole(values, "version"),
+    )
+
+
+def _whole(values: dict[str, Any], name: str) -> int:
+    value = values.get(name, 0)
+    if type(value) is not int or not -_INT_MAX - 1 <= value <= _INT_MAX:
+        raise MalformedError(f"{name}: expected a whole number of 32 bits, found {value!r:.80}")
+    return value
+
+
+def _texts(fields: object) -> dict[str, str]:
+    """Return fields as texts; the C++ client sends numbers and truth values too."""
+    if fields is None:
+        return {}
+    if not isinstance(fields, dict):
+        raise MalformedError(f"extFields: expected an object, found {fields!r:.80}")
+    texts: dict[str, str] = {}
+    for name, value in fields.items():
+        if type(value) is str:
+            texts[name] = value
+        elif value is not None:
+            if not isinstance(value, int | float):
+                raise MalformedError(f"field {name!r:.80}: expected text, found {value!r:.80}")
+            texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return texts
+
+
+# ---- binary
+
+
+def _binary_header(frame: Frame) -> bytes:
+    language = LANGUAGES.index(frame.language) if frame.language in LANGUAGES else LANGUAGES.index("OTHER")
+    remark = (frame.remark or "").encode("utf-8", "replace")
+    pairs = []
+    for name, value in frame.fields.items():
+        raw, text = name.encode("utf-8", "replace"), value.encode("utf-8", "replace")
+        if len(raw) > 0x7FFF:
+            raise MalformedError(f"field {name[:80]!r}: expected a name of at most {0x7FFF:,} bytes")
+        pairs += [_SHORT.pack(len(raw)), raw, _LENGTH.pack(len(text)), text]
+    fields = b"".join(pairs)
+    return b"".join(
+        (
+            _BINARY.pack(frame.code, language, frame.version, frame.opaque, frame.flag),
+            _LENGTH.pack(len(remark)),
+            remark,
+            _LENGTH.pack(len(fields)),
+            fields,
+        )
+    )
+
+
+def _from_binary(header: bytes, body: bytes) -> Frame:
+    try:
+        code, language, version, opaque, flag = _BINARY.unpack_from(header)
+        remark, at = _sized(header, _BINARY.size, _LENGTH)
+        (size,) = _LENGTH.unpack_from(header, at)
+        at, end = at + 4, at + 4 + size
+        if size < 0 or end != len(header):
+            raise MalformedError(f"fields of {size:,} bytes in a header of {len(header):,}")
+        fields = {}
+        while at < end:
+            name, at = _sized(header, at, _SHORT)
+            fields[name], at = _sized(header, at, _LENGTH)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise MalformedError(f"a header that can't be read: {error}") from None
+    name = LANGUAGES[language] if 0 <= language < len(LANGUAGES) else "OTHER"
+    return Frame(code, fields, body, opaque, remark or None, flag, name, version, is_binary=True)
+
+
+def _sized(header: bytes, at: int, size: struct.Struct) -> tuple[str, int]:
+    """Return the text whose length stands at ``at``, and the place behind it."""
+    (length,) = size.unpack_from(header, at)
+    begin = at + size.size
+    if not 0 <= length <= len(header) - begin:
+        raise MalformedError(f"a text of {length:,} bytes in a header of {len(header):,}")
+    return header[begin : begin + length].decode(), begin + length

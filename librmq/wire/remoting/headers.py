@@ -1,0 +1,495 @@
+"""The fields of each request and answer: the one table of the 4.x protocol.
+
+A class for each header, and `REQUESTS`, which has the forms by code. The attribute ``queue_id: int`` is the field
+``queueId``, a whole number; an attribute with a default may be absent.
+
+Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple
+
+from librmq.protocol.request import value
+from librmq.wire.remoting.codes import RequestCode
+
+__all__ = ["REQUESTS", "RequestForm"]
+
+
+@value
+class EmptyHeader:
+    """No fields; what there is stands in the body."""
+
+
+@value
+class SendHeader:
+    """A message, or a batch, to store. Two codes name the fields by letters, in this order."""
+
+    producer_group: str
+    topic: str
+    default_topic: str
+    default_topic_queue_nums: int
+    queue_id: int
+    sys_flag: int
+    born_timestamp: int
+    flag: int
+    properties: str = ""
+    reconsume_times: int = 0
+    unit_mode: bool = False
+    max_reconsume_times: int | None = None
+    batch: bool = False
+
+
+@value
+class SentHeader:
+    """Where a message is stored; the ids of a batch are divided by commas."""
+
+    NAMES: ClassVar = {"region": "MSG_REGION", "is_traced": "TRACE_ON"}
+
+    msg_id: str
+    queue_id: int
+    queue_offset: int
+    transaction_id: str | None = None
+    region: str = "DefaultRegion"
+    is_traced: bool = True
+
+
+@value
+class PullHeader:
+    """A pull of one queue. ``sys_flag``: 1 commits, 2 may be held, 4 carries a subscription."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_msg_nums: int
+    sys_flag: int
+    commit_offset: int
+    suspend_timeout_millis: int
+    sub_version: int
+    subscription: str = ""
+    expression_type: str = "TAG"
+
+
+@value
+class PulledHeader:
+    """Where the next pull begins; the body has the records."""
+
+    next_begin_offset: int
+    min_offset: int
+    max_offset: int
+    suggest_which_broker_id: int = 0
+
+
+@value
+class QueryByKeyHeader:
+    """A search by key, or by unique id."""
+
+    NAMES: ClassVar = {"is_unique": "_UNIQUE_KEY_QUERY"}
+
+    topic: str
+    key: str
+    max_num: int
+    begin_timestamp: int
+    end_timestamp: int
+    is_unique: bool = False
+
+
+@value
+class FoundByKeyHeader:
+    """How far the key index has come; the body has the records."""
+
+    index_last_update_timestamp: int
+    index_last_update_phyoffset: int
+
+
+@value
+class GroupQueueHeader:
+    """A queue of a group."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+
+
+@value
+class GroupProgressHeader:
+    """A group's progress in a queue."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    commit_offset: int
+
+
+@value
+class QueueOffsetHeader:
+    """A queue offset."""
+
+    offset: int
+
+
+@value
+class CreateTopicHeader:
+    """A topic to make or change."""
+
+    topic: str
+    default_topic: str
+    read_queue_nums: int
+    write_queue_nums: int
+    perm: int
+    topic_filter_type: str = "SINGLE_TAG"
+    topic_sys_flag: int = 0
+    order: bool = False
+
+
+@value
+class QueueOfTopicHeader:
+    """A queue."""
+
+    topic: str
+    queue_id: int
+
+
+@value
+class QueueAtTimeHeader:
+    """A queue, and a time in ms."""
+
+    topic: str
+    queue_id: int
+    timestamp: int
+
+
+@value
+class TimestampHeader:
+    """A time in ms."""
+
+    timestamp: int
+
+
+@value
+class PhysicalOffsetHeader:
+    """The place of a record."""
+
+    offset: int
+
+
+@value
+class LeavingClientHeader:
+    """A client that leaves a group as producer, as consumer or as both."""
+
+    NAMES: ClassVar = {"client_id": "clientID"}
+
+    client_id: str
+    producer_group: str | None = None
+    consumer_group: str | None = None
+
+
+@value
+class SendBackHeader:
+    """A message that a consumer sends back, by the place of its record."""
+
+    offset: int
+    group: str
+    delay_level: int
+    origin_msg_id: str = ""
+    origin_topic: str = ""
+    unit_mode: bool = False
+    max_reconsume_times: int | None = None
+
+
+@value
+class EndTransactionHeader:
+    """The end of a transaction: 8 commits, 12 rolls back, 0 leaves it open."""
+
+    producer_group: str
+    tran_state_table_offset: int
+    commit_log_offset: int
+    commit_or_rollback: int
+    from_transaction_check: bool = False
+    msg_id: str = ""
+    transaction_id: str = ""
+
+
+@value
+class CheckTransactionHeader:
+    """A question about a half message; the body has its record."""
+
+    tran_state_table_offset: int
+    commit_log_offset: int
+    msg_id: str = ""
+    transaction_id: str = ""
+    offset_msg_id: str = ""
+
+
+@value
+class ConsumerGroupHeader:
+    """A consumer group."""
+
+    consumer_group: str
+
+
+@value
+class ProducerGroupHeader:
+    """A producer group."""
+
+    producer_group: str
+
+
+@value
+class GroupToDeleteHeader:
+    """A consumer group, and whether its progress goes too."""
+
+    group_name: str
+    remove_offset: bool = False
+
+
+@value
+class GroupAndTopicHeader:
+    """A consumer group, and one of its topics or all."""
+
+    consumer_group: str
+    topic: str | None = None
+
+
+@value
+class TopicNameHeader:
+    """A topic."""
+
+    topic: str
+
+
+@value
+class TopicOfClusterHeader:
+    """A topic of a cluster."""
+
+    topic: str
+    cluster_name: str | None = None
+
+
+@value
+class RouteOfTopicHeader:
+    """A topic whose route is asked for."""
+
+    topic: str
+    accept_standard_json_only: bool = False
+
+
+@value
+class ResetOffsetHeader:
+    """A group whose progress on a topic moves to a time in ms; -1 is the end."""
+
+    topic: str
+    group: str
+    timestamp: int
+    is_force: bool = True
+
+
+@value
+class ClientOfGroupHeader:
+    """A client of a group."""
+
+    consumer_group: str
+    client_id: str
+    jstack_enable: bool = False
+
+
+@value
+class DirectConsumeHeader:
+    """A message that a client is to consume now."""
+
+    consumer_group: str
+    client_id: str
+    msg_id: str
+    broker_name: str = ""
+
+
+@value
+class ClientStatusHeader:
+    """A group's clients, or one of them, whose progress is asked for."""
+
+    topic: str
+    group: str
+    client_addr: str | None = None
+
+
+@value
+class CloneOffsetHeader:
+    """Progress of one group that another takes over."""
+
+    src_group: str
+    dest_group: str
+    topic: str | None = None
+    offline: bool = False
+
+
+@value
+class StatsOfHeader:
+    """A statistic by its name and key."""
+
+    stats_name: str
+    stats_key: str
+
+
+@value
+class OrderedOnlyHeader:
+    """Whether only groups in order are meant."""
+
+    is_order: bool = False
+
+
+@value
+class QueueEntriesHeader:
+    """Entries of a queue."""
+
+    topic: str
+    queue_id: int
+    index: int
+    count: int
+    consumer_group: str | None = None
+
+
+@value
+class KvKeyHeader:
+    """A key of the name server's table."""
+
+    namespace: str
+    key: str
+
+
+@value
+class KvPairHeader:
+    """A key of the name server's table, and its value."""
+
+    namespace: str
+    key: str
+    value: str
+
+
+@value
+class KvValueHeader:
+    """A value of the name server's table."""
+
+    value: str
+
+
+@value
+class KvNamespaceHeader:
+    """A part of the name server's table."""
+
+    namespace: str
+
+
+@value
+class BrokerNameHeader:
+    """A broker."""
+
+    broker_name: str
+
+
+@value
+class ClusterNameHeader:
+    """A cluster."""
+
+    cluster: str
+
+
+@value
+class WipedTopicsHeader:
+    """How many topics have another permission now."""
+
+    wipe_topic_count: int
+
+
+@value
+class AddedTopicsHeader:
+    """How many topics have another permission now."""
+
+    add_topic_count: int
+
+
+@value
+class ConfigVersionHeader:
+    """The version of a broker's configuration, as JSON."""
+
+    version: str | None = None
+
+
+# ---- the table
+
+
+class RequestForm(NamedTuple):
+    """What a request and its answer look like."""
+
+    header: type[Any]
+    answer: type[Any] = EmptyHeader
+    by_letters: bool = False
+    """Whether its fields are named a, b, c, … in the order of the header's attributes."""
+
+
+REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
+    RequestCode.SEND_MESSAGE: RequestForm(SendHeader, SentHeader),
+    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
+    RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
+    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, QueueOffsetHeader),
+    RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
+    RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
+    RequestCode.GET_ALL_TOPIC_CONFIG: RequestForm(EmptyHeader),
+    RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
+    RequestCode.GET_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
+    RequestCode.GET_BROKER_RUNTIME_INFO: RequestForm(EmptyHeader),
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueAtTimeHeader, QueueOffsetHeader),
+    RequestCode.GET_MAX_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
+    RequestCode.GET_MIN_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
+    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(QueueOfTopicHeader, TimestampHeader),
+    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(PhysicalOffsetHeader),
+    RequestCode.HEART_BEAT: RequestForm(EmptyHeader),
+    RequestCode.UNREGISTER_CLIENT: RequestForm(LeavingClientHeader),
+    RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
+    RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerGroupHeader),
+    RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
+    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumerGroupHeader),
+    RequestCode.LOCK_BATCH_MQ: RequestForm(EmptyHeader),
+    RequestCode.UNLOCK_BATCH_MQ: RequestForm(EmptyHeader),
+    RequestCode.CHECK_CLIENT_CONFIG: RequestForm(EmptyHeader),
+    RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
+    RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader, KvValueHeader),
+    RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
+    RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
+    RequestCode.GET_BROKER_CLUSTER_INFO: RequestForm(EmptyHeader),
+    RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: RequestForm(EmptyHeader),
+    RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: RequestForm(EmptyHeader),
+    RequestCode.GET_TOPIC_STATS_INFO: RequestForm(TopicNameHeader),
+    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(ConsumerGroupHeader),
+    RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
+    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, WipedTopicsHeader),
+    RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: RequestForm(EmptyHeader),
+    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(GroupToDeleteHeader),
+    RequestCode.GET_CONSUME_STATS: RequestForm(GroupAndTopicHeader),
+    RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(TopicNameHeader),
+    RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
+    RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvNamespaceHeader),
+    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
+    RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
+    RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicNameHeader),
+    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupAndTopicHeader),
+    RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: RequestForm(EmptyHeader),
+    RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: RequestForm(EmptyHeader),
+    RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: RequestForm(EmptyHeader),
+    RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
+    RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
+    RequestCode.CLONE_GROUP_OFFSET: RequestForm(CloneOffsetHeader),
+    RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
+    RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(EmptyHeader),
+    RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
+    RequestCode.GET_NAMESRV_CONFIG: RequestForm(EmptyHeader),
+    RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
+    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
+    RequestCode.GET_ALL_PRODUCER_INFO: RequestForm(EmptyHeader),
+}
