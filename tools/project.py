@@ -26,7 +26,9 @@ from screen import Screen, Step, seconds_text
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 
-QUICK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "metrics", "redis", "report", "sql", "test"})
+QUICK_EXTRAS = frozenset(
+    {"arrow", "bloom", "cli", "compression", "dev", "grpc", "metrics", "redis", "report", "sql", "test"}
+)
 CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 

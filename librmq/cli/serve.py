@@ -31,7 +31,9 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.scheduling.timer_config import TimerConfig
     from librmq.wire.grpc import GrpcServer
 
-    ended, lines = threading.Event(), _Lines(output)
+    lines = _Lines(output)
+    # An event has a lock that the main thread may hold when the handler runs.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     tls = None if arguments.tls is None else (_read(arguments.tls[0]), _read(arguments.tls[1]))
 
     def changed(client_id: str, group: str, is_connected: bool) -> None:
@@ -39,7 +41,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         lines.put({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda number, _: ended.put(number))
     with (
         Broker.open(arguments.store, BrokerConfig(timers=TimerConfig())) as broker,
         GrpcServer(
@@ -53,7 +55,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         ) as server,
     ):
         lines.start({"ready": True, "grpc": server.address, "remoting": None})
-        ended.wait()
+        ended.get()
     lines.end()
     return 0
 

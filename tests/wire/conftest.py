@@ -1,12 +1,14 @@
-"""A served broker, and a bare client of its calls."""
+"""A served broker, and the official clients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig
+from tests.wire.clients import PYTHON_VERSIONS, OfficialClient, node_client, python_client
 
 pytest.importorskip("grpc")
 
@@ -15,3 +17,22 @@ pytest.importorskip("grpc")
 def broker() -> Iterator[Broker]:
     with Broker.temporary(BrokerConfig(timers=TimerConfig())) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def client_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the fetched clients."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("clients")) if cache is not None else tmp_path_factory.mktemp("clients")
+
+
+@pytest.fixture
+def python(client_cache: Path) -> OfficialClient:
+    """The current client for Python."""
+    return python_client(PYTHON_VERSIONS[0], client_cache)
+
+
+@pytest.fixture
+def node(client_cache: Path) -> OfficialClient:
+    """The client for Node."""
+    return node_client(client_cache)

@@ -331,6 +331,14 @@ def test_node_is_told_delays_that_it_knows(stub: Stub) -> None:
     assert policy.WhichOneof("strategy") == "exponential_backoff"
 
 
+def test_node_is_told_its_settings_twice(stub: Stub) -> None:
+    """It drops them while it asks for the routes of its topics, and then waits for minutes."""
+    settings = producer_settings("t", "u")
+    settings.user_agent.language = 8
+    answers = stub.telemetry(settings)
+    assert next(answers) == next(answers)
+
+
 def test_settings_that_say_nothing_end_the_stream(stub: Stub) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         next(stub.telemetry(message_class("Settings")()))

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from librmq.store import verify
 from librmq.wire.grpc.schema import message_class
-from tests.wire.stub import Stub
+from tests.wire.stub import Stub, message
 
 
 @pytest.fixture
@@ -46,6 +47,28 @@ def end(serving: subprocess.Popen[str], number: signal.Signals) -> None:
     assert serving.wait(15) == 0
     assert serving.stderr is not None
     assert serving.stderr.read() == ""
+
+
+def test_serve_refuses_a_certificate_that_is_not_there(tmp_path: Path) -> None:
+    served = subprocess.run(
+        [sys.executable, "-m", "librmq", "serve", tmp_path / "store", "--tls", "cert.pem", "key.pem"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert served.returncode == 2
+    assert "cert.pem: can't be read" in served.stderr
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_it_with_a_sound_store(
+    serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    with Stub(ready(serving)) as stub:
+        assert stub.send(message("t")).status.code == 20000
+    end(serving, number)
+    assert not verify(tmp_path / "store").damage
 
 
 def test_lines_tell_who_comes_and_goes(serving: subprocess.Popen[str]) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from librmq.testing.served import ServedKit
+from tests.wire.clients import HERE, OfficialClient
 from tests.wire.stub import Stub, message
 
 RETRY_DELAYS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800)
@@ -48,19 +45,9 @@ def test_explored_test_is_refused(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*a test with rmq_grpc can't be explored*"])
 
 
-@pytest.mark.skipif(find_spec("rocketmq") is None, reason="needs rocketmq-python-client")
-def test_official_client_keeps_up_with_a_moved_clock(tmp_path: Path) -> None:
+def test_official_client_keeps_up_with_a_moved_clock(python: OfficialClient, tmp_path: Path) -> None:
     """Each retry of a push consumer comes to the millisecond; an open transaction is checked and committed."""
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("moved_clock.py")],
-        env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    seen = json.loads(run.stdout)
+    seen = json.loads(python.run(HERE / "moved_clock.py", home=tmp_path))
     assert seen["attempts"] == [[at, number] for number, at in enumerate(accumulate((0, *RETRY_DELAYS_S)), 1)]
     assert seen["dead"] == ["x"]
     assert (len(seen["checks"]), seen["committed"]) == (1, ["x"])

@@ -78,6 +78,9 @@ class Service:
         command.status.code = Code.OK
         command.status.message = "OK"
         stream.put(command)
+        session = self.sessions.get(client_id)
+        if session is not None and session.waits_late:
+            stream.put_again(command)
 
     def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
         """Take what a client tells, until its stream ends; with its last stream it is gone."""

@@ -44,6 +44,7 @@ _MAX_SETTINGS_SIZE: Final = 256 << 10
 _MAX_HALVES: Final = 100_000
 _MAX_ASKED: Final = 10_000
 _ANSWER_S: Final = 1.0
+_AGAIN_S: Final = 0.2
 LONG_POLL_S: Final = 20
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
@@ -61,6 +62,14 @@ class Commands:
         self._waiting: deque[tuple[Any, int]] = deque()
         self._size = 0
         self._has_ended = False
+        self._clock = SystemClock()
+        self._again: tuple[Any, float] | None = None
+
+    def put_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
+        """Send a command once more in a moment."""
+        with self._changed:
+            self._again = command, self._clock.monotonic() + _AGAIN_S
+            self._changed.notify()
 
     def put(self, command: Any) -> bool:  # noqa: ANN401 (a message)
         """Send a command; return False if it was dropped."""
@@ -87,7 +96,12 @@ class Commands:
                 while not self._waiting:
                     if self._has_ended:
                         return
-                    self._changed.wait()
+                    left = None if self._again is None else self._again[1] - self._clock.monotonic()
+                    if self._again is not None and left is not None and left <= 0:
+                        self._waiting.append((self._again[0], 0))
+                        self._again = None
+                    else:
+                        self._changed.wait(left)
                 command, size = self._waiting.popleft()
                 self._size -= size
             yield command
@@ -104,6 +118,14 @@ class Session:
         """Topics of the half messages that it has sent."""
         self.streams: list[Commands] = []
         """Its open streams, the latest last: after a cut, the former one ends later."""
+
+    @property
+    def waits_late(self) -> bool:
+        """Whether it can miss its first settings.
+
+        A client for Node waits for them only after it has the routes of all its topics, and then for five minutes.
+        """
+        return bool(self.settings.user_agent.language == _NODE_JS)
 
     @property
     def group(self) -> str:
