@@ -23,6 +23,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Buffer, Files
 from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.runtime.headway import advance
 
 __all__ = ["CommitLog", "LogEnd", "LogItem"]
 
@@ -438,6 +439,7 @@ class CommitLog:
             if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
                 chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
                 chunk_size = len(chunk)
+                advance(chunk_size)
                 continue
             try:
                 size = record.check_record(buffer, place, file_size, check_body=check_body)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any, Final
 
 from librmq.cli.output import Output
-from librmq.cli.progress import ProgressBar
+from librmq.cli.progress import ProgressBar, log_bar, watching_bar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topics import kind_of_topic
@@ -39,7 +40,8 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         if arguments.config is None and _is_for_columns(selection):  # columns take no settings
             found = _by_columns(store, selection, by, arguments.all)
         if found is None:
-            found = _by_messages(_messages(store, selection, arguments.all), by)
+            with _bar(store, selection):
+                found = _by_messages(_messages(store, selection, arguments.all), by)
     for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
         output.row({**_named(by, group), "messages": messages, "bytes": size})
     return 0
@@ -59,6 +61,13 @@ def _named(by: str, group: Group) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------- one by one
+
+
+def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager[None]:
+    """Return the bar of the way that `MessageQuery.messages` goes."""
+    if selection.topic is None or selection.is_by_index:
+        return log_bar("count", store.path, 1)
+    return watching_bar("count", sum(map(len, selection.ranges(store).values())), "messages")
 
 
 def _messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:

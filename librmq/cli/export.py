@@ -7,9 +7,10 @@ import dataclasses
 
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
-from librmq.cli.progress import waiting
+from librmq.cli.progress import ProgressBar
 from librmq.clock import SystemClock
 from librmq.errors import InputError
+from librmq.runtime.headway import watched
 
 __all__ = ["export"]
 
@@ -35,7 +36,12 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         settings["since"] = parse_time(arguments.since, clock)
     if arguments.until is not None:
         settings["until"] = parse_time(arguments.until, clock)
-    with waiting("export"):
+
+    def show(done: int, total: int | None) -> None:
+        if total is not None:  # otherwise these are bytes of the log, which opening walks over
+            bar.advance(done, total)
+
+    with ProgressBar("export", 0, "messages") as bar, watched(show):
         made = export_messages(
             arguments.store,
             arguments.out,

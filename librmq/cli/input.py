@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from librmq.store.format.directory import check_config, infer_config
 __all__ = [
     "check_text",
     "field",
+    "input_size",
     "parse_object",
     "parse_time",
     "read_config",
@@ -79,6 +81,14 @@ def standard_input() -> Iterator[bytes]:
         return iter(())
     stream = sys.stdin.buffer
     return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
+
+
+def input_size() -> int:
+    """Return the size of a file on standard input, 0 if it is none."""
+    try:
+        return os.fstat(sys.stdin.fileno()).st_size if sys.stdin is not None else 0
+    except (OSError, ValueError):  # closed, or not of the system
+        return 0
 
 
 def _refuse_constant(name: str) -> object:

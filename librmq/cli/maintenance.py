@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from librmq.cli.input import read_config, settle_config, standard_input
+from librmq.cli.input import input_size, read_config, settle_config, standard_input
 from librmq.cli.output import DAMAGED, Output, complain
-from librmq.cli.progress import waiting
+from librmq.cli.progress import ProgressBar, log_bar
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
@@ -31,7 +32,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    with waiting("verify"):
+    with log_bar("verify", arguments.store, 2):
         verdict = verify.verify(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
@@ -51,7 +52,7 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
     config = settle_config(arguments.store, files, arguments.config)
     filters = _registrations(arguments.store, files) if config.enable_consumequeue_ext else None
     with (
-        waiting("recover"),
+        log_bar("recover", arguments.store, 2),
         MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store,
     ):
         row = store_row(store, "after_load")
@@ -86,15 +87,22 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
         output.row(row)
         output.flush()
 
-    load.run(
-        arguments.store,
-        config,
-        standard_input(),
-        write,
-        warn=lambda reason: complain(f"librmq load: {reason}"),
-        timer=timer,
-    )
+    with ProgressBar("load", input_size(), quiet=output.is_on_terminal) as bar:
+        load.run(
+            arguments.store,
+            config,
+            _counted(standard_input(), bar),
+            write,
+            warn=lambda reason: complain(f"librmq load: {reason}"),
+            timer=timer,
+        )
     return 0
+
+
+def _counted(lines: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
+    for line in lines:
+        yield line
+        bar.advance(len(line))
 
 
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TextIO
 
 from librmq.clock import Clock, SystemClock
+from librmq.files.disk import DiskFiles
+from librmq.runtime.headway import watched
+from librmq.store.format.directory import COMMITLOG
 
-__all__ = ["ProgressBar", "waiting"]
+__all__ = ["ProgressBar", "log_bar", "watching_bar"]
 
 _FIRST_S: Final = 1.0
 _EVERY_S: Final = 0.1
 
-Unit = Literal["bytes", "messages"]
+Unit = Literal["bytes", "messages", "topics"]
 
 
 class ProgressBar:
@@ -28,7 +31,7 @@ class ProgressBar:
     def __init__(
         self,
         what: str,
-        total: int,
+        total: int,  # 0: unknown
         unit: Unit = "bytes",
         *,
         quiet: bool = False,
@@ -37,6 +40,7 @@ class ProgressBar:
     ) -> None:
         self._what = what
         self._total = total
+        self._done = 0
         self._unit = unit
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock or SystemClock()
@@ -46,8 +50,14 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
 
+    def advance(self, more: int, total: int | None = None) -> None:
+        """Show that ``more`` is done than before, of a total that may be better known by now."""
+        self._total = self._total if total is None else total
+        self.to(self._done + more)
+
     def to(self, done: int) -> None:
         """Show that ``done`` of the total is done."""
+        self._done = done
         if not self._is_shown or self._clock.monotonic() < self._next:
             return
         self._next = self._clock.monotonic() + _EVERY_S
@@ -57,7 +67,7 @@ class ProgressBar:
                 self._is_shown = False
                 return
         seconds = self._clock.monotonic() - self._began
-        self._bar.update(self._task, completed=done, rate=f"{done / seconds:,.0f}/s")
+        self._bar.update(self._task, completed=done, total=self._total or None, rate=f"{done / seconds:,.0f}/s")
         self._bar.refresh()
 
     def _begin(self) -> object:
@@ -82,7 +92,7 @@ class ProgressBar:
             transient=True,
             get_time=self._clock.monotonic,
         )
-        self._task = bar.add_task(self._what, total=self._total, rate="")
+        self._task = bar.add_task(self._what, total=self._total or None, rate="")
         # The work of the first second counts too.
         bar.tasks[0].start_time = self._began
         bar.start()
@@ -100,32 +110,13 @@ class ProgressBar:
 
 
 @contextmanager
-def waiting(what: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Show on a terminal that work of unknown length goes on, from its first second on, with the time it has taken."""
-    stream = sys.stderr if stream is None else stream
-    if not stream.isatty():
+def watching_bar(what: str, total: int, unit: Unit = "bytes", *, quiet: bool = False) -> Iterator[None]:
+    """Show the headway that calls inside the block report."""
+    with ProgressBar(what, total, unit, quiet=quiet) as bar, watched(bar.advance):
         yield
-        return
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        yield
-        return
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TimeElapsedColumn(),
-        console=Console(file=stream),
-        transient=True,
-    )
-    bar.add_task(what, total=None)
-    timer = threading.Timer(_FIRST_S, bar.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()
+
+
+def log_bar(what: str, store: str, passes: int, *, quiet: bool = False) -> AbstractContextManager[None]:
+    """Show the headway of calls that walk over the log of a store some times."""
+    files = DiskFiles().list(os.path.join(store, COMMITLOG))
+    return watching_bar(what, passes * sum(file.size for file in files), quiet=quiet)

@@ -15,6 +15,7 @@ from librmq.clock import SystemClock
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
+from librmq.runtime.headway import advance
 
 if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.consumequeue import ConsumeQueue
@@ -144,6 +145,7 @@ def in_queue(
         yield from (message for message in found.messages if message.queue_offset < wanted.stop)
         if found.next_offset <= at:
             return
+        advance(found.next_offset - at)
         at = found.next_offset
 
 

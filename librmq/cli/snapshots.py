@@ -6,7 +6,7 @@ import argparse
 
 from librmq.cli.input import settle_config
 from librmq.cli.output import Output
-from librmq.cli.progress import waiting
+from librmq.cli.progress import log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -24,12 +24,14 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     check_kind(store, files, log_only=True)
     config = settle_config(store, files, arguments.config)
     if arguments.into is not None:
-        made = rescue(store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap)))
+        with log_bar("salvage", store, 3):
+            made = rescue(store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap)))
         output.row({"type": "salvage", "into": made.path, "records": made.records, "gaps": made.gaps})
         return 0
     levels = DelayLevels.parse(config.message_delay_level)
-    for item in salvage.records(store, files):
-        output.row(gap_row(store, item) if isinstance(item, salvage.Gap) else message_row(item, levels))
+    with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
+        for item in salvage.records(store, files):
+            output.row(gap_row(store, item) if isinstance(item, salvage.Gap) else message_row(item, levels))
     return 0
 
 
@@ -40,7 +42,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    with waiting("snapshot"):
+    with log_bar("snapshot", arguments.store, 3):
         made = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
     output.row(snapshot_row(made))
     return 0
@@ -53,7 +55,7 @@ def restore(arguments: argparse.Namespace, output: Output) -> int:
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    with waiting("restore"):
+    with log_bar("restore", arguments.store, 3):
         made = restore(arguments.store, arguments.target, config, files=files)
     output.row(snapshot_row(made))
     return 0

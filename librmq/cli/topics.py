@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output
+from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
@@ -41,9 +43,17 @@ def tables_of(store: MessageStore) -> BrokerTables:
 def topics(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each topic that has queues, or that users made."""
     with open_store(arguments) as store:
-        for topic, queues in _queues_by_topic(store).items():
-            output.row(_topic_row(store, topic, queues))
+        for row in _topic_rows(store, "topics", quiet=output.is_on_terminal):
+            output.row(row)
     return 0
+
+
+def _topic_rows(store: MessageStore, what: str, *, quiet: bool = False) -> Iterator[dict[str, Any]]:
+    found = _queues_by_topic(store)
+    with ProgressBar(what, len(found), "topics", quiet=quiet) as bar:
+        for number, (topic, queues) in enumerate(found.items()):
+            bar.to(number)
+            yield _topic_row(store, topic, queues)
 
 
 def _queues_by_topic(store: MessageStore) -> dict[str, list[ConsumeQueue]]:
@@ -86,7 +96,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.view import StoreView, is_own_group
 
     with open_store(arguments) as store:
-        rows = [_topic_row(store, topic, queues) for topic, queues in _queues_by_topic(store).items()]
+        rows = list(_topic_rows(store, "stats"))
         own = [row for row in rows if row["kind"] == "user"]
         times = [
             row[name] for row in rows for name in ("min_timestamp_ms", "max_timestamp_ms") if row[name] is not None

@@ -36,6 +36,7 @@ from librmq.columns.record_batches import ReaderKeywords, batches_of, selection
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
+from librmq.runtime.headway import advance
 
 __all__ = ["ExportFormat", "Exported", "export"]
 
@@ -156,6 +157,7 @@ def export(
         needed = dict.fromkeys([*schema.names, *_PLACE, *(["storeTimestamp"] if _DATE in partition_by else [])])
         whole = pa.schema([(name, TYPES[name]) for name in needed])
         rows = written = 0
+        total = left = _left(known, starting)
         with closing(
             _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets)
         ) as source:
@@ -165,6 +167,8 @@ def export(
                 state = replace(state, offsets=source.offsets, size=size, steps=state.steps + 1, shown=tuple(shown))
                 state.write(state_path, files)
                 target.show(state)
+                before, left = left, _left(known, source.offsets)
+                advance(before - left, total)
         if not state.steps:
             target.write(iter(()), schema)
         if options.wanted.end_ms is None:  # else unwanted messages that are deleted later would count as lost
@@ -194,6 +198,11 @@ def _check_free(path: str, form: str) -> None:
     )
     if taken:
         raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
+
+
+def _left(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str, int]]) -> int:
+    """Return how many messages there are between queue offsets and the queues' ends."""
+    return sum(max(0, end - offsets.get(topic, {}).get(number, 0)) for (topic, number), end in ends.items())
 
 
 class _Steps:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from librmq.cli.progress import ProgressBar, waiting
+from librmq.cli import main
+from librmq.cli.progress import ProgressBar
 from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.message import Message
+from librmq.store import MessageStore
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Hurried(ManualClock):
+    """A second later at each look."""
+
+    def monotonic(self) -> float:
+        self.advance(seconds=1)
+        return super().monotonic()
 
 
 def drawn(stream: io.StringIO) -> str:
@@ -47,13 +61,60 @@ def test_messages_are_counted_in_a_bar() -> None:
     assert "60/100" in drawn(stream)
 
 
-def test_work_of_unknown_length_is_waited_for() -> None:
+def test_work_of_unknown_length_shows_its_amount_and_rate() -> None:
     pytest.importorskip("rich")
-    pipe, terminal = io.StringIO(), Terminal()
-    with waiting("verify", pipe), waiting("verify", terminal):
-        pass
-    assert pipe.getvalue() == ""
-    assert "verify" not in drawn(terminal)  # it took less than a second
+    stream, clock = Terminal(), ManualClock()
+    with ProgressBar("load", 0, "messages", stream=stream, clock=clock) as bar:
+        clock.advance(seconds=2)
+        bar.advance(10)
+        assert "10/?" in drawn(stream)
+        clock.advance(seconds=2)
+        bar.advance(10, 40)
+    assert "20/40" in drawn(stream)
+    assert "50%" in drawn(stream)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify",
+        "recover",
+        "snapshot",
+        "restore",
+        "salvage --into",
+        "salvage",
+        "export",
+        "count --by tag",
+        "count --grep x",
+        "count --topic t --grep x",
+        "stats",
+        "import",
+        "load",
+    ],
+)
+def test_every_long_command_reports_its_headway(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal gets the bar after a second: here the clock goes a second at each look."""
+    pytest.importorskip("rich")
+    store, target = str(tmp_path / "store"), str(tmp_path / "target.jsonl")
+    with MessageStore.open(store, StoreConfig.tiny()) as made:
+        for number in range(100):
+            made.append(Message("t", b"x" * 100, keys=f"{number}"))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("librmq.cli.progress.SystemClock", lambda: Hurried())
+    name, *more = words.split()
+    if name in ("snapshot", "restore", "export"):
+        more += [target] if name != "export" else ["-o", target]
+    elif more == ["--into"]:
+        more += [target]
+    elif name == "import":
+        assert main(["show", store, "-o", target]) == 0
+        more += [target]
+    elif name == "load":
+        operations = json.dumps({"op": "put", "topic": "t", "queueId": 0, "body": "b"}) + "\n"
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(operations.encode())))
+    assert main([name, store, *more]) == 0
+    assert name in drawn(terminal)
 
 
 def test_no_bar_is_drawn_where_it_would_disturb(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.files.seam import Buffer, Files, copy_file, link_file
 from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.runtime.headway import advance
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
 __all__ = ["Gap", "Kept", "cut_records", "find_record", "keep", "kept", "log_records", "records"]
@@ -216,6 +217,7 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
         if other.start < source.end and source.start < other.end
     ]
     for place, size, what in source.items(buffer):
+        advance(size)
         physical_offset = source.start + place
         raw = buffer[place : place + size] if what is None or others else b""
         if any(other[physical_offset - of.start : physical_offset - of.start + size] == raw for of, other in others):
