@@ -236,11 +236,14 @@ class DiskFiles:
         with named("link", old):
             os.link(old, new)
 
-    def own(self, path: str) -> bool:
+    def is_linked(self, path: str) -> bool:
         with named("look at", path):
-            if os.stat(path).st_nlink == 1:
-                return False
-            path = os.path.realpath(path)
+            return os.stat(path).st_nlink > 1
+
+    def own(self, path: str) -> bool:
+        if not self.is_linked(path):
+            return False
+        path = os.path.realpath(path)
         folder = os.path.dirname(path)
         beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # the folder limits names
         with _replaced("copy", path, beside) as file, open(path, "rb") as source:

@@ -121,13 +121,18 @@ class MemoryFiles:
             file = self.open(old, writable=True)
             self._files[new] = File(new, file.buffer, file.size, True)
 
-    def own(self, path: str) -> bool:
+    def is_linked(self, path: str) -> bool:
         with self._guard:
             file = self._files.get(path)
             others = (other for name, other in self._files.items() if name != path)
-            if not isinstance(file, File) or all(
-                isinstance(other, bytes) or other.buffer is not file.buffer for other in others
-            ):
+            return isinstance(file, File) and any(
+                isinstance(other, File) and other.buffer is file.buffer for other in others
+            )
+
+    def own(self, path: str) -> bool:
+        with self._guard:
+            file = self._files.get(path)
+            if not isinstance(file, File) or not self.is_linked(path):
                 return False
             buffer = self._new_buffer(path, file.size)
             buffer[:] = file.buffer[:]

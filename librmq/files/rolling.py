@@ -311,11 +311,15 @@ class MappedFileQueue:
         """Rewrite the bytes from ``begin`` to ``end``, so that the next flush includes them and the folder.
 
         Use it for data of a writer that died. It may not have flushed them, or a flush failed, after which the kernel
-        treats unwritten pages as clean.
+        treats unwritten pages as clean. A file that a snapshot shares is only flushed, because a write changes the time
+        of both.
         """
         self._check_writable()
         for start in self.starts:
             low, high = max(begin, start), min(end, start + self.file_size)
+            if low < high and self._files.is_linked(self.path(start)):
+                self._dirty.add(start)
+                continue
             for at in range(low, high, _MAX_RESERVE):
                 buffer, block_end = self.file(start).buffer, min(high, at + _MAX_RESERVE)
                 self._files.reserve(self.file(start), at - start, block_end - start)

@@ -196,6 +196,10 @@ class Files(Protocol):
         """
         ...
 
+    def is_linked(self, path: str) -> bool:
+        """Return whether a file has another hard link, as files of the log have that are part of a snapshot too."""
+        ...
+
     def own(self, path: str) -> bool:
         """Break hard links before an in-place write; return True if the file was copied.
 

@@ -209,6 +209,9 @@ class FailingFiles:
         self._called("link", old)
         self._files.link(old, new)
 
+    def is_linked(self, path: str) -> bool:
+        return self._files.is_linked(path)
+
     def own(self, path: str) -> bool:
         self._called("own", path)
         return self._files.own(path)

@@ -136,18 +136,22 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
 
 
 def test_modification_times_are_kept(tmp_path: Path) -> None:
-    """A broker picks the file of a queue by them when it searches by time."""
+    """A broker picks the file of a queue by them when it searches by time, and deletes files of the log by them.
+
+    Files that are linked keep them too, and with them the store's own files.
+    """
     on_disk(filled(SMALL_EXT, 120), tmp_path / "store")
     paths = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.name.isdigit()]
-    for number, path in enumerate(paths):
-        os.utime(path, (START_MS // 1000 + number, START_MS // 1000 + number))
+    times = {path: START_MS // 1000 + number for number, path in enumerate(paths)}
+    for path, time in times.items():
+        os.utime(path, (time, time))
     snapshot(str(tmp_path / "store"), str(tmp_path / "one"), SMALL_EXT)
     restore(str(tmp_path / "one"), str(tmp_path / "back"), SMALL_EXT)
-    for path in paths:
+    for path, time in times.items():
         name = path.relative_to(tmp_path / "store")
-        for copy in ("one", "back"):
+        for copy in ("store", "one", "back"):
             if (tmp_path / copy / name).exists():  # index files that are not full are rebuilt
-                assert (tmp_path / copy / name).stat().st_mtime == path.stat().st_mtime, name
+                assert (tmp_path / copy / name).stat().st_mtime == time, (copy, name)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
