@@ -101,7 +101,7 @@ class RouteTable:
             if old is not None:
                 old.end_watch()
             is_routed = old.is_routed if old is not None else not self._watchers
-            end_watch = broker.watch(self._changed)
+            end_watch = broker.watch(self.changed)
             entry = self._entries[broker.name] = _Entry(_Link(broker), end_watch, is_routed)
             if not is_routed:
                 self._learn_at(entry, self.runner.now_ms())
@@ -121,7 +121,7 @@ class RouteTable:
             for client_id in () if link.broker.dead else link.broker.client_ids():
                 if site is None or site_of(client_id) == site:
                     link.broker.forget(client_id)
-            self._changed()
+            self.changed()
 
     def restore(self, broker_name: str, *, site: str | None = None) -> None:
         """Restore the connection to a broker, for all clients or for those of one site."""
@@ -131,7 +131,7 @@ class RouteTable:
                 link.is_cut = False
             else:
                 self.at(site).cut.discard(broker_name)
-            self._changed()
+            self.changed()
 
     # ---- sites
 
@@ -219,8 +219,8 @@ class RouteTable:
             raise NoRouteError(f"unknown broker {broker_name!r}; expected one of {', '.join(sorted(self._entries))}")
         return entry
 
-    def _changed(self) -> None:
-        """Note that a broker's topics or its reachability have changed."""
+    def changed(self) -> None:
+        """Note that a broker's topics or its reachability have changed. Called under the runner's lock."""
         now = self.runner.now_ms()
         for entry in self._entries.values():
             is_up = entry.link.is_up

@@ -11,6 +11,7 @@ from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.topics import dead_letter_topic
 from librmq.protocol import Heartbeat
 from librmq.testing.history import Call, DeliveryAttempt, History, show
+from librmq.testing.network import Network
 from librmq.testing.process import Process
 from librmq.testing.undelivered import Subscribed, closest_name, undelivered
 
@@ -24,7 +25,9 @@ class UnknownGroupError(LookupError):
 class _Scene(Protocol):
     """The parts of the kit that evidence needs."""
 
-    broker: Broker
+    network: Network
+
+    def brokers(self) -> Sequence[Broker]: ...
 
     @property
     def processes(self) -> Sequence[Process]: ...
@@ -67,20 +70,20 @@ class Evidence:
         """Return the messages that were sent back for the group, in order."""
         self._check_group(group)
         topic = retry_topic(group)
-        found = [m for m in self._scene.broker.messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
-        return sorted(found, key=lambda message: message.physical_offset)
+        return [m for m in self._in_order(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters."""
         self._check_group(group)
-        return self._scene.broker.dead_letters(group)
+        network, topic = self._scene.network, dead_letter_topic(group)
+        return [letter for name in network.by_name for letter in network.messages(name, topic)]
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
         """Return the group's progress at the broker."""
         self._check_group(group)
-        broker = self._scene.broker
         return {
             MessageQueue(topic, broker.name, queue_id): queue_offset
+            for broker in self._scene.brokers()
             for topic in broker.topics()
             for queue_id, queue_offset in sorted(broker.consumer_offsets(group, topic).items())
         }
@@ -88,49 +91,58 @@ class Evidence:
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order."""
         self._looked_at.add(topic)
-        return sorted(self._scene.broker.messages(topic), key=lambda message: message.physical_offset)
+        return self._in_order(topic)
 
-    def message_at(self, physical_offset: int) -> StoredMessage:
-        """Return the message at a physical offset.
+    def _in_order(self, topic: str) -> list[StoredMessage]:
+        """Return the messages of a topic in log order; those of several brokers by time."""
+        network = self._scene.network
+        found = [sorted(network.messages(name, topic), key=lambda one: one.physical_offset) for name in network.by_name]
+        messages = [message for of_broker in found for message in of_broker]
+        return messages if len(found) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
+
+    def message_at(self, broker_name: str, physical_offset: int) -> StoredMessage:
+        """Return the message at a physical offset of a broker.
 
         Raises:
             LookupError: There is none.
         """
-        message = self._scene.broker.store.message_at(physical_offset)
+        message = self._scene.network.store(broker_name).message_at(physical_offset)
         if message is None:
             raise LookupError(f"there is no message at {physical_offset} any more")
         return message
 
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
-        if self._scene.broker.dead:
-            return call.where
         shown: list[str] = []
-        for _, physical_offset in call.about:
-            message = self.message_at(physical_offset)
+        for broker_name, physical_offset in call.about:
+            message = self.message_at(broker_name, physical_offset)
             times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
             shown.append(f"{show(message)}{times}")
         return f"{call.where} {', '.join(shown)}"
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each subscription that matched nothing, and each topic without a group."""
-        broker = self._scene.broker
-        if broker.dead:
+        brokers = self._scene.brokers()
+        if any(broker.dead for broker in brokers):
             return []
         for one in self._subscribed.values():
             one.was_read |= self._history.was_given(one.group, one.subscription.topic)
 
         def next_offset(group: str, message: StoredMessage) -> int:
-            return broker.consumer_offsets(group, message.topic).get(message.queue_id, 0)
+            return max(broker.consumer_offsets(group, message.topic).get(message.queue_id, 0) for broker in brokers)
 
-        topics = [topic for topic in broker.topics() if next(iter(broker.messages(topic)), None) is not None]
+        topics = [
+            topic
+            for topic in dict.fromkeys(topic for broker in brokers for topic in broker.topics())
+            if any(next(iter(broker.messages(topic)), None) is not None for broker in brokers)
+        ]
         return list(
             undelivered(
                 self._subscribed.values(),
                 topics,
                 self._sent_to - self._looked_at,
                 self._looked_at,
-                lambda topic: list(broker.messages(topic)),
+                lambda topic: [message for broker in brokers for message in broker.messages(topic)],
                 next_offset,
             )
         )
@@ -140,8 +152,8 @@ class Evidence:
         return known | {consumer.group for process in self._scene.processes for consumer in process.consumers}
 
     def _check_group(self, group: str) -> None:
-        known, broker = self._groups(), self._scene.broker
-        if group in known or group in broker.groups() or dead_letter_topic(group) in broker.topics():
+        known, letters = self._groups(), dead_letter_topic(group)
+        if group in known or any(group in one.groups() or letters in one.topics() for one in self._scene.brokers()):
             return
         near = closest_name(group, known)
         raise UnknownGroupError(

@@ -6,7 +6,8 @@ The kinds of decision:
 order    which due turn, ready listener or paused listener is next, or whether time passes before
 pause    at a send, a `Kit.checkpoint` or the end of a listener: continue, let others run, or die there
 fault    before a listener runs, before time passes and when everything rests: nothing, or a process dies,
-         shuts down and starts again, is lost to the broker for up to 30 s, or is joined by another
+         shuts down and starts again, is lost to the broker for up to 30 s, or is joined by another; in a
+         cluster also: a broker or a site dies for a minute, or cannot be reached for as long
 answer   the answer to a send comes, or is lost
 test     between the test's own calls: continue, or let all others run first
 choose   random choices of clients: a producer's first queue, the order of client ids
@@ -25,7 +26,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -49,6 +50,8 @@ TIME: Final = "time"
 RESTING: Final = frozenset((TIME, "idle"))
 """The usual choices while no listener waits for its turn."""
 MOST_INSTANCES: Final = 3
+DOWN_S: Final = 60
+"""Time until a broker or a site returns."""
 
 
 class Place(NamedTuple):
@@ -183,10 +186,9 @@ class Explorer(KitRunner):
                 faults = self._possible_faults()
                 if faults:
                     usual = "idle" if first is None else first.label
-                    index = self.decide("fault", [usual, *(label for label, _, _ in faults)])
+                    index = self.decide("fault", [usual, *(label for label, _ in faults)])
                     if index:
-                        _, fail, process = faults[index - 1]
-                        fail(process)
+                        faults[index - 1][1]()
                         turns = self._alive(self.options(self._until_ms))
                         continue
                 if first is None:
@@ -210,19 +212,27 @@ class Explorer(KitRunner):
                 self.drop(turn)
             options = self.options(self._until_ms)
 
-    def _possible_faults(self) -> list[tuple[str, Callable[[Process], object], Process]]:
-        """Return the faults that are possible now: label, call, process."""
+    def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
+        """Return the faults that are possible now, as label and call."""
         kit = self.kit
-        found: list[tuple[str, Callable[[Process], object], Process]] = []
-        living = [process for process in kit.processes[1:] if not process.dead and process.clients]
+        found: list[tuple[str, Callable[[], object]]] = []
+        living = [process for process in kit.processes if not process.is_test and not process.dead and process.clients]
         for process in living:
             dies, starts_again, is_lost, joins = _fault_labels(process.label)
-            found.append((dies, kit.crash, process))
+            found.append((dies, partial(kit.crash, process)))
             if not any(self._of(work, process) for work in self._pieces.values()):
-                found.append((starts_again, kit.restart, process))
-            found.append((is_lost, kit.lose, process))
+                found.append((starts_again, partial(kit.restart, process)))
+            found.append((is_lost, partial(kit.lose, process)))
             if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
-                found.append((joins, kit.join, process))
+                found.append((joins, partial(kit.join, process)))
+        if kit.network.is_whole_cluster:
+            for name in kit.network.by_name:
+                found.append((f"{FAULT}{name} crashes", partial(kit.crash_broker, name, down=DOWN_S)))
+                found.append((f"{FAULT}{name} unreachable", partial(kit.faults.isolate, name, DOWN_S)))
+            for site in kit.network.table.sites() if any(process.site for process in living) else ():
+                if not any(self._of(work, one) for work in self._pieces.values() for one in living if one.site == site):
+                    found.append((f"{FAULT}site {site} dark", partial(kit.lose_site, site, down=DOWN_S)))
+                found.append((f"{FAULT}site {site} unreachable", partial(kit.faults.isolate, site, DOWN_S)))
         return found
 
     @staticmethod

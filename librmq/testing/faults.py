@@ -6,6 +6,7 @@ and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -13,21 +14,37 @@ from typing import Protocol
 from librmq.clock import ManualClock
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError
 from librmq.protocol import ResponseCode, SendResponse
-from librmq.runtime.runner import Runner
+from librmq.testing.network import Network
 from librmq.testing.process import Process
 
 __all__ = ["Faults"]
+
+
+class _Runner(Protocol):
+    """The parts of a runner that faults use."""
+
+    def choose(self, kind: str, options: Sequence[str]) -> str: ...
+
+    def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
 
 
 class _Host(Protocol):
     """The parts of the kit that faults use."""
 
     clock: ManualClock
+    network: Network
 
     @property
-    def runner(self) -> Runner: ...
+    def processes(self) -> Sequence[Process]: ...
+
+    @property
+    def runner(self) -> _Runner: ...
 
     def note(self, who: str, what: str) -> None: ...
+
+    def cut(self, one: str, other: str) -> None: ...
+
+    def heal(self, one: str, other: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -35,6 +52,7 @@ class _Due:
     kind: str
     times: int
     topic: str | None
+    broker: str | None
     seconds: float = 0.0
     code: int = 0
 
@@ -47,22 +65,43 @@ class Faults:
         self._due: list[_Due] = []
         self._slow: dict[str, list[int]] = {}
 
-    def lose_answer(self, topic: str | None = None, *, times: int = 1) -> None:
-        """Store the next send (to ``topic``) and lose its answer, so that the producer sends a duplicate."""
-        self._due.append(_Due("lose", times, topic))
+    def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
+        """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
+        self._due.append(_Due("lose", times, topic, broker))
 
-    def refuse_send(self, topic: str | None = None, *, times: int = 1, busy: bool = False) -> None:
+    def refuse_send(
+        self, topic: str | None = None, *, times: int = 1, busy: bool = False, broker: str | None = None
+    ) -> None:
         """Refuse the next send; with ``busy`` like an overloaded broker, so that the producer does not try again."""
         code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
-        self._due.append(_Due("refuse", times, topic, code=code))
+        self._due.append(_Due("refuse", times, topic, broker, code=code))
 
-    def late_answer(self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1) -> None:
+    def late_answer(
+        self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1, broker: str | None = None
+    ) -> None:
         """Store the next send immediately and answer it ``seconds`` later; all tries of a send have 3 s in total."""
-        self._due.append(_Due("late", times, topic, _seconds(seconds)))
+        self._due.append(_Due("late", times, topic, broker, _seconds(seconds)))
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
         """Let the next listener of a group work immediately and return ``seconds`` later."""
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
+
+    def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
+        """Cut the link between two ends, each a broker, a site or a process, for ``seconds`` or until `heal`."""
+        self._kit.note("fault", f"the link of {one} and {other} is cut")
+        self._kit.cut(one, other)
+        if seconds is not None:
+            self._kit.runner.after(seconds, f"the link of {one} and {other}", lambda: self.heal(one, other))
+
+    def isolate(self, one: str, seconds: float | timedelta) -> None:
+        """Cut all links of a broker to processes, or all links between a site and others, for ``seconds``."""
+        for other in self._kit.network.others(one, [process for process in self._kit.processes if not process.dead]):
+            self.cut(one, other, seconds=seconds)
+
+    def heal(self, one: str, other: str) -> None:
+        """Restore the link between two ends."""
+        self._kit.note("fault", f"the link of {one} and {other} works again")
+        self._kit.heal(one, other)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
         """Set the clock of a process ahead (below 0: back), and with it all its timestamps."""
@@ -71,9 +110,9 @@ class Faults:
 
     # ---- called by the kit
 
-    def before_send(self, process: Process, topic: str) -> None:
+    def before_send(self, process: Process, topic: str, broker: str) -> None:
         """Raise the error of a refused send, if one is due."""
-        if self._due and (due := self._take("refuse", topic)) is not None:
+        if self._due and (due := self._take("refuse", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
             raise (
@@ -82,17 +121,17 @@ class Faults:
                 else BrokerError(due.code, remark)
             )
 
-    def after_send(self, process: Process, topic: str, response: SendResponse) -> None:
+    def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""
         kit = self._kit
-        lost = bool(self._due) and self._take("lose", topic) is not None
+        lost = bool(self._due) and self._take("lose", topic, broker) is not None
         if (
             lost
             or kit.runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
         ):
             kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
             raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
-        if self._due and (due := self._take("late", topic)) is not None:
+        if self._due and (due := self._take("late", topic, broker)) is not None:
             kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")
             kit.clock.advance(seconds=due.seconds)
 
@@ -101,9 +140,9 @@ class Faults:
         waits = self._slow.get(group)
         return waits.pop(0) if waits else 0
 
-    def _take(self, kind: str, topic: str) -> _Due | None:
+    def _take(self, kind: str, topic: str, broker: str) -> _Due | None:
         for due in self._due:
-            if due.kind == kind and due.topic in (None, topic):
+            if due.kind == kind and due.topic in (None, topic) and due.broker in (None, broker):
                 due.times -= 1
                 if due.times <= 0:
                     self._due.remove(due)

@@ -58,6 +58,8 @@ class DeliveryAttempt:
     """``returned``, ``later`` (the listener requested it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
     """The error of the listener."""
+    broker_name: str = "broker-a"
+    """The broker that the message came from."""
 
     @property
     def body(self) -> bytes:
@@ -80,6 +82,8 @@ class History:
     """Events in order. ``str()`` has a line for each, or for the first and the last of very many."""
 
     begin_ms: int
+    shows_brokers: bool = False
+    """Whether queues are shown with their broker, as in ``orders/broker-b/0``."""
     calls: list[Call] = field(default_factory=list)
     _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
     _open: dict[int, Call] = field(default_factory=dict)
@@ -94,9 +98,9 @@ class History:
             return None
         who, _, rest = work.label.partition(" ")
         place, _, queue_offset = rest.rpartition(" ")
-        topic, _, queue_id = place.partition("/")
+        topic, broker_name, queue_id = place.rsplit("/", 2) if place.count("/") > 1 else (place, "", "")
         group, _, process = who.partition("@")
-        where = f"{topic}/{queue_id.rpartition('/')[2]}:{queue_offset}"
+        where = f"{self.place(topic, broker_name, queue_id)}:{queue_offset}"
         call = Call(group, process, where, work.about, now_ms - self.begin_ms)
         self.calls.append(call)
         self._open[id(work)] = call
@@ -111,19 +115,24 @@ class History:
             said = f"{outcome}: {error!r}" if error is not None else outcome
             self.note(now_ms, work.label.partition(" ")[0], f"{said} ({call.where})")
 
-    def delivered(self, group: str, message_at: Callable[[int], StoredMessage]) -> Iterator[DeliveryAttempt]:
+    def place(self, topic: str, broker_name: str, queue_id: int | str) -> str:
+        """Return a queue as the history shows it."""
+        return f"{topic}/{broker_name}/{queue_id}" if self.shows_brokers else f"{topic}/{queue_id}"
+
+    def delivered(self, group: str, message_at: Callable[[str, int], StoredMessage]) -> Iterator[DeliveryAttempt]:
         """Yield each message of each call of a group's listeners, in order."""
         for call in self.calls:
             if call.group == group:
-                for _, physical_offset in call.about:
+                for broker_name, physical_offset in call.about:
                     yield DeliveryAttempt(
-                        message_at(physical_offset),
+                        message_at(broker_name, physical_offset),
                         group,
                         call.process,
                         call.began_ms,
                         call.ended_ms,
                         call.outcome,
                         call.error,
+                        broker_name,
                     )
 
     def was_given(self, group: str, topic: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
@@ -12,6 +12,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
+from librmq.cluster import Cluster
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import RmqError
@@ -19,15 +20,14 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol import ChannelClosed, Heartbeat, PullMessage, QueueData, SendResponse
-from librmq.runtime.runner import Step, Work
-from librmq.runtime.watchers import Watchers
-from librmq.store.recovery.verify import verify
+from librmq.protocol import Heartbeat, PullMessage, SendResponse
+from librmq.runtime.runner import Work
 from librmq.testing.driver import Driver, Elapsed
 from librmq.testing.evidence import Evidence
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_runner import KitRunner, current_work
+from librmq.testing.network import Network, broker_names
 from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
@@ -81,41 +81,53 @@ class Kit:
         """The store's folder."""
         self.faults = Faults(self)
         """Faults on request."""
-        self._broker_config = broker_config
-        self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
         self._process_table = ProcessTable(self, self.runner.choose)
-        self._watchers = Watchers()
-        self._routes: dict[str, tuple[QueueData, ...]] = {}
         self._unstarted: list[PushConsumer] = []
-        self._producers: dict[str, Producer] = {}
-        self._pulled_by: dict[tuple[str, str, int], str] = {}
+        self._producers: dict[tuple[str, str | None], Producer] = {}
+        self._pulled_by: dict[tuple[str, str, str, int], str] = {}
         self._is_new = False
         self._closed = False
         self._declared: set[str] = set()
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
-        self._open_broker()
+        self.network = Network(self.path, self.files, self.runner, broker_config, store_config or _SMALL_FILES)
         self._test = self._process_table.make("test", lambda process: None)
-
-    broker: Broker
-    """The broker, replaced by `crash_broker`."""
+        self._test.is_test = True
+        self._tests: dict[str | None, Process] = {None: self._test}
 
     @property
     def processes(self) -> list[Process]:
         """All processes of the test, dead ones too."""
         return self._process_table.processes
 
-    def _open_broker(self) -> None:
-        self.broker = Broker.open(
-            self.path,
-            self._broker_config,
-            store_config=self._store_config,
-            runner=self.runner,
-            files=self.files,
-        )
-        self.broker.watch(self._watchers.notify)
+    # ---- brokers
+
+    @property
+    def broker(self) -> Broker:
+        """The broker, or the first one of a cluster; another object after `crash_broker`."""
+        return self.network.first
+
+    def brokers(self) -> tuple[Broker, ...]:
+        """Return all brokers by name."""
+        return tuple(self.network.by_name.values())
+
+    def cluster(self, *, brokers: int | Iterable[str] = 2, sites: Sequence[str] = ()) -> Cluster:
+        """Replace the broker by a cluster, before anything else is done, and return the cluster.
+
+        ``brokers`` is their number, at each of the ``sites`` if there are any, or their names.
+
+        Raises:
+            ConfigError: Brokers of one name, sites that no broker serves, or names that cannot be.
+            ProcessStateError: The test has made clients already, or has a cluster.
+        """
+        names = broker_names(brokers, sites)
+        if self.network.is_cluster or len(self.processes) > 1 or self._producers or self._test.clients:
+            raise ProcessStateError("rmq.cluster replaces the broker: call it once, before clients and topics are made")
+        cluster = self.network.make_cluster(names)
+        self._history.shows_brokers = len(names) > 1
+        return cluster
 
     # ---- senders and consumers
 
@@ -124,17 +136,29 @@ class Kit:
         """The test's own process, as the route of clients that the test makes; replaces the broker of production."""
         return self._test
 
-    def producer(self, group: str = "test", **settings: Unpack[ProducerArguments]) -> Producer:
+    def producer(
+        self, group: str = "test", *, site: str | None = None, **settings: Unpack[ProducerArguments]
+    ) -> Producer:
         """Return the test's own producer of a group, or with ``settings``, those of `Producer`, a new one."""
-        found = None if settings else self._producers.get(group)
+        found = None if settings else self._producers.get((group, site))
         if found is None:
-            found = self._test.producer(group, **settings)
+            found = self._test_at(site).producer(group, **settings)
             if not settings:
-                self._producers[group] = found
+                self._producers[group, site] = found
         return found
 
-    def consumer(self, group: str, *, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]) -> PushConsumer:
-        """Return a consumer in its own process, which starts with the next send or when time moves.
+    def _test_at(self, site: str | None) -> Process:
+        """Return the test's own process at a site."""
+        found = self._tests.get(site)
+        if found is None:
+            found = self._tests[site] = self._process_table.make(f"test-{site}", lambda process: None, site=site)
+            found.is_test = True
+        return found
+
+    def consumer(
+        self, group: str, *, site: str | None = None, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]
+    ) -> PushConsumer:
+        """Return a consumer in its own process, at a site, which starts with the next send or when time moves.
 
         ``settings`` are those of `PushConsumer`. Errors of its listeners fail the test, except `ReconsumeLater` and
         `SuspendQueue`; with ``fail_fast`` False they are failed deliveries, as in production.
@@ -151,18 +175,20 @@ class Kit:
 
         if not fail_fast:
             self._process_table.tolerate(group)
-        process = self._process_table.make(self._process_table.free_name(group), again)
+        process = self._process_table.make(self._process_table.free_name(group), again, site=site)
         self._declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
         return made[0]
 
-    def app(self, name: str, factory: Callable[[Process], Any], *, fail_fast: bool = True) -> Process:
-        """Return a process that ``factory(process)`` sets up, now and after each restart.
+    def app(
+        self, name: str, factory: Callable[[Process], Any], *, site: str | None = None, fail_fast: bool = True
+    ) -> Process:
+        """Return a process, at a site, that ``factory(process)`` sets up, now and after each restart.
 
         The process is a route: an application connects to it like to a broker. The factory's result is its ``state``.
         """
-        process = self._process_table.make(self._process_table.free_name(name), factory)
+        process = self._process_table.make(self._process_table.free_name(name), factory, site=site)
         if not fail_fast:
             self._process_table.tolerate(process.name)
         self._set_up(process)
@@ -236,9 +262,7 @@ class Kit:
     def died(self, process: Process) -> None:
         """Let the broker notice the death of a process, and start the process again unless it must stay dead."""
         self.runner.unwind(process)
-        if not self.broker.dead:
-            for client_id in process.clients:
-                self.broker.forget(client_id)
+        self._forget(process)
         if process.starts_again:
             self._again(process)
 
@@ -256,47 +280,79 @@ class Kit:
 
     def join(self, process: Process) -> Process:
         """Start one more process like this one, and return it."""
-        other = self._process_table.make(self._process_table.free_name(process.name), process.factory)
+        other = self._process_table.make(
+            self._process_table.free_name(process.name), process.factory, site=process.site
+        )
         self._process_table.tolerate_like(process, other)
         self.note("fault", f"{other.label} joins, made like {process.label}")
         self._set_up(other)
         return other
 
     def lose(self, process: Process) -> None:
-        """Let the broker lose a process that does not notice: others get its queues while it still consumes.
+        """Let the brokers lose a process that does not notice: others get its queues while it still consumes.
 
         The process returns at its next heartbeat, which it sends every 30 s.
         """
         process = self._process_table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
-        for client_id in process.clients:
-            self.broker.call(ChannelClosed(client_id))
+        self._forget(process)
 
-    def crash_broker(self, *, down: float | timedelta = 0) -> None:
-        """Let the broker die and open it again after ``down`` seconds, with all acknowledged messages."""
-        self.note("fault", "the broker dies")
-        self.broker.abandon()
-        self._watchers.notify()
-        seconds = down.total_seconds() if isinstance(down, timedelta) else down
+    def _forget(self, process: Process) -> None:
+        for broker in self.brokers():
+            for client_id in () if broker.dead else process.clients:
+                broker.forget(client_id)
 
-        def open_again(now_ms: int) -> int | None:
-            self._open_broker()
-            self.note("fault", "the broker is back")
-            self._pulled_by.clear()
-            for process in self.processes:
-                for client in [] if process.dead else process.clients.values():
-                    client.forgotten_by(self.broker.name)
-            self._watchers.notify()
-            return None
+    def crash_broker(self, name: str | None = None, *, down: float | timedelta = 0) -> None:
+        """Let a broker die and open it again after ``down`` seconds, with all acknowledged messages."""
+        broker = self.broker if name is None else self.network.named(name)
+        label = broker.name if self.network.is_cluster else "the broker"
+        self.note("fault", f"{label} dies")
+        broker.abandon()
 
-        if not seconds:
-            open_again(self.clock.now_ms())
-        else:
-            with self.runner.lock:
-                self.runner.wake(Step("the broker is back", open_again), self.clock.now_ms() + round(1000 * seconds))
+        def open_again() -> None:
+            if self.network.named(broker.name).dead:
+                self.network.reopen(broker.name)
+                self.note("fault", f"{label} is back")
+                self._pulled_by.clear()
+                for process in self.processes:
+                    for client in [] if process.dead else process.clients.values():
+                        client.forgotten_by(broker.name)
+
+        self.runner.after(down, f"{label} is back", open_again)
+
+    def lose_site(self, site: str, *, down: float | timedelta) -> None:
+        """Let all brokers and processes of a site die, and start them again after ``down`` seconds.
+
+        Raises:
+            ConfigError: No broker is at this site.
+        """
+        brokers = [broker for broker in self.network.at(site) if not broker.dead]
+        lost = [one for one in self.processes if one.site == site and not one.dead and not one.is_test]
+        for broker in brokers:
+            self.crash_broker(broker.name, down=down)
+        for process in lost:
+            self.crash(process, restart=False)
+
+        def start_again() -> None:
+            for process in lost:
+                process.starts_again = True
+                self._again(process)
+
+        self.runner.after(down, f"site {site} is back", start_again)
+
+    def cut(self, one: str, other: str) -> None:
+        """Cut the link between two ends; see `Faults.cut`."""
+        for process, broker in self.network.cut(one, other, self.processes):
+            for client_id in process.clients:
+                broker.forget(client_id)
+        self.network.table.changed()
+
+    def heal(self, one: str, other: str) -> None:
+        """Restore the link between two ends."""
+        self.network.heal(one, other)
 
     def _again(self, process: Process) -> Process:
-        new = self._process_table.make(process.name, process.factory, process.generation + 1)
+        new = self._process_table.make(process.name, process.factory, process.generation + 1, process.site)
         self._set_up(new)
         return new
 
@@ -357,14 +413,14 @@ class Kit:
         """Add a line to the history."""
         self._history.note(self.clock.now_ms(), who, what)
 
-    def noted_pull(self, process: Process, request: PullMessage) -> None:
+    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull; the history gets a line when a process takes over a queue."""
-        place = request.group, request.topic, request.queue_id
+        place = request.group, request.topic, broker_name, request.queue_id
         if self._pulled_by.get(place) != process.label:
             before = self._pulled_by.get(place)
             self._pulled_by[place] = process.label
             if before is not None:
-                where = f"{request.topic}/{request.queue_id}"
+                where = self._history.place(request.topic, broker_name, request.queue_id)
                 self.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
@@ -375,24 +431,27 @@ class Kit:
         """Record a coroutine that the test or a listener has to await; `close` checks it."""
         return self._driver.noted_async_call(call, what)
 
-    def before_send(self, process: Process, topic: str) -> None:
+    def place(self, topic: str, broker_name: str, queue_id: int) -> str:
+        """Return a queue as the history shows it."""
+        return self._history.place(topic, broker_name, queue_id)
+
+    def before_send(self, process: Process, topic: str, broker_name: str) -> None:
         """Record a message before it is stored; refuse it if a fault is due."""
         if current_work() is None:
             try:
                 self._start()
             except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
-        if process is self._test:
+        if process.is_test:
             self._evidence.note_sent(topic)
-        self.faults.before_send(process, topic)
+        self.faults.before_send(process, topic, broker_name)
 
-    def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
+    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
         if current_work() is not None:
-            name = self.broker.name
             for offset_id in response.offset_ids:
-                self.runner.sent(name, topic, int(offset_id[-16:], 16))
-        self.faults.after_send(process, topic, response)
+                self.runner.sent(broker_name, topic, int(offset_id[-16:], 16))
+        self.faults.after_send(process, topic, broker_name, response)
 
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins."""
@@ -420,17 +479,6 @@ class Kit:
         """Return the process whose code this is."""
         return self._process_table.process_of(work)
 
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic; while the broker is down, the last known ones."""
-        if self.broker.dead:
-            return self._routes.get(topic, ())
-        found = self._routes[topic] = self.broker.topic_route(topic)
-        return found
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change and when the broker is reopened; return a function that ends this."""
-        return self._watchers.add(changed)
-
     # ---- its end
 
     def close(self) -> None:
@@ -452,14 +500,14 @@ class Kit:
             self._driver.check_awaited()
         finally:
             self._end()
-        if self.broker.dead:
-            self._open_broker()
+        for broker in self.brokers():
+            if broker.dead:
+                self.network.reopen(broker.name)
         left = self.undelivered()
-        self.broker.close()
-        damage = verify(self.path, self._store_config, self.files).damage
+        self.network.close()
+        damage = self.network.damage()
         if damage:
-            lines = "\n".join(f"{one.file} at {one.offset}: {one.what}" for one in damage[:10])
-            raise UnsoundStoreError(f"the broker's store is not sound:\n{lines}")
+            raise UnsoundStoreError("the broker's store is not sound:\n" + "\n".join(damage[:10]))
         if left:
             warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
 
@@ -469,7 +517,7 @@ class Kit:
             if self.runner.settles_history:
                 self._history.settle()
             self._end()
-            self.broker.abandon()
+            self.network.abandon()
 
     def _end(self) -> None:
         self._closed = True

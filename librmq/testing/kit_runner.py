@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 from librmq.clock import ManualClock
+from librmq.config import to_seconds
 from librmq.errors import EndlessLoopError
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Turn, Work
 from librmq.testing.faults import Faults
+from librmq.testing.network import Network
 from librmq.testing.process import Process, ProcessDied
 
 __all__ = ["KitRunner", "TurnObserver", "current_work"]
@@ -32,6 +35,7 @@ class TurnObserver(Protocol):
     """A runner's calls to the kit."""
 
     faults: Faults
+    network: Network
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -68,6 +72,14 @@ class TurnObserver(Protocol):
 
     def crash(self, process: Process) -> None:
         """Let a process die and start again."""
+        ...
+
+    def crash_broker(self, name: str, *, down: float) -> None:
+        """Let a broker die and return later."""
+        ...
+
+    def lose_site(self, site: str, *, down: float) -> None:
+        """Let a site die and return later."""
         ...
 
     def restart(self, process: Process) -> Process:
@@ -109,6 +121,20 @@ class KitRunner(ManualRunner):
     def settles(self) -> bool:
         """Return whether exploring has caused a fault, from which the cluster needs time to recover."""
         return False
+
+    def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
+        """Call a function after ``seconds``, immediately for 0."""
+        delay_ms = round(1000 * to_seconds("seconds", seconds))
+
+        def do(now_ms: int) -> int | None:
+            call()
+            return None
+
+        if not delay_ms:
+            call()
+        else:
+            with self.lock:
+                self.wake(Step(label, do), self.now_ms() + delay_ms)
 
     def unwind(self, process: Process) -> None:
         """End the running code of a dead process: its coroutines raise `ProcessDied` at their places."""

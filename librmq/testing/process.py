@@ -16,7 +16,6 @@ from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.config import ConsumerKeywords
-from librmq.errors import BrokerUnreachableError
 from librmq.files.seam import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
@@ -36,6 +35,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Work
 from librmq.testing.history import show
+from librmq.testing.network import Network
 
 __all__ = ["Process", "ProcessDied", "ProcessHost"]
 
@@ -75,28 +75,24 @@ class ProcessDied(BaseException):
 class ProcessHost(Protocol):
     """The surroundings of a process; `Kit` is one."""
 
-    broker: Broker
     files: Files
     path: str
+    network: Network
 
     @property
     def runner(self) -> Runner:
         """The runner of all processes."""
         ...
 
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic."""
-        ...
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` whenever topics change; return a function that ends this."""
-        ...
-
     def note(self, who: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
         ...
 
-    def noted_pull(self, process: Process, request: PullMessage) -> None:
+    def place(self, topic: str, broker_name: str, queue_id: int) -> str:
+        """Return a queue as the history shows it."""
+        ...
+
+    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull."""
         ...
 
@@ -108,11 +104,11 @@ class ProcessHost(Protocol):
         """Record a coroutine that has to be awaited, and return it."""
         ...
 
-    def before_send(self, process: Process, topic: str) -> None:
+    def before_send(self, process: Process, topic: str, broker_name: str) -> None:
         """Refuse a send if a fault is due."""
         ...
 
-    def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
+    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Lose or delay the answer to a send if a fault is due."""
         ...
 
@@ -125,15 +121,25 @@ class Process:
     """One process: a `Route` for the producers and consumers in it. Made by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
-        self, kit: ProcessHost, name: str, generation: int, host: str, factory: Callable[[Process], object]
+        self,
+        kit: ProcessHost,
+        name: str,
+        generation: int,
+        host: str,
+        factory: Callable[[Process], object],
+        site: str | None = None,
     ) -> None:
         self.name = name
+        self.site = site
+        """Its site, with which ids of its clients begin."""
         self.generation = generation
         """1 for the first, one more after each restart."""
         self.label = name if generation == 1 else f"{name}~{generation}"
         """Name and generation, the same in each run."""
         self.dead = False
         """Whether it has died or was shut down."""
+        self.is_test = False
+        """Whether it is the test's own process, which no fault concerns."""
         self.starts_again = True
         """Whether another process replaces it when it dies."""
         self.state: Any = None
@@ -201,17 +207,21 @@ class Process:
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""
-        return self._kit.topic_route(topic)
+        return self._kit.network.topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
-        """Return the name of the one broker."""
-        return (self._kit.broker.name,)
+        """Return the names of the brokers that the process can reach, sorted."""
+        return self._kit.network.names_for(self)
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the queues of a topic in all brokers, also in those that are down."""
+        return self._kit.network.registered_route(topic)
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the process's connection to a broker."""
         connection = self._connections.get(broker_name)
         if connection is None:
-            self._kit.broker.endpoint(broker_name)  # raises NoRouteError for an unknown name
+            self._kit.network.named(broker_name)
             connection = self._connections[broker_name] = _Connection(self._kit, self, broker_name)
         return connection
 
@@ -222,14 +232,14 @@ class Process:
             if not self.dead:
                 changed()
 
-        return self._kit.watch(unless_dead)
+        return self._kit.network.watch(unless_dead)
 
     # ---- its end
 
     def die(self) -> None:
         """Take no more of its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
-        for client in self.clients.values():
+        for client in (*self.clients.values(), *(consumer.client for consumer in self.consumers)):
             client.dead = True
 
     def shut_down(self) -> None:
@@ -253,43 +263,42 @@ class _Connection:
         process, kit = self._process, self._kit
         if process.dead:
             raise ProcessDied(process.label)
-        if kit.broker.dead:
-            raise BrokerUnreachableError(f"{self._name} is down")
+        broker = kit.network.reached(process, self._name)
         if process.skew_ms:
             request = _skewed(request, process.skew_ms)
         if isinstance(request, SendMessage | SendBatch):
-            return cast(R, self._send(request))
+            return cast(R, self._send(request, broker))
         if isinstance(request, Heartbeat):
             if isinstance(request.client, Client):
                 process.clients[request.client_id] = request.client
             kit.noted_heartbeat(process, request)
         elif isinstance(request, PullMessage):
-            kit.noted_pull(process, request)
+            kit.noted_pull(process, request, self._name)
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
             kit.note(f"{request.group}@{process.label}", f"sends a message back ({level})")
         elif isinstance(request, EndTransaction):
             kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
-            place = f"{request.topic}/{request.queue_id}"
+            place = kit.place(request.topic, self._name, request.queue_id)
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
-        return kit.broker.call(request)
+        return broker.call(request)
 
-    def _send(self, request: SendMessage | SendBatch) -> SendResponse:
+    def _send(self, request: SendMessage | SendBatch, broker: Broker) -> SendResponse:
         kit, process = self._kit, self._process
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)
         if not of_consumer:
-            kit.before_send(process, first.topic)
+            kit.before_send(process, first.topic, self._name)
             if process.dead:
                 raise ProcessDied(process.label)
-        response = kit.broker.call(request)
+        response = broker.call(request)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
-        place = f"{first.topic}/{response.queue_id}:{response.queue_offset}"
+        place = f"{kit.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"
         kit.note(process.label, lambda: f"{what} {show(first)}")
         if not of_consumer:
-            kit.after_send(process, first.topic, response, count)
+            kit.after_send(process, first.topic, self._name, response)
         return response
 
 

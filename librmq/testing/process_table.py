@@ -25,12 +25,14 @@ class ProcessTable:
         self._choose = choose
         self._tolerated: set[str] = set()
 
-    def make(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
+    def make(
+        self, name: str, factory: Callable[[Process], Any], generation: int = 1, site: str | None = None
+    ) -> Process:
         """Return a new process, with a client id that sorts after the earlier ones or, if chosen so, before them."""
         count = len(self.processes)
         order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
         host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
-        process = Process(self._host, name, generation, host, factory)
+        process = Process(self._host, name, generation, host, factory, site)
         before = next((one for one in self.processes if one.name == name), None)
         if before is not None:
             process.restarts(before)
