@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -13,12 +14,15 @@ from typing import Any, Final
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, InputError
+from librmq.files.disk import DiskFiles
+from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
-from librmq.store.format.directory import check_config, infer_config
+from librmq.store.format.directory import check_config, check_kind, infer_config
 
 __all__ = [
     "check_text",
     "field",
+    "files_and_config",
     "input_size",
     "parse_object",
     "parse_time",
@@ -181,3 +185,17 @@ def settle_config(store: str, files: Files, config_file: str | None) -> StoreCon
     except ConfigError as error:
         raise InputError(f"{config_file}: {error}") from None
     return config
+
+
+def files_and_config(
+    arguments: argparse.Namespace, *, writable: bool = False, log_only: bool = False
+) -> tuple[Files, StoreConfig]:
+    """Return the files and settings of the store that a command names; with ``--dry-run`` changes stay in memory.
+
+    Raises:
+        InputError: A setting is unknown or out of range, or contradicts the store's files.
+        NotAStoreError: There is no store that the command can use, as `check_kind` says.
+    """
+    files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
+    check_kind(arguments.store, files, writable=writable, log_only=log_only)
+    return files, settle_config(arguments.store, files, arguments.config)

@@ -7,17 +7,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from librmq.cli.input import settle_config
+from librmq.cli.input import files_and_config
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError
-from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.store.format.directory import COMMITLOG, check_kind
+from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record
 
 __all__ = ["dump", "zero_from"]
@@ -27,9 +26,7 @@ _ZEROS: Final = bytes(1 << 20)
 
 def dump(arguments: argparse.Namespace, output: Output) -> int:
     """Print every record up to the first damage; with ``--all`` also the records behind it."""
-    files = DiskFiles()
-    check_kind(arguments.store, files, log_only=True)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments, log_only=True)
     folder = os.path.join(arguments.store, COMMITLOG)
     sequence = MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(32), writable=False)
     levels = DelayLevels.parse(config.message_delay_level)

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from librmq.cli.input import input_size, read_config, settle_config, standard_input
+from librmq.cli.input import files_and_config, input_size, read_config, standard_input
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar, log_bar
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
-from librmq.store.format.directory import CONFIG, check_kind
+from librmq.store.format.directory import CONFIG
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
@@ -29,9 +28,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.cli.rows import verify_row
     from librmq.store.recovery import verify
 
-    files = DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments)
     with log_bar("verify", arguments.store, 2):
         verdict = verify.verify(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
@@ -44,12 +41,9 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 def recover(arguments: argparse.Namespace, output: Output) -> int:
     """Recover the store in place, or with ``--dry-run`` in memory, and print its new state and the cuts."""
     from librmq.cli.rows import cut_row, store_row
-    from librmq.files.overlay import OverlayFiles
     from librmq.store import MessageStore
 
-    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments)
     filters = _registrations(arguments.store, files) if config.enable_consumequeue_ext else None
     with (
         log_bar("recover", arguments.store, 2),
@@ -74,9 +68,7 @@ def _registrations(store: str, files: Files) -> Registrations | None:
 
 def load(arguments: argparse.Namespace, output: Output) -> int:
     """Apply the operations on standard input."""
-    files = DiskFiles()
-    check_kind(arguments.store, files, writable=True)
-    config = settle_config(arguments.store, files, arguments.config)
+    _, config = files_and_config(arguments, writable=True)
 
     from librmq.cli import load
     from librmq.scheduling.timer import TimerConfig
@@ -107,8 +99,6 @@ def _counted(lines: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
 
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     """Print the settings with which a RocketMQ broker opens the store."""
-    files = DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    _, config = files_and_config(arguments)
     sys.stdout.write(broker_conf_of(arguments.store, config))
     return 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from librmq.cli.input import settle_config
+from librmq.cli.input import files_and_config
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.errors import InputError
-from librmq.files.disk import DiskFiles
 from librmq.store import MessageStore
-from librmq.store.format.directory import check_kind
 
 __all__ = ["open_store", "queue", "queues"]
 
@@ -21,9 +19,7 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
 
     With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
     """
-    files = DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments)
     if all_in_memory:
         config = dataclasses.replace(
             config,

@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.bodies import shown_row
-from librmq.cli.input import settle_config
+from librmq.cli.input import files_and_config
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
-from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry
-from librmq.store.format.directory import COMMITLOG, check_kind
+from librmq.store.format.directory import COMMITLOG
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
@@ -37,9 +36,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     """Print the selected messages in log order."""
     selection = select(arguments)
     if selection.topic is None and not selection.is_by_index:
-        files = DiskFiles()
-        check_kind(arguments.store, files, log_only=True)
-        config = settle_config(arguments.store, files, arguments.config)
+        files, config = files_and_config(arguments, log_only=True)
         levels = DelayLevels.parse(config.message_delay_level)
         folder = os.path.join(arguments.store, COMMITLOG)
         sequence = MappedFileQueue(

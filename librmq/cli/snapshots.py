@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.input import settle_config
+from librmq.cli.input import files_and_config
 from librmq.cli.output import Output
 from librmq.cli.progress import log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
-from librmq.files.disk import DiskFiles
-from librmq.store.format.directory import check_kind
 
 __all__ = ["restore", "salvage", "snapshot"]
 
@@ -20,9 +18,8 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.store.recovery import salvage
     from librmq.store.upkeep.snapshot import rescue
 
-    files, store = DiskFiles(), arguments.store
-    check_kind(store, files, log_only=True)
-    config = settle_config(store, files, arguments.config)
+    store = arguments.store
+    files, config = files_and_config(arguments, log_only=True)
     if arguments.into is not None:
         with log_bar("salvage", store, 3):
             made = rescue(store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap)))
@@ -39,9 +36,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     """Make a snapshot and print its row."""
     from librmq.store.upkeep.snapshot import snapshot
 
-    files = DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments)
     with log_bar("snapshot", arguments.store, 3):
         made = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
     output.row(snapshot_row(made))
@@ -52,9 +47,7 @@ def restore(arguments: argparse.Namespace, output: Output) -> int:
     """Make a store from a snapshot and print its row."""
     from librmq.store.upkeep.snapshot import restore
 
-    files = DiskFiles()
-    check_kind(arguments.store, files)
-    config = settle_config(arguments.store, files, arguments.config)
+    files, config = files_and_config(arguments)
     with log_bar("restore", arguments.store, 3):
         made = restore(arguments.store, arguments.target, config, files=files)
     output.row(snapshot_row(made))
