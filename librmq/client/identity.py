@@ -9,11 +9,12 @@ the grid of 30 s, which begins 1 s after the start.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import os
 from collections.abc import Callable
 from random import Random
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, Self, TypeVar, cast
 
 from librmq.cluster.sites import check_site
 from librmq.config import check_kind
@@ -37,7 +38,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["Client", "LifeCycle", "Member", "State", "check_route"]
+__all__ = ["Client", "LifeCycle", "Member", "Startable", "State", "client_of"]
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
@@ -97,7 +98,7 @@ class LifeCycle:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 
-def check_route(route: object, user: str) -> None:
+def _check_route(route: object, user: str) -> None:
     """Refuse a ``route`` that is not one, such as a path, for a ``user`` such as ``Producer``.
 
     Raises:
@@ -106,6 +107,49 @@ def check_route(route: object, user: str) -> None:
     if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
         opened = f": open it with Broker.open({os.fspath(route)!r})" if isinstance(route, str | os.PathLike) else ""
         raise TypeError(f"{user}: expected a route, which is a Broker or a RouteTable, found {route!r:.80}{opened}")
+
+
+def client_of(route: Route, user: str, client: Client | None, instance_name: str | None) -> Client:
+    """Return the identity of a new producer or consumer, whose class is ``user``: the given one, or a new one.
+
+    Raises:
+        ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
+        TypeError: ``route`` is not a `Route`, or ``client`` is not a `Client`.
+    """
+    _check_route(route, user)
+    check_kind("client", client, Client)
+    if client is None:
+        return Client(route, instance_name=instance_name)
+    if instance_name is not None:
+        raise ConfigError(f"instance_name: expected None with client, which has a name, found {instance_name!r:.80}")
+    client.check_route(route)
+    return client
+
+
+class Startable:
+    """What a ``with`` or ``async with`` block starts and shuts down."""
+
+    client: Client
+
+    def start(self) -> Self:
+        """Start."""
+        raise NotImplementedError
+
+    def shutdown(self) -> object:
+        """Shut down. A repetition does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.client.runner.offload(functools.partial(self.__exit__, kind))
 
 
 class Member(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.client.identity import Client, LifeCycle, State, check_route
+from librmq.client.identity import Client, LifeCycle, Startable, State, client_of
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
@@ -57,7 +57,7 @@ Body = bytes | bytearray | memoryview | str
 """Type of a body; text is sent as UTF-8."""
 
 
-class Producer:
+class Producer(Startable):
     """A sender of messages, which starts with its first send or by `start`. Thread-safe.
 
     ``route`` is a `Broker` or a `RouteTable`. Producers of one group have different clients; each has one of its own
@@ -91,18 +91,14 @@ class Producer:
             ConfigError: There is no such setting, or its value is refused.
             TypeError: ``route`` is no route.
         """
-        check_route(route, type(self).__name__)
         validate_group(group)
+        self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         given: dict[str, Any] = dict(settings)
         if isinstance(given.get("timeout"), timedelta):
             given["timeout"] = to_seconds("timeout", given["timeout"])
         config = ProducerConfig.given_or_default(config).with_settings(given)
         check_kind("metrics", metrics, Metrics)
-        check_kind("client", client, Client)
-        if client is not None:
-            client.check_route(route)
-        self.client = client or Client(route, instance_name=instance_name)
         self.route = route
         self.hooks: list[SendHook] = list(hooks)
         self.metrics = metrics
@@ -163,18 +159,6 @@ class Producer:
     async def shutdown_async(self) -> bool:
         """Shut down without blocking the event loop."""
         return await self._runner.offload(self.shutdown)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown_async()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"

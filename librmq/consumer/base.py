@@ -12,15 +12,15 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.broker.group_differences import comparable
 from librmq.client.allocation import refuse_differences
-from librmq.client.identity import Client, LifeCycle, State, check_route
-from librmq.config import check_kind, to_seconds
+from librmq.client.identity import Client, LifeCycle, Startable, State, client_of
+from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance_state import instance_state
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
 from librmq.consumer.subscription import check_at_brokers, make_subscription
-from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.errors import ClientStateError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
@@ -55,25 +55,19 @@ SAVE_INTERVAL_MS: Final = 5_000
 _log = EventLog("librmq.consumer")
 
 
-class Consumer(Generic[C]):
+class Consumer(Startable, Generic[C]):
     """One instance of a consumer group. Its state changes under the runner's lock."""
 
     kind: str
     """``push`` or ``pull``."""
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
-        check_route(route, type(self).__name__)
         validate_group(group)
-        if client is not None and instance_name is not None:
-            raise ConfigError("instance_name: the client that was given has one")
-        check_kind("client", client, Client)
-        if client is not None:
-            client.check_route(route)
+        self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.config = config
         self.route = route
         self.runner: Runner = route.runner
-        self.client = client or Client(route, instance_name=instance_name)
         name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
         self.label = f"{group}@{name}" if name else group
         """Group and instance, the same in each run."""
@@ -237,19 +231,6 @@ class Consumer(Generic[C]):
 
     def _end(self) -> None:
         """Release this instance's locks at the brokers."""
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self.start()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self.runner.offload(functools.partial(self.__exit__, kind))
 
     def __repr__(self) -> str:
         topics = ", ".join(topic for topic in self.subscriptions if topic != retry_topic(self.group))

@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, cast
 
-from librmq.client.identity import Client, LifeCycle, check_route
+from librmq.client.identity import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
 from librmq.config import to_seconds
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.subscription import check_at_brokers, make_subscription
-from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
+from librmq.errors import BrokerUnreachableError, ClientStateError, NoRouteError, ReceiptError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
 from librmq.protocol import (
@@ -103,7 +103,7 @@ class _Wait:
                 endpoint.call(CancelReceive(notify))
 
 
-class SimpleConsumer:
+class SimpleConsumer(Startable):
     """An instance of a group that receives messages and acknowledges each. Thread-safe, also for parallel receives.
 
     ::
@@ -130,16 +130,11 @@ class SimpleConsumer:
             ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
             TypeError: ``route`` is not a route.
         """
-        check_route(route, type(self).__name__)
         validate_group(group)
-        if client is not None and instance_name is not None:
-            raise ConfigError("instance_name: expected None with client, which has one")
-        if client is not None:
-            client.check_route(route)
+        self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.route = route
         self.runner: Runner = route.runner
-        self.client = client or Client(route, instance_name=instance_name)
         self.subscriptions: dict[str, Subscription] = {}
         """By topic."""
         self._life = LifeCycle(f"simple consumer of group {group!r}")
@@ -192,18 +187,6 @@ class SimpleConsumer:
     async def shutdown_async(self) -> None:
         """Shut down without blocking the event loop."""
         await self.runner.offload(self.shutdown)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown_async()
 
     def __repr__(self) -> str:
         topics = ", ".join(self.subscriptions) or "none"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from librmq.broker import Broker
-from librmq.client.identity import Client
-from librmq.consumer import PushConsumer
+from librmq.client import Client, Producer
+from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.errors import ConfigError
 from librmq.runtime.manual import ManualRunner
 
@@ -18,3 +18,10 @@ def test_a_name_that_can_not_be_printed_is_refused(name: str) -> None:
             with pytest.raises(ConfigError, match="instance_name: expected printable characters"):
                 make()
         assert Client(broker, instance_name="caisse é").client_id.endswith("@caisse é")
+
+
+@pytest.mark.parametrize("kind", [Producer, PushConsumer, PullConsumer, SimpleConsumer])
+def test_a_client_has_a_name_already(kind: type[Producer | PushConsumer | PullConsumer | SimpleConsumer]) -> None:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        with pytest.raises(ConfigError, match="instance_name: expected None with client, which has a name, found 'a'"):
+            kind(broker, "g", client=Client(broker, instance_name="b"), instance_name="a")
