@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -17,6 +20,7 @@ from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry, is_indexed
+from librmq.testing.files import Event
 from tests.budget import some
 
 ROOT = "/store"
@@ -36,7 +40,8 @@ SMALL = StoreConfig.broker(
     max_message_size=3000,
 )
 """Files so small that a few dozen messages fill several of each kind."""
-SMALL_EXT = StoreConfig(**{**{name: getattr(SMALL, name) for name in SMALL.__slots__}, "enable_consumequeue_ext": True})
+SMALL_EXT = replace(SMALL, enable_consumequeue_ext=True)
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 
 Contents = dict[str, bytes | None]
 """What a folder holds: bytes by relative path, None for a folder."""
@@ -100,6 +105,20 @@ def on_disk(found: Contents, folder: Path) -> Path:
 def died(files: MemoryFiles) -> MemoryFiles:
     """What a process leaves that dies now: the contents, without its lock."""
     return in_memory(contents(files))
+
+
+def apply(files: MemoryFiles, event: Event) -> None:
+    """Repeat a recorded call, if it changes what a process sees."""
+    if event.call == "make_folder":
+        files.make_folder(event.path)
+    elif event.call == "create":
+        files.create(event.path, event.offset)
+    elif event.call == "replace":
+        files.write(event.path, event.data)
+    elif event.call == "delete":
+        files.delete(event.path)
+    elif event.call == "write":
+        files.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
 
 
 def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:

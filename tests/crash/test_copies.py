@@ -19,7 +19,7 @@ from librmq.store.upkeep.snapshot import rescue, restore, snapshot
 from librmq.testing import CrashImages, Image, RecordingFiles
 from tests.budget import examples
 from tests.crash.runs import BusyFiles
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, fill, filled, opened
+from tests.stores import ROOT, SMALL, START_MS, Contents, configs, fill, filled, opened
 
 TARGET = "/snapshots/of today/one"
 
@@ -47,7 +47,7 @@ def open_target(files: Files, config: StoreConfig) -> MessageStore:
     return MessageStore.open(TARGET, config, files=files, clock=ManualClock(START_MS))
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@configs
 @pytest.mark.parametrize("make", [snapshot, restore, rescue])
 def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[..., object]) -> None:
     found = filled(config)

@@ -18,9 +18,7 @@ from librmq.store.upkeep.retention import Retention
 from librmq.testing import CrashImages, FailingFiles, Image
 from tests.budget import some
 from tests.crash.runs import BusyFiles, assert_settled
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, fill, opened, served
-
-configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, configs, fill, opened, served
 
 
 def filled(files: BusyFiles, config: StoreConfig, count: int = 60) -> MessageStore:

@@ -71,6 +71,18 @@ class Post:
     def run(self, sender: OutboxSender) -> int:
         return sender.run_due(self.clock.now_ms()) - self.clock.now_ms()
 
+    def second_sender_meanwhile(self) -> Recorder:
+        """Let another sender run during each send of the first; return its producer."""
+        second = Recorder()
+        other = self.sender(second)
+
+        def meanwhile(message: Message) -> object:
+            self.run(other)
+            return SendStatus.SEND_OK
+
+        self.producer.then = meanwhile
+        return second
+
     def rows(self, state: int) -> int:
         return int(self.place.run(f"SELECT COUNT(*) FROM {self.table} WHERE state = {state}")[0][0])
 
@@ -238,14 +250,7 @@ def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytes
 
 
 def test_nothing_is_claimed_twice(post: Post) -> None:
-    second = Recorder()
-    other = post.sender(second)
-
-    def meanwhile(message: Message) -> object:
-        post.run(other)
-        return SendStatus.SEND_OK
-
-    post.producer.then = meanwhile
+    second = post.second_sender_meanwhile()
     post.add(*map(str, range(150)))
     post.run(post.sender())
     assert sorted(map(int, post.producer.bodies + second.bodies)) == list(range(150))
@@ -294,14 +299,7 @@ def test_rows_of_a_key_wait_for_each_other(post: Post) -> None:
 
 
 def test_rows_of_a_key_wait_for_another_sender_too(post: Post) -> None:
-    second = Recorder()
-    other = post.sender(second)
-
-    def meanwhile(message: Message) -> object:
-        post.run(other)
-        return SendStatus.SEND_OK
-
-    post.producer.then = meanwhile
+    second = post.second_sender_meanwhile()
     post.add("a1", "a2", "a3", order_key="a")
     post.run(post.sender())
     assert second.bodies == []

@@ -18,38 +18,19 @@ from librmq.message.record import (
     MESSAGE_MAGIC_V2,
     TRANSACTION_COMMIT,
     Record,
-    body_checksum,
     compress_body,
     encode_record,
     offset_message_id,
     tags_code,
 )
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
+from tests.message.samples import record
 
 RAW = b"UNIQ_KEY\x010A0B\x02KEYS\x01k1  k2\x02TAGS\x01TagA\x02e\x01\x02e\x01\xc3\xa9"
 
 
 def stored(**changes: object) -> Record:
-    body = changes.pop("body", b"hello")
-    assert isinstance(body, bytes)
-    fields: dict[str, object] = {
-        "topic": "主题",
-        "queue_id": 3,
-        "flag": -7,
-        "queue_offset": 2**40,
-        "physical_offset": 2**41,
-        "sys_flag": TRANSACTION_COMMIT,
-        "born_timestamp_ms": 1,
-        "born_host": ("192.168.1.10", 54321),
-        "store_timestamp_ms": 2,
-        "store_host": ("127.0.0.1", 10911),
-        "reconsume_times": 4,
-        "prepared_transaction_offset": 5,
-        "body": body,
-        "body_crc": body_checksum(body),
-        "properties_raw": RAW,
-    }
-    return Record(**(fields | changes))  # type: ignore[arg-type]
+    return record(**{"topic": "主题", "sys_flag": TRANSACTION_COMMIT, "properties_raw": RAW, **changes})
 
 
 def read_back(body: bytes) -> StoredMessage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_thousand_messages_over_a_week() -> None:
 
 
 def test_many_new_messages_take_several_turns() -> None:
-    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 32}))
+    wheel = Wheel(replace(TINY, most_at_once=32))
     for number in range(100):
         message = Message("T", b"%d" % number)
         message.properties["TIMER_DELAY_SEC"] = "5"
@@ -475,7 +476,7 @@ def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
 
 
 def test_a_clock_that_is_put_back_while_a_slot_is_emptied() -> None:
-    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 2}))
+    wheel = Wheel(replace(TINY, most_at_once=2))
     for number in range(5):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
     wheel.clock.advance(ms=5_000)

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tests.stores import (
     START_MS,
     Contents,
     any_message,
+    configs,
     contents,
     died,
     fill,
@@ -42,13 +44,6 @@ from tests.stores import (
     opened,
     served,
 )
-
-configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
-
-
-def sized(config: StoreConfig, total: int) -> StoreConfig:
-    """The same with retention by size."""
-    return StoreConfig(**{**{name: getattr(config, name) for name in config.__slots__}, "max_total_size": total})
 
 
 def shown(store: MessageStore) -> tuple[object, ...]:
@@ -131,7 +126,7 @@ class Course:
     def __init__(self, seed: int, files: Files, root: str) -> None:
         self.rng = random.Random(seed)
         config = self.rng.choice([SMALL, SMALL_EXT])
-        self.pair = Pair(files, sized(config, 6 * 4096), root)
+        self.pair = Pair(files, replace(config, max_total_size=6 * 4096), root)
         self.writing = True
         self.expected = shown(self.pair.writer)
 
@@ -544,7 +539,7 @@ def test_a_topic_that_is_made_anew(pair: Pair) -> None:
 
 @configs
 def test_retention_is_survived(config: StoreConfig) -> None:
-    pair = Pair(config=sized(config, 5 * 4096))
+    pair = Pair(config=replace(config, max_total_size=5 * 4096))
     fill(pair.writer, pair.clock, random.Random(8), 60)
     held = list(pair.reader)
     raw = [bytes(message.raw) for message in held]
@@ -592,7 +587,7 @@ class Meanwhile(MemoryFiles):
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
     files = Meanwhile()
-    pair = Pair(files, sized(SMALL, 3 * 4096))
+    pair = Pair(files, replace(SMALL, max_total_size=3 * 4096))
 
     def write(count: int) -> None:
         for number in range(count):
@@ -625,7 +620,7 @@ def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
 
 
 def test_files_that_go_while_the_log_is_walked_through(pair: Pair) -> None:
-    pair = Pair(config=sized(SMALL, 3 * 4096))
+    pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     for number in range(120):
         pair.writer.append(Message("TopicA", b"x" * 100, keys=f"k{number}"))
     messages = iter(pair.reader)
@@ -643,7 +638,7 @@ def test_files_that_go_while_the_log_is_walked_through(pair: Pair) -> None:
 
 def test_a_reader_that_was_asleep_for_long(pair: Pair) -> None:
     """All that it knew of is gone."""
-    pair = Pair(config=sized(SMALL, 3 * 4096))
+    pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     fill(pair.writer, pair.clock, random.Random(1), 10)
     pair.reader.refresh()
     for _ in range(10):

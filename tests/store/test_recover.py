@@ -38,6 +38,8 @@ from tests.stores import (
     SMALL_EXT,
     START_MS,
     Contents,
+    apply,
+    configs,
     contents,
     derived,
     died,
@@ -47,8 +49,6 @@ from tests.stores import (
     opened,
     served,
 )
-
-configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 
 
 def last_log_file(found: Contents) -> str:
@@ -85,18 +85,9 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     replay = MemoryFiles()
     whole: set[int] = set()
     for number, event in enumerate(files.trace):
-        if event.call == "make_folder":
-            replay.make_folder(event.path)
-        elif event.call == "create":
-            replay.create(event.path, event.offset)
-        elif event.call == "replace":
-            replay.write(event.path, event.data)
-        elif event.call == "delete":
-            replay.delete(event.path)
-        elif event.call == "write":
-            replay.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
-            if "/commitlog/" in event.path and len(event.data) > 8:
-                whole.add(int(os.path.basename(event.path)) + event.offset)
+        apply(replay, event)
+        if event.call == "write" and "/commitlog/" in event.path and len(event.data) > 8:
+            whole.add(int(os.path.basename(event.path)) + event.offset)
         if (number % (3 * step()) and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
             continue
         copy = died(replay)
@@ -294,7 +285,7 @@ def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behin
     assert verify(ROOT, SMALL, again).sound
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@configs
 @pytest.mark.parametrize("thorough", [False, True])
 def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: bool) -> None:
     """As in 4.9: its properties no longer have them, but they were written before."""

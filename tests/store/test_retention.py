@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,13 @@ from librmq.store.upkeep.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.testing.files import Event
 from tests.budget import some
-from tests.stores import ROOT, SMALL, SMALL_EXT, contents, died, opened, served
+from tests.stores import ROOT, SMALL, apply, configs, contents, died, opened, served
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
 MIDNIGHT = 1_700_006_400_000  # 2023-11-15 00:00 UTC
 FILE = SMALL.commitlog_file_size
 BODY = bytes(900)  # four records fill a file of the log
-configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
-
-
-def with_settings(config: StoreConfig = SMALL, **changes: Any) -> StoreConfig:
-    return StoreConfig(**{**{name: getattr(config, name) for name in config.__slots__}, **changes})
 
 
 class Kept:
@@ -144,7 +140,7 @@ def test_an_old_file_behind_one_that_stays_stays() -> None:
 def test_how_long_files_are_kept_is_a_setting(hours: int) -> None:
     at = MIDNIGHT
     every_hour = ";".join(map(str, range(24)))
-    config = with_settings(file_reserved_hours=hours, delete_when=every_hour)
+    config = replace(SMALL, file_reserved_hours=hours, delete_when=every_hour)
     kept = Kept(by_files(at, at), config)
     if hours:
         assert kept.run(at + hours * HOUR - 1) == at + hours * HOUR
@@ -165,7 +161,7 @@ def test_file_times_are_never_looked_at(tmp_path: Path) -> None:
 
 def test_a_file_is_walked_through_only_where_nothing_else_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     at = MIDNIGHT + 4 * HOUR
-    kept = Kept([*by_files(at), at, at, at, at + HOUR, *by_files(at + 2 * HOUR)], with_settings(delete_when="4;5;6"))
+    kept = Kept([*by_files(at), at, at, at, at + HOUR, *by_files(at + 2 * HOUR)], replace(SMALL, delete_when="4;5;6"))
     walks: list[int] = []
     scan = kept.store.log.scan
 
@@ -235,7 +231,7 @@ def test_the_hour_lasts_an_hour(minutes: int, goes: bool) -> None:
 
 
 def test_several_hours() -> None:
-    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), with_settings(delete_when="23;4;16"))
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), replace(SMALL, delete_when="23;4;16"))
     begin = MIDNIGHT + 5 * DAY
     assert [kept.retention._next_hour(begin + hour * HOUR) for hour in (0, 5, 16, 17)] == [
         begin + hour * HOUR for hour in (4, 16, 16, 23)
@@ -266,7 +262,7 @@ def utc(day: int, hour: int, minute: int = 0, *, month: int) -> int:
 
 
 def hours_of(delete_when: str, zone: tzinfo) -> Callable[[int], int | None]:
-    return Kept(by_files(MIDNIGHT), with_settings(delete_when=delete_when), zone=zone).retention._next_hour
+    return Kept(by_files(MIDNIGHT), replace(SMALL, delete_when=delete_when), zone=zone).retention._next_hour
 
 
 def test_the_hour_is_local() -> None:
@@ -396,7 +392,7 @@ def test_the_refusal_says_why() -> None:
 
 
 def test_the_ratios_are_settings() -> None:
-    config = with_settings(disk_max_used_ratio=10, disk_force_clean_ratio=20, disk_refuse_ratio=30)
+    config = replace(SMALL, disk_max_used_ratio=10, disk_force_clean_ratio=20, disk_refuse_ratio=30)
     kept = Kept(by_files(*[MIDNIGHT] * 3), config)
     for used, files, refuses in ((0.2, 3, False), (0.21, 2, False), (0.31, 1, True)):
         ratio(kept, used)
@@ -416,7 +412,7 @@ def test_a_real_disk_is_measured(tmp_path: Path) -> None:
 
 def test_more_than_the_total_size_goes_at_once() -> None:
     now = MIDNIGHT + 12 * HOUR
-    kept = Kept(by_files(*[now] * 15), with_settings(max_total_size=3 * FILE + FILE // 2))
+    kept = Kept(by_files(*[now] * 15), replace(SMALL, max_total_size=3 * FILE + FILE // 2))
     assert kept.run(now) == now + 100  # ten a step
     assert kept.deleted == list(range(10))
     kept.run(now + 100)
@@ -426,7 +422,7 @@ def test_more_than_the_total_size_goes_at_once() -> None:
 
 
 def test_the_size_does_not_wait_for_the_end_of_a_round() -> None:
-    kept = Kept(by_files(*[MIDNIGHT] * 12), with_settings(max_total_size=12 * FILE))
+    kept = Kept(by_files(*[MIDNIGHT] * 12), replace(SMALL, max_total_size=12 * FILE))
     ratio(kept, 0.86)
     for number in range(10):
         kept.run(MIDNIGHT + 100 * number)
@@ -437,20 +433,20 @@ def test_the_size_does_not_wait_for_the_end_of_a_round() -> None:
 
 
 def test_the_size_counts_whole_files_and_the_newest_stays() -> None:
-    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), with_settings(max_total_size=2 * FILE))
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), replace(SMALL, max_total_size=2 * FILE))
     kept.run(MIDNIGHT)
     assert kept.log_files == [0, 1]
     kept.append([MIDNIGHT])
     kept.run(MIDNIGHT)
     assert kept.log_files == [1, 2]
-    one = Kept(by_files(*[MIDNIGHT] * 3), with_settings(max_total_size=FILE))
+    one = Kept(by_files(*[MIDNIGHT] * 3), replace(SMALL, max_total_size=FILE))
     assert one.run(MIDNIGHT) is None
     assert one.log_files == [2]
 
 
 def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
     assert (StoreConfig().max_total_size, StoreConfig().file_reserved_hours) == (4096 * MIB, None)
-    kept = Kept(by_files(*[MIDNIGHT] * 4), with_settings(file_reserved_hours=None, max_total_size=2 * FILE))
+    kept = Kept(by_files(*[MIDNIGHT] * 4), replace(SMALL, file_reserved_hours=None, max_total_size=2 * FILE))
     assert kept.run(MIDNIGHT + 10**12) is None
     assert kept.log_files == [2, 3]
 
@@ -459,7 +455,7 @@ def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
 
 
 def test_the_newest_file_stays_whatever_happens() -> None:
-    config = with_settings(max_total_size=FILE, delete_when="0")
+    config = replace(SMALL, max_total_size=FILE, delete_when="0")
     kept = Kept(by_files(MIDNIGHT), config)
     ratio(kept, 0.99)
     kept.run(MIDNIGHT + 100 * DAY)
@@ -484,7 +480,7 @@ def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
     files = died(kept.files)  # type: ignore[arg-type]
     with opened(files) as store:
         assert store.log.end == FILE
-        config = with_settings(max_total_size=FILE)
+        config = replace(SMALL, max_total_size=FILE)
         retention = Retention(store.log, store.queues.values, store.index, config, files, ROOT)
         assert retention.run_due(MIDNIGHT + 100 * DAY) is None
         assert retention.deleted == []
@@ -577,7 +573,7 @@ def test_manual_expiry_does_not_wait_for_the_hour() -> None:
 
 def test_what_has_not_reached_the_device_stays() -> None:
     settled = [2 * FILE]
-    config = with_settings(max_total_size=FILE)
+    config = replace(SMALL, max_total_size=FILE)
     kept = Kept(by_files(*[MIDNIGHT] * 4), config, settled=lambda: settled[0])
     assert kept.run(MIDNIGHT) == MIDNIGHT + 1000
     assert kept.log_files == [1, 2, 3]  # one record below that mark is left
@@ -662,7 +658,7 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
 
 def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
     """Nothing is lost beside it, no reader fails, and the size is kept."""
-    config = with_settings(max_total_size=4 * FILE)
+    config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
     retention = Retention(store.log, lambda: list(store._handle.queues.values()), store.index, config, files, ROOT,
@@ -722,7 +718,7 @@ def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for e
 def test_a_call_that_fails_is_told_and_made_again(call: str, number: int) -> None:
     disk = MemoryFiles()
     files = FailingFiles(disk)
-    config = with_settings(max_total_size=2 * FILE)
+    config = replace(SMALL, max_total_size=2 * FILE)
     kept = Kept(by_files(*[MIDNIGHT] * 12), config, files=files)
     for queue in kept.store.queues.values():
         queue._files.mark_dirty(queue._files.starts[-1])
@@ -783,20 +779,6 @@ def test_settings_of_a_row_are_taken() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- crashes
-
-
-def apply(files: MemoryFiles, event: Event) -> None:
-    """Repeat the recorded calls."""
-    if event.call == "make_folder":
-        files.make_folder(event.path)
-    elif event.call == "create":
-        files.create(event.path, event.offset)
-    elif event.call == "replace":
-        files.write(event.path, event.data)
-    elif event.call == "delete":
-        files.delete(event.path)
-    elif event.call == "write":
-        files.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
 
 
 def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str, int], int], what: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 from hypothesis import settings
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from librmq.clock import ManualClock
-from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -35,13 +35,12 @@ class RetentionMachine(RuleBasedStateMachine):
         offset=st.sampled_from([0, 8, -3.5]),
     )
     def begin(self, ext: bool, max_files: int | None, reserved: int, hours: set[int], offset: float) -> None:
-        base = BASES[ext]
         changes = {
             "max_total_size": None if max_files is None else max_files * FILE,
             "file_reserved_hours": reserved,
             "delete_when": ";".join(f"{hour:02}" for hour in sorted(hours)),
         }
-        self.config = StoreConfig(**{**{name: getattr(base, name) for name in base.__slots__}, **changes})
+        self.config = replace(BASES[ext], **changes)  # type: ignore[arg-type]
         self.hours, self.zone = hours, timezone(timedelta(hours=offset))
         self.files = MemoryFiles()
         self.clock = ManualClock(START_MS)

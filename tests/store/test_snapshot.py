@@ -46,6 +46,7 @@ from tests.stores import (
     SMALL_EXT,
     START_MS,
     Contents,
+    configs,
     contents,
     derived,
     fill,
@@ -58,7 +59,6 @@ from tests.stores import (
 )
 
 TARGET = "/snapshots/one"
-configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 
 
 def open_target(files: Files, target: str = TARGET, config: StoreConfig = SMALL) -> MessageStore:

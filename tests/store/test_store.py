@@ -46,6 +46,7 @@ from tests.stores import (
     SMALL,
     SMALL_EXT,
     START_MS,
+    configs,
     contents,
     derived,
     died,
@@ -697,7 +698,7 @@ def test_a_new_store_is_a_store(files: MemoryFiles) -> None:
         assert store.recover() == []
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@configs
 def test_sizes_are_told_by_the_files(config: StoreConfig) -> None:
     found = filled(config, 60)
     with MessageStore.open(ROOT, files=in_memory(found)) as store:
@@ -737,7 +738,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 # ------------------------------------------------------------------------------------------------------ full disks
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@configs
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
     """Whichever call fails, the error is raised, acknowledged messages stay, and the store continues."""
@@ -805,7 +806,7 @@ def test_errors_of_the_system_are_told(call: str) -> None:
 # --------------------------------------------------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@configs
 def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
     """Readers see a queue grow without a hole, and nothing that is half written."""
     clock = ManualClock(START_MS)
