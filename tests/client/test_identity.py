@@ -22,6 +22,6 @@ def test_a_name_that_can_not_be_printed_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [Producer, PushConsumer, PullConsumer, SimpleConsumer])
 def test_a_client_has_a_name_already(kind: type[Producer | PushConsumer | PullConsumer | SimpleConsumer]) -> None:
-    with Broker.temporary(runner=ManualRunner()) as broker:
-        with pytest.raises(ConfigError, match="instance_name: expected None with client, which has a name, found 'a'"):
-            kind(broker, "g", client=Client(broker, instance_name="b"), instance_name="a")
+    refused = pytest.raises(ConfigError, match="instance_name: expected None with client, which has a name, found 'a'")
+    with Broker.temporary(runner=ManualRunner()) as broker, refused:
+        kind(broker, "g", client=Client(broker, instance_name="b"), instance_name="a")
