@@ -30,9 +30,8 @@ RAW = b"UNIQ_KEY\x010A0B\x02KEYS\x01k1  k2\x02TAGS\x01TagA\x02e\x01\x02e\x01\xc3
 
 
 def stored(**changes: object) -> Record:
-    return record(
-        **{"topic": "主题", "physical_offset": 2**41, "sys_flag": TRANSACTION_COMMIT, "properties_raw": RAW, **changes}
-    )
+    places: dict[str, object] = {"topic": "主题", "queue_offset": 2**40, "physical_offset": 2**41}
+    return record(**places | {"sys_flag": TRANSACTION_COMMIT, "properties_raw": RAW} | changes)
 
 
 def read_back(body: bytes) -> StoredMessage:
