@@ -30,11 +30,10 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["KINDS", "Kind", "PendingMessage", "family_of_half", "given_up_halves", "pending_messages"]
+__all__ = ["Kind", "PendingMessage", "family_of_half", "given_up_halves", "pending_messages"]
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
-KINDS: Final[tuple[Kind, ...]] = ("half", "given_up", "delay", "retry", "timer")
 _READ: Final = 32
 _SAME_KEY: Final = 4096
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)

@@ -20,7 +20,6 @@ from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
 __all__ = [
-    "AgainFields",
     "AppendFields",
     "AppendResult",
     "BatchFields",
@@ -122,16 +121,6 @@ class BatchFields(TypedDict, total=False):
     store_host: record_format.Host | None
     sys_flag: int
     reconsume_times: int
-
-
-class AgainFields(TypedDict, total=False):
-    """Fields in which another record of a message can differ."""
-
-    raw: bytes | None
-    flag: int | None
-    sys_flag: int | None
-    reconsume_times: int | None
-    prepared_transaction_offset: int
 
 
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
