@@ -16,6 +16,7 @@ from librmq.errors import RmqError
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.protocol import (
     ChannelClosed,
+    ConsumerData,
     ConsumerIds,
     ConsumersChanged,
     Endpoint,
@@ -51,6 +52,7 @@ class Clients:
         self._locks = locks
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as last logged
+        self._settings: dict[str, set[str]] = {}  # by group, those that were logged
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Register a client; make the groups of its consumers, and their retry topics."""
@@ -58,6 +60,8 @@ class Clients:
             group = self._groups.get(data.group)
             self._topics.ensure(retry_topic(group.name), group.retry_queues)
         self._warn_of_same_id(request)
+        for data in request.consumers:
+            self._warn_of_settings(request.client_id, data)
         changes = self._registry.heartbeat(request)
         now = self._runner.now_ms()
         for data in request.consumers:
@@ -82,6 +86,28 @@ class Clients:
                 "different instance_name, or shut the other down first",
                 broker=self._broker_name,
                 client=client_id,
+            )
+
+    def _warn_of_settings(self, client_id: str, data: ConsumerData) -> None:
+        """Log once that an instance changes settings that count for its whole group."""
+        group = self._registry.consumers.get(data.group)
+        if group is None or group.clients.keys() <= {client_id}:
+            self._settings.pop(data.group, None)
+            return
+        before = f"{group.kind}, {group.model.value}, from {group.consume_from.value}"
+        now = f"{data.kind}, {data.model.value}, from {data.consume_from.value}"
+        logged = self._settings.setdefault(data.group, {before})
+        if now not in logged:
+            logged.add(now)
+            _log.warning(
+                "%(broker)s: group %(group)s is now %(settings)s, as client %(client)s says; before it was "
+                "%(former_settings)s. The last heartbeat counts for the whole group: give all instances the same "
+                "settings",
+                broker=self._broker_name,
+                group=data.group,
+                settings=now,
+                client=client_id,
+                former_settings=before,
             )
 
     def _warn_of_differences(self, group: str) -> None:

@@ -8,6 +8,7 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.client.identity import Client as Client
+    from librmq.client.process_clients import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
     from librmq.client.producer import ProducerConfig as ProducerConfig
     from librmq.client.producer import SendResult as SendResult
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "identity": ("Client",),
+    "process_clients": ("ProcessClients",),
     "producer": ("Producer", "ProducerConfig", "SendResult"),
     "queue_selectors": ("select_by_hash", "select_by_remainder"),
     "transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),

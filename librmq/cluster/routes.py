@@ -151,6 +151,14 @@ class RouteTable:
             found = self._sites[site] = SiteRoute(self, site)
         return found
 
+    def shared_client_ids(self) -> dict[str, tuple[str, ...]]:
+        """Return the ids that two clients use, each with the names of the brokers that know both."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, entry in sorted(self._entries.items()):
+            for client_id in sorted(entry.link.broker.shared_client_ids()) if not entry.link.broker.dead else ():
+                found[client_id] = (*found.get(client_id, ()), name)
+        return found
+
     # ---- messages
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:

@@ -12,6 +12,7 @@ EXPORTS = {
     "client": [
         "CheckedMessage",
         "Client",
+        "ProcessClients",
         "Producer",
         "ProducerConfig",
         "SendResult",
