@@ -60,14 +60,14 @@ class ManualClock:
         return self._now_ms / 1000
 
     def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Return at once, because time does not pass by itself."""
+        """Return immediately, because time does not pass by itself."""
         return event.is_set()
 
     def move_to(self, now_ms: int) -> None:
         """Set the time.
 
         Raises:
-            ValueError: the time is before now.
+            ValueError: The time is before now.
         """
         if now_ms < self._now_ms:
             raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")

@@ -104,7 +104,7 @@ class CommitLog:
         the end.
 
         Raises:
-            CorruptionError: a name or a length is wrong.
+            CorruptionError: A name or a length is wrong.
         """
         pool = MappingPool(_MAPPED_FILES)
         sequence = MappedFileQueue(
@@ -153,7 +153,7 @@ class CommitLog:
         """Return the physical offset for ``size`` bytes, in the next file if they do not fit into this one.
 
         Raises:
-            MessageIllegalError: they fit into no file.
+            MessageIllegalError: They fit into no file.
         """
         end = self.end
         if end + size <= self.fits:
@@ -169,7 +169,7 @@ class CommitLog:
         """Write one or more whole records at the place that `claim` returned for their length.
 
         Raises:
-            StoreIOError: there is no space; nothing is written.
+            StoreIOError: There is no space; nothing is written.
         """
         size = len(data)
         if self.end + size > self.sure:
@@ -188,7 +188,7 @@ class CommitLog:
         """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.
 
         Raises:
-            StoreIOError: there is no space.
+            StoreIOError: There is no space.
         """
         if self.end + size > self.fits:
             self._roll(size)
@@ -328,7 +328,7 @@ class CommitLog:
         """Return the raw record at ``physical_offset``, None if retention deleted it or it is not written yet.
 
         Raises:
-            CorruptionError: the bytes are not a record, or one of another ``size``.
+            CorruptionError: The bytes are not a record, or one of another ``size``.
         """
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
@@ -365,7 +365,7 @@ class CommitLog:
         Its body is checked only with ``check_body``.
 
         Raises:
-            CorruptionError: there is no sound record.
+            CorruptionError: There is no sound record.
         """
         raw = self.read(physical_offset)
         if raw is None:
@@ -390,7 +390,7 @@ class CommitLog:
         ``begin`` must be the start of a record. Another call can continue the walk behind damage.
 
         Raises:
-            CorruptionError: the next bytes are not a record, or its body does not match its checksum.
+            CorruptionError: The next bytes are not a record, or its body does not match its checksum.
         """
         limit = self.end if end is None else min(end, self.end)
         at = self.begin if begin is None else begin
@@ -411,7 +411,7 @@ class CommitLog:
         """Yield the records of one file from ``place`` up to ``end`` and its blank; return the next place of the log.
 
         Raises:
-            CorruptionError: the bytes are neither a record nor a blank.
+            CorruptionError: The bytes are neither a record nor a blank.
         """
         # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
         # checked here like `record.check_record` does; it checks all others.

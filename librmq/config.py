@@ -90,7 +90,7 @@ class Config:
     fields in ``_check_together``. The module's docstring has an example.
 
     Raises:
-        ConfigError: a value is of a wrong type or out of range; the message names the setting.
+        ConfigError: A value is of a wrong type or out of range; the message names the setting.
     """
 
     __slots__ = ()
@@ -113,7 +113,7 @@ class Config:
         """Return ``config``, or the defaults for None.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: It is something else.
         """
         if config is not None and not isinstance(config, cls):
             raise ConfigError(f"config: expected a {cls.__name__}, found {type(config).__name__}")
@@ -123,7 +123,7 @@ class Config:
         """Return a copy with some settings replaced.
 
         Raises:
-            ConfigError: a setting is unknown, or its value is refused.
+            ConfigError: A setting is unknown, or its value is refused.
         """
         if not settings:
             return self
@@ -148,7 +148,7 @@ def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
     """Refuse the value of an optional keyword that is not of its class; ``example`` is an expression that makes one.
 
     Raises:
-        TypeError: the value is neither None nor of ``kind``.
+        TypeError: The value is neither None nor of ``kind``.
     """
     if value is not None and not isinstance(value, kind):
         such_as = f" such as {example}" if example else ""
@@ -220,7 +220,7 @@ def to_seconds(name: str, value: float | timedelta, least: float = 0, most: floa
     """Return a duration, given in seconds or as a `timedelta`, in seconds; ``name`` is the argument's.
 
     Raises:
-        ConfigError: it is neither, or out of range.
+        ConfigError: It is neither, or out of range.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if type(seconds) not in (int, float) or not least <= seconds <= most:
@@ -233,7 +233,7 @@ def to_timestamp_ms(name: str, time: datetime | int) -> int:
     """Return a time, given with a time zone or in ms since 1970, in ms, rounded up.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: It is neither.
     """
     if type(time) is int:
         return time
@@ -305,19 +305,19 @@ def _with_names(kind: type[_N], settings: Mapping[str, Any], named: Iterable[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig(NamedConfig):
-    """Shape of a store's files and what the store accepts.
+    """Settings of a store: the shape of its files, and what it accepts.
 
     The defaults suit an application that embeds a store: small files that grow in number, bounded by their total size.
     `broker` has the sizes and the retention of a RocketMQ 4.9 broker, `tiny` those of tests. Frozen and hashable.
 
-    The names of the fields that shape files are those of the ``config`` row of the command line contract, so that a
-    JSON file with such a row is a configuration.
+    The fields that shape files have the names used in the ``config`` row of the command line contract, so a JSON file
+    with such a row is a configuration.
 
-    ``named`` has the names of the settings that the caller gave. An existing store keeps its own sizes, delay levels
-    and retention in place of others. Of a preset, its sizes count as given, and its retention does not.
+    ``named`` contains the names of the settings that the caller passed. An existing store keeps its own sizes, delay
+    levels and retention for all others. The sizes of a preset count as passed, its retention does not.
 
     Raises:
-        ConfigError: a value is of a wrong type or out of range; the message names the setting.
+        ConfigError: A value is of a wrong type or out of range; the message names the setting.
     """
 
     commitlog_file_size: Annotated[int, Between(256, _MOST)] = 64 * MIB
@@ -395,7 +395,7 @@ class StoreConfig(NamedConfig):
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
-        """Return sizes for tests: files so small that they roll after some dozens of messages."""
+        """Return sizes for tests: files so small that they roll after a few dozen messages."""
         return cls(
             **{
                 "commitlog_file_size": 64 * KIB,
@@ -413,7 +413,7 @@ class StoreConfig(NamedConfig):
         """Return the settings in a ``config`` row, over those of ``base`` (by default a 4.9 broker's).
 
         Raises:
-            ConfigError: a setting is unknown, or its value out of range.
+            ConfigError: A setting is unknown, or its value out of range.
         """
         ignored = _IGNORED | _TIMER
         settings = {name: value for name, value in row.items() if name not in ignored}

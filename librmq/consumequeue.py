@@ -110,7 +110,7 @@ class ConsumeQueue:
         The end is found by bisection, because entries have no gaps (`recover` does not rely on that).
 
         Raises:
-            CorruptionError: the folder has a file that does not belong there.
+            CorruptionError: The folder has a file that does not belong there.
             ConfigError: ``file_size`` is not a multiple of 20.
         """
         if file_size % ENTRY_SIZE or not ENTRY_SIZE <= file_size <= 1 << 31:
@@ -157,7 +157,7 @@ class ConsumeQueue:
         """Return the entry at ``queue_offset``, None outside `min_offset` to `max_offset`.
 
         Raises:
-            CorruptionError: the entry is damaged.
+            CorruptionError: The entry is damaged.
         """
         if not self.min_offset <= queue_offset < self.max_offset:
             return None
@@ -191,7 +191,7 @@ class ConsumeQueue:
         `max_offset`. Arrays are read-only copies.
 
         Raises:
-            CorruptionError: an entry is damaged; the entries before it have been yielded.
+            CorruptionError: An entry is damaged; the entries before it have been yielded.
         """
         end = self.max_offset if end is None else min(end, self.max_offset)
         for first, raw in self._chunks(self.min_offset if begin is None else begin, end):
@@ -301,8 +301,8 @@ class ConsumeQueue:
         start.
 
         Raises:
-            CorruptionError: the queue offset is another; nothing is written.
-            ValueError: an entry can't hold the numbers; nothing is written.
+            CorruptionError: The queue offset is another; nothing is written.
+            ValueError: An entry can't hold the numbers; nothing is written.
         """
         if physical_offset < 0 or size <= 0:
             raise ValueError(f"no entry can hold physical offset {physical_offset} and size {size}")

@@ -56,7 +56,7 @@ def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> 
     """Encode a unit.
 
     Raises:
-        ValueError: a number exceeds 64 bits, or the bitmap 32,747 bytes.
+        ValueError: A number exceeds 64 bits, or the bitmap 32,747 bytes.
     """
     bitmap = bitmap or b""
     try:
@@ -98,7 +98,7 @@ class ConsumeQueueExt:
         new units.
 
         Raises:
-            CorruptionError: the folder holds an impossible file.
+            CorruptionError: The folder holds an impossible file.
         """
         files = files or DiskFiles()
         pool = pool or MappingPool(4)
@@ -117,7 +117,7 @@ class ConsumeQueueExt:
         """Return the unit at ``address``.
 
         Raises:
-            CorruptionError: there is none, or it is damaged.
+            CorruptionError: There is none, or it is damaged.
             ValueError: ``address`` is no address.
         """
         if self._closed:
@@ -200,7 +200,7 @@ class ConsumeQueueExt:
         """Append a unit, and return its address, the tags code for its entry.
 
         Raises:
-            ValueError: the unit fits into no file, or no address is left; nothing is written.
+            ValueError: The unit fits into no file, or no address is left; nothing is written.
         """
         unit = pack_unit(tags_code, store_timestamp_ms, bitmap)
         file_size = self._files.file_size
@@ -240,7 +240,7 @@ class ConsumeQueueExt:
         """Drop the units after the one at ``max_address``.
 
         Raises:
-            CorruptionError: there is no such unit.
+            CorruptionError: There is no such unit.
         """
         self._cut(max_address - _BASE + self.get(max_address).size)
 
@@ -248,7 +248,7 @@ class ConsumeQueueExt:
         """Delete the files that end before the unit at ``min_address``, and return their paths.
 
         Raises:
-            CorruptionError: there is no such unit.
+            CorruptionError: There is no such unit.
         """
         self._check_writable()
         self.get(min_address)

@@ -244,7 +244,7 @@ class DelaySchedule:
         The look is the last one of the grid that is not after ``now_ms``.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
+            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
         if now_ms < self._last_ms:  # the clock was set back, so find all due times again
             self._begin_ms = min(self._begin_ms, now_ms)
@@ -412,7 +412,7 @@ class DelaySchedule:
         """Return a waiting message as sent to its own topic and queue.
 
         Raises:
-            MessageIllegalError: it names no topic and queue, or the half topic, whose messages only a transaction ends,
+            MessageIllegalError: It names no topic and queue, or the half topic, whose messages only a transaction ends,
             or the
                 schedule topic.
         """
@@ -454,7 +454,7 @@ class DelaySchedule:
         """Return the record of an entry, None if it is deleted.
 
         Raises:
-            RecordError: the bytes are no record.
+            RecordError: The bytes are no record.
         """
         try:
             raw = self._store.log.read(physical_offset, size)

@@ -201,15 +201,15 @@ class ClientStateError(ClientError):
 
 
 class NoRouteError(ClientError):
-    """No known broker has the topic, and none makes it."""
+    """No known broker has the topic, and none creates it."""
 
 
 class BrokerUnreachableError(ClientError, ConnectionError):
-    """A broker cannot be reached, or its answer was lost; it may have done what was asked."""
+    """A broker cannot be reached, or its answer was lost; it may have executed the request."""
 
 
 class SendTimeoutError(ClientError, TimeoutError):
-    """The time for all tries of a send is over; the message may have been stored."""
+    """The time limit for all tries of a send has passed; the message may have been stored."""
 
 
 class GroupBehindError(ClientError, TimeoutError):
@@ -226,7 +226,7 @@ class BrokerError(ClientError):
 
 
 class ReceiptError(BrokerError):
-    """The receipt of a received message is no longer good: the message has come again, or was acknowledged."""
+    """The receipt of a message is no longer valid: the message was delivered again or acknowledged."""
 
 
 class BrokerBusyError(BrokerError):
@@ -294,7 +294,7 @@ class StoreLockedError(StoreError):
 
 
 class DiskFullError(StoreError):
-    """The disk is above the store's limit; the message is refused, nothing is written, and reading continues."""
+    """The disk is fuller than the store's limit; the message is refused, nothing is written, and reading continues."""
 
 
 class StoreFullError(StoreError):

@@ -57,7 +57,7 @@ class ReconsumeLater(Exception):
 
 
 class DeadLetter(ReconsumeLater):
-    """Do not retry: the message becomes a dead letter of the group immediately."""
+    """Make the message a dead letter of the group immediately, without a retry."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason, delay_level=-1)

@@ -110,7 +110,7 @@ class Metrics:
     ) -> None:
         """Set a gauge to a number or to a function that returns it; None removes the gauge.
 
-        ``of`` names the owner; values of several owners are added up. `snapshot` calls a function in any thread.
+        ``of`` is the owner; values of several owners are added up. `snapshot` can call a function in any thread.
 
         Raises:
             ConfigError: `METRICS` has no such gauge with these labels.
@@ -193,7 +193,7 @@ def export_to_prometheus(metrics: Metrics, registry: CollectorRegistry | None = 
     Return a function that removes them.
 
     Raises:
-        MissingExtraError: the extra ``metrics`` is not installed.
+        MissingExtraError: The extra ``metrics`` is not installed.
     """
     try:
         from prometheus_client import REGISTRY
@@ -211,7 +211,7 @@ def export_to_opentelemetry(metrics: Metrics, meter: Meter | None = None) -> Non
     They are named ``librmq.sends`` and so on, and read when the provider collects.
 
     Raises:
-        MissingExtraError: the extra ``metrics`` is not installed.
+        MissingExtraError: The extra ``metrics`` is not installed.
     """
     try:
         from opentelemetry.metrics import Observation, get_meter

@@ -160,7 +160,7 @@ class Transactions:
         of `MessageStore.append`.
 
         Raises:
-            MessageIllegalError: the message is refused; nothing is written.
+            MessageIllegalError: The message is refused; nothing is written.
         """
         validate_topic(message.topic)
         properties = {
@@ -187,7 +187,7 @@ class Transactions:
         """Deliver the message whose half is at these offsets, and return its place; None if it was delivered before.
 
         Raises:
-            TransactionRefusedError: there is no such half, it is another group's, or the transaction was rolled back;
+            TransactionRefusedError: There is no such half, it is another group's, or the transaction was rolled back;
                 nothing is written.
         """
         final: AppendResult | None = None
@@ -215,7 +215,7 @@ class Transactions:
         """Drop the message whose half is at these offsets; a repetition does nothing.
 
         Raises:
-            TransactionRefusedError: there is no such half, it is another group's, or the message was delivered.
+            TransactionRefusedError: There is no such half, it is another group's, or the message was delivered.
         """
         if self._take_recent(physical_offset, queue_offset, group) is not None:
             self._append_op(physical_offset, queue_offset, QUEUE)
@@ -396,7 +396,7 @@ class Transactions:
         soon after preparing a half.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
+            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
         return self._checks.run_due(now_ms)
 

@@ -70,9 +70,9 @@ _LOOK_FOR_LEVEL_S: Final = 0.02
 
 
 class Broker:
-    """A broker of one process: an `Endpoint` that answers requests, and a `Route` of one. Thread-safe.
+    """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
-    Made by `open` or `temporary`; a context manager that closes it. A handle can't be used in a forked child.
+    Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Broker:
         metrics: Metrics | None = None,
         wait: float | timedelta = 0,
     ) -> Self:
-        """Open the broker whose store is in ``path``; make a new one if there is none.
+        """Open the broker whose store is in ``path``; create a new store if there is none.
 
         Args:
             path: The store's folder.
@@ -115,17 +115,17 @@ class Broker:
             name: The broker's name in routes.
             cluster_name: The cluster name in stored messages.
             store_config: Sizes, durability and retention of the store.
-            runner: Runs the turns of the broker and its clients; None makes threads, which end with the broker.
+            runner: Runs the work of the broker and its clients; None starts threads, which end with the broker.
             clock: The clock of those threads; None is the system's.
             files: The file system; None is the disk.
             metrics: Counts events.
             wait: Seconds to wait for another process that has the store open for writing.
 
         Raises:
-            StoreLockedError: another process has the store open for writing.
-            ConfigError: settings are out of range, or contradict the files.
-            CorruptionError: a file of the store or of its configuration is damaged.
-            NotAStoreError: the folder holds something else.
+            StoreLockedError: Another process has the store open for writing.
+            ConfigError: Settings are out of range, or contradict the files.
+            CorruptionError: A file of the store or of its configuration is damaged.
+            NotAStoreError: The folder holds something else.
         """
         if config is not None and not isinstance(config, BrokerConfig):
             which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
@@ -198,8 +198,8 @@ class Broker:
         """Answer a request.
 
         Raises:
-            BrokerError, MessageIllegalError: the request is refused.
-            BrokerUnreachableError: the broker is closed.
+            BrokerError, MessageIllegalError: The request is refused.
+            BrokerUnreachableError: The broker is closed.
         """
         handler = self._by_request.get(type(request))
         if handler is None:
@@ -235,7 +235,7 @@ class Broker:
         Return a function that ends this.
 
         Raises:
-            BrokerUnreachableError: the broker is closed.
+            BrokerUnreachableError: The broker is closed.
         """
         with self._life.errors():
             self._life.check_open()
@@ -252,7 +252,7 @@ class Broker:
         permission: int = PERM_READ | PERM_WRITE,
         message_type: TopicType | None = None,
     ) -> None:
-        """Make a topic of ``queues`` queues, or change it; stored messages do not move.
+        """Create a topic with ``queues`` queues, or change it; stored messages do not move.
 
         ``message_type`` limits what official clients of 5.x may send. None leaves it as it is: MIXED for a new topic.
         """
@@ -267,7 +267,7 @@ class Broker:
         self.call(DeleteTopic(topic))
 
     def clean_unused_topics(self) -> list[tuple[str, int]]:
-        """Delete the queue files of topics that do not exist and have no messages in the log any more.
+        """Delete the queue files of topics that no longer exist and have no messages in the log.
 
         The groups' progress in them is deleted too. Return the queues as topic and queue id.
         """
@@ -275,10 +275,10 @@ class Broker:
         return list(queues)
 
     def set_group(self, group: str, *, retry_max_times: int = 16, is_ordered: bool | None = None) -> None:
-        """Make a consumer group, or change how often it retries.
+        """Create a consumer group, or change its number of retries.
 
-        With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order, and none while
-        earlier ones are neither acknowledged nor visible again; None leaves it as it is.
+        With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order: no further message
+        until the earlier ones are acknowledged or visible again. None keeps the group's setting.
         """
         self.call(SetGroup(group, retry_max_times, is_ordered))
 
@@ -315,7 +315,7 @@ class Broker:
             letters: Some of `dead_letters`; None means all.
 
         Raises:
-            ConfigError: a message is not a dead letter of the group.
+            ConfigError: A message is not a dead letter of the group.
         """
         requests = [retry_of(letter, group) for letter in (self.dead_letters(group) if letters is None else letters)]
         for request in requests:
@@ -325,7 +325,7 @@ class Broker:
     def reset_group(
         self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None
     ) -> dict[int, int]:
-        """Move a group's progress in a topic, of a running or stopped group; return the queue offsets by queue id.
+        """Set the progress of a running or stopped group in a topic; return the queue offsets by queue id.
 
         Args:
             group: The consumer group.
@@ -336,7 +336,7 @@ class Broker:
 
         Raises:
             ConfigError: ``to`` is none of these.
-            BrokerError: the group, the topic or the queue does not exist.
+            BrokerError: The group, the topic or the queue does not exist.
         """
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
@@ -357,7 +357,7 @@ class Broker:
     def instances(self, group: str) -> dict[str, InstanceState | None]:
         """Return the running instances of a consumer group from within, by client id.
 
-        None stands for an instance that did not answer.
+        The value is None for an instance that did not answer.
         """
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
@@ -379,7 +379,7 @@ class Broker:
             timeout: Seconds. A manual clock is moved by at most this much.
 
         Raises:
-            GroupBehindError: a group has unconsumed messages at the timeout; the error names the queues.
+            GroupBehindError: A group has unconsumed messages at the timeout; the error names the queues.
         """
         clock = self.runner.clock
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
@@ -403,16 +403,16 @@ class Broker:
     def consume(
         self, topic: str, *, group: str, tags: str | None = None, sql: str | None = None
     ) -> Iterator[StoredMessage]:
-        """Iterate over a topic as an instance of a consumer group, until a poll finds no message in its time.
+        """Iterate over a topic as an instance of a consumer group, until a poll finds no message in time.
 
         A message counts as consumed when the loop asks for the next one. If the loop ends early, its last message is
         delivered to the group again. `librmq.PullConsumer` offers more control.
 
         Raises:
-            BrokerUnreachableError: the broker is closed.
-            ConfigError: both ``tags`` and ``sql`` are given.
-            FilterSyntaxError: the expression does not compile.
-            MessageIllegalError: the name of the topic or the group is invalid.
+            BrokerUnreachableError: The broker is closed.
+            ConfigError: Both ``tags`` and ``sql`` are given.
+            FilterSyntaxError: The expression does not compile.
+            MessageIllegalError: The name of the topic or the group is invalid.
         """
         with self._life.errors():
             self._life.check_open()
@@ -471,7 +471,7 @@ class Broker:
         return self._life.was_killed
 
     def close(self) -> None:
-        """Save everything and close the store, after clients have been shut down. A repetition does nothing."""
+        """Save everything and close the store. Shut down clients first. A second call does nothing."""
         if not self._end(was_killed=False):
             return
         with ExitStack() as last:

@@ -127,7 +127,7 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
     It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately.
 
     Raises:
-        ConfigError: the message is not a dead letter, or not one of ``group`` if that is given.
+        ConfigError: The message is not a dead letter, or not one of ``group`` if that is given.
     """
     if not isinstance(letter, StoredMessage):
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")

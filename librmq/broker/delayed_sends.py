@@ -77,7 +77,7 @@ class DelayedSends:
         """Return the destination of a relayed message, as topic and queue.
 
         Raises:
-            MessageIllegalError: the relay is off, or the message lacks its time or destination.
+            MessageIllegalError: The relay is off, or the message lacks its time or destination.
         """
         if not self._has_relay:
             raise MessageIllegalError(

@@ -69,7 +69,7 @@ class TableWriter:
         passes a message must not reach the device before the retry copy of that message.
 
         Raises:
-            StoreClosedError: after the end, when another process can own the files.
+            StoreClosedError: After the end, when another process can own the files.
         """
         self._check_goes_on()
         if rests_on_log:
@@ -84,8 +84,8 @@ class TableWriter:
         """Return when everything saved before the call is durable. Thread-safe.
 
         Raises:
-            StoreIOError: the disk refuses a write, which is kept for the next call.
-            StoreClosedError: the writes were ended.
+            StoreIOError: The disk refuses a write, which is kept for the next call.
+            StoreClosedError: The writes were ended.
         """
         self._check_goes_on()  # in a forked child no thread would release the lock
         with self._one_at_a_time:

@@ -118,7 +118,7 @@ class Progress:
 
         Raises:
             ConfigError: ``to`` is none of these.
-            BrokerError: the group, the topic or the queue does not exist.
+            BrokerError: The group, the topic or the queue does not exist.
         """
         found = self._topics.known.get(topic)
         if found is None:

@@ -116,8 +116,8 @@ class Topics:
         """Return the topic of a send, made on demand with ``default_queues`` queues or the broker's default.
 
         Raises:
-            MessageIllegalError: clients can't send to the topic.
-            BrokerError: the topic does not exist.
+            MessageIllegalError: Clients can't send to the topic.
+            BrokerError: The topic does not exist.
         """
         topic = self.known.get(name)
         if topic is None:

@@ -47,7 +47,7 @@ def _answer(row: Row) -> Row:
     """Return a case with its ``result`` or ``error_type``.
 
     Raises:
-        InputError: the row is no case.
+        InputError: The row is no case.
     """
     kind = "strategy" if "strategy" in row else "selector"
     if kind not in row or ("strategy" in row and "selector" in row):

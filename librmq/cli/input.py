@@ -42,7 +42,7 @@ def parse_time(text: str, clock: Clock) -> int:
     """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``2h``.
 
     Raises:
-        InputError: the text is none of these.
+        InputError: The text is none of these.
     """
     if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST:
         return int(text)

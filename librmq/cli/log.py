@@ -54,7 +54,7 @@ def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
     """Yield records and blanks up to the log's end.
 
     Raises:
-        CorruptionError: the bytes are neither a record nor a blank.
+        CorruptionError: The bytes are neither a record nor a blank.
     """
     try:
         yield from _whole_files(sequence, sequence.begin, check_body=True)

@@ -135,7 +135,7 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
     """Yield the rows of a queue's entries, with their extension units.
 
     Raises:
-        CorruptionError: an entry is damaged; the rows before it have been yielded.
+        CorruptionError: An entry is damaged; the rows before it have been yielded.
     """
     for first, block in queue.blocks():
         for queue_offset, (physical_offset, size, tags_code) in enumerate(block.tolist(), first):

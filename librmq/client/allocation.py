@@ -67,7 +67,7 @@ def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: 
     rules, and the error, hold for all strategies except `allocate_by_config`.
 
     Raises:
-        AllocationError: the client id, the queues or the clients are empty.
+        AllocationError: The client id, the queues or the clients are empty.
     """
     if not _is_member(client_id, queues, clients):
         return []
@@ -173,8 +173,8 @@ def allocate_consistent_hash(
     queue. Rings and hashes of queues are cached.
 
     Raises:
-        AllocationError: as for `allocate_averagely`, and for a negative number of nodes.
-        ConfigError: the ring would have over a million nodes.
+        AllocationError: As for `allocate_averagely`, and for a negative number of nodes.
+        ConfigError: The ring would have over a million nodes.
     """
     if virtual_nodes < 0:
         raise AllocationError(f"virtual_nodes: expected 0 or more, found {virtual_nodes}")
@@ -237,7 +237,7 @@ def own_share(
     Each queue occurs once. A client whose strategy raises keeps its present queues.
 
     Raises:
-        AllocationError: the strategy can't allocate, for example without queues or clients.
+        AllocationError: The strategy can't allocate, for example without queues or clients.
     """
     in_order = sorted(set(queues), key=MessageQueue.sort_key)
     return list(dict.fromkeys(strategy(client_id, in_order, sorted(clients, key=utf16_order))))
@@ -250,7 +250,7 @@ def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]
     """Raise if the instances of ``group`` have different subscriptions (see `group_differences`).
 
     Raises:
-        GroupMismatchError: they have; the message names topics, clients and subscriptions.
+        GroupMismatchError: They have; the message names topics, clients and subscriptions.
     """
     told = told_differences(group, subscriptions)
     if told:

@@ -111,7 +111,7 @@ def split_body(message: Message, body_id: str, part_size: int = PART_SIZE) -> li
     queue.
 
     Raises:
-        MessageIllegalError: no consumer would accept the body or the id.
+        MessageIllegalError: No consumer would accept the body or the id.
     """
     if part_size < 1:
         raise MessageIllegalError(f"part_size: expected at least 1 byte, found {part_size}")
@@ -203,7 +203,7 @@ class BodyAssembler:
         """Return the whole body if ``message`` has or completes it; None if parts are missing or the body is done.
 
         Raises:
-            LargeBodyError: a part is invalid, differs from an earlier copy or exceeds a limit, or the joined body does
+            LargeBodyError: A part is invalid, differs from an earlier copy or exceeds a limit, or the joined body does
             not match
                 its checksum (all its parts are then dropped).
         """
@@ -330,7 +330,7 @@ class BodyStore(Protocol):
         """Return a body. References come from messages, so do not trust them.
 
         Raises:
-            LargeBodyError: there is no such body.
+            LargeBodyError: There is no such body.
         """
         ...
 
@@ -356,7 +356,7 @@ def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BO
     """Return the body of a message, fetched if it is elsewhere.
 
     Raises:
-        LargeBodyError: it is missing, larger than ``limit`` by the message's properties, or not the body that was sent.
+        LargeBodyError: It is missing, larger than ``limit`` by the message's properties, or not the body that was sent.
     """
     properties = message.properties
     if REFERENCE not in properties:

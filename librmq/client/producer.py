@@ -58,9 +58,9 @@ Body = bytes | bytearray | memoryview | str
 
 
 class Producer(Startable):
-    """A sender of messages, which starts with its first send or by `start`. Thread-safe.
+    """A sender of messages, which starts with its first send or with `start`. Thread-safe.
 
-    ``route`` is a `Broker` or a `RouteTable`. Producers of one group have different clients; each has one of its own
+    ``route`` is a `Broker` or a `RouteTable`. Producers of one group have different clients; each creates its own
     unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts sends.
     """
 
@@ -144,7 +144,7 @@ class Producer(Startable):
         self._unwatch = self.route.watch(self._routes.changed)
 
     def shutdown(self) -> bool:
-        """Leave the group; a later send raises `ClientStateError`. A repetition does nothing.
+        """Leave the group; a later send raises `ClientStateError`. A second call does nothing.
 
         Returns:
             True, like a consumer's shutdown after all its listeners have ended.
@@ -168,7 +168,7 @@ class Producer(Startable):
         return None
 
     def answer(self, request: Request[R], /) -> R:
-        """Refuse a broker's request, which a plain producer does not get."""
+        """Refuse a broker's request; an ordinary producer gets none."""
         raise ClientStateError(f"producer of group {self.group!r} answers no {type(request).__name__}")
 
     # ------------------------------------------------------------------------------------------------------------ send
@@ -187,11 +187,11 @@ class Producer(Startable):
         """Send a message, or one made of topic, ``body`` and the keywords of `Message`; return where it is stored.
 
         A message goes to the next queue in turn, and on failure to another, unless ``queue`` or ``selector`` chooses
-        its queue. The given message is not changed: each send makes a new unique id, unless the message has one.
+        its queue. The given message is not changed: each send creates a new unique id, unless the message has one.
 
         Args:
             message: A `Message`, or a topic.
-            body: With a topic: bytes, or text.
+            body: With a topic: bytes or a string.
             queue: The queue, or its number if only one broker has the topic.
             selector: Called as ``selector(queues, message, arg)``; returns the queue.
             arg: For the selector.
@@ -201,10 +201,10 @@ class Producer(Startable):
 
         Raises:
             MessageIllegalError: The message is refused; nothing was sent.
-            NoRouteError: No broker has the topic, and none makes it.
+            NoRouteError: No broker has the topic, and none creates it.
             BrokerError: A broker refused it; `BrokerBusyError` is not tried again.
             BrokerUnreachableError: No try reached a broker or got its answer.
-            SendTimeoutError: The time is over; the message can be stored nevertheless.
+            SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
         made = self._prepare(message, body, fields)
         timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
@@ -241,7 +241,7 @@ class Producer(Startable):
         arg: object = None,
         **fields: Unpack[MessageFields],
     ) -> None:
-        """Send without waiting for the result and without a second try; a refusal by a broker is logged.
+        """Send without waiting for the result and without retries; a refusal by a broker is logged.
 
         Errors that need no broker are raised as in `send`.
         """
@@ -284,7 +284,7 @@ class Producer(Startable):
         """Return the queues that messages of ``topic`` can be sent to.
 
         Raises:
-            NoRouteError: No broker has the topic, and none makes it.
+            NoRouteError: No broker has the topic, and none creates it.
         """
         return self._attempts.queues(topic).queues
 

@@ -54,7 +54,7 @@ def key_hash(key: object) -> int:
     the key.
 
     Raises:
-        AllocationError: the key has another type, or is None.
+        AllocationError: The key has another type, or is None.
     """
     match key:
         case str():

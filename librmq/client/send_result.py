@@ -12,7 +12,7 @@ __all__ = ["SendContext", "SendHook", "SendResult"]
 
 
 class SendResult(NamedTuple):
-    """Place of a sent message or batch."""
+    """Where a sent message or batch is stored."""
 
     status: SendStatus
     message_id: str

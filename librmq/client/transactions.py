@@ -43,7 +43,7 @@ _log = EventLog("librmq.producer")
 
 @dataclass(frozen=True, slots=True)
 class CheckedMessage:
-    """A message whose transaction the broker asks about."""
+    """The message of a transaction that the broker asks about."""
 
     topic: str
     """The topic of the send."""
@@ -85,7 +85,7 @@ Execute = Callable[[Message, Any], TransactionState | None]
 
 
 class TransactionResult(NamedTuple):
-    """Place of a half message, and the reported state of its transaction."""
+    """Where a half message is stored, and the reported state of its transaction."""
 
     sent: SendResult
     state: TransactionState
@@ -119,8 +119,8 @@ class TransactionProducer(Producer):
     """Sends messages that consumers see only after a local transaction commits. Thread-safe.
 
     ``check(message)`` returns the state of a transaction whose end did not reach the broker. The broker can ask any
-    producer of the group, also after a restart, so read the state from a database, not from memory. The producer joins
-    its group when it is made, and can be asked from then on. ``execute`` runs the local transaction of
+    producer of the group, even after a restart, so read the state from a database, not from memory. The producer joins
+    its group when it is created, and answers checks from then on. ``execute`` runs the local transaction of
     `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the broker's workers. Do not share the
     group with ordinary producers, which can't answer.
     """
@@ -148,15 +148,15 @@ class TransactionProducer(Producer):
     ) -> TransactionResult:
         """Store a half message, run ``execute(message, arg)``, and end the transaction with the returned state.
 
-        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. If the half is not stored as
-        requested, ``execute`` does not run and the half is rolled back. If the end does not reach the broker, it asks.
+        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. If the half message is not
+        stored as requested, ``execute`` does not run and the half message is rolled back. If the end of the transaction
+        does not reach the broker, the broker asks.
 
         Raises:
             ConfigError: ``execute`` is missing, both here and in the constructor.
             MessageIllegalError: The message has a delay, or is refused as by `send`.
-            ClientError: The half could not be sent, as by `send`; ``execute`` did not run. If the half was stored
-            nevertheless,
-                the check will find that nothing was committed.
+            ClientError: The half message could not be sent, for the reasons of `send`; ``execute`` did not run. If it
+                was stored anyway, the check will find that nothing was committed.
         """
         run = execute or self._execute
         if run is None:
@@ -233,7 +233,7 @@ class TransactionProducer(Producer):
             )
 
     def answer(self, request: Request[R], /) -> R:
-        """Schedule the check of a transaction that the broker asks about; it runs without the runner's lock."""
+        """Schedule a check that the broker asks for; it runs without the runner's lock."""
         if not isinstance(request, CheckTransaction):
             return super().answer(request)
         half = request.message

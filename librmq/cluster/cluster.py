@@ -49,9 +49,9 @@ class Cluster(RouteTable):
         files: Files | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Open the brokers of these names, each with its store in the folder of its name in ``path``.
+        """Open brokers with these names, each with its store in the folder of that name in ``path``.
 
-        A broker's store host is made from its name, so an offset id names its broker in every process.
+        A broker's store host is derived from its name, so an offset id identifies its broker in every process.
 
         Args:
             path: The folder of all stores.
@@ -59,7 +59,7 @@ class Cluster(RouteTable):
             name: The cluster's name in stored messages.
             config: Settings of each broker for its clients.
             store_config: Settings of each store.
-            runner: Runs the turns of brokers and clients; None makes threads, which end with the cluster.
+            runner: Runs the work of brokers and clients; None starts threads, which end with the cluster.
             files: The file system; None is the disk.
             metrics: Counts events.
 
@@ -98,7 +98,7 @@ class Cluster(RouteTable):
         )
 
     def broker(self, name: str) -> Broker:
-        """Return the broker of that name, as it was opened last.
+        """Return the broker with that name, as it was last opened.
 
         Raises:
             NoRouteError: The cluster has no such broker.
@@ -109,7 +109,7 @@ class Cluster(RouteTable):
         raise NoRouteError(f"unknown broker {name!r}; expected one of {', '.join(one.name for one in self.brokers())}")
 
     def add_broker(self, name: str) -> Broker:
-        """Open one more broker, which clients notice at their next look at the route.
+        """Open one more broker, which clients notice at their next update of the route.
 
         Raises:
             ConfigError: The cluster has a broker of that name, or it does not name a folder; nothing was opened.
@@ -120,7 +120,7 @@ class Cluster(RouteTable):
         return broker
 
     def create_topic(self, topic: str, queues: int = 8) -> None:
-        """Make a topic of ``queues`` queues in each broker that is up."""
+        """Create a topic with ``queues`` queues in each broker that is up."""
         for broker in self.brokers():
             if not broker.dead:
                 broker.create_topic(topic, queues)
@@ -142,7 +142,7 @@ class Cluster(RouteTable):
         return broker
 
     def close(self) -> None:
-        """Close all brokers, after clients have been shut down. A repetition does nothing."""
+        """Close all brokers. Shut down clients first. A second call does nothing."""
         with ExitStack() as last:
             if self._own_runner is not None:
                 last.callback(self._own_runner.shutdown)

@@ -64,7 +64,7 @@ class _Entry:
 
 
 class RouteTable:
-    """A `Route` over brokers that share one runner. Thread-safe."""
+    """A `Route` over several brokers that share a runner. Thread-safe."""
 
     def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
         """Make a route over ``brokers``.
@@ -72,7 +72,7 @@ class RouteTable:
         Clients look at the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
 
         Raises:
-            ConfigError: there is no broker, two have one name, or they have different runners.
+            ConfigError: There is no broker, two have one name, or they have different runners.
         """
         if not brokers:
             raise ConfigError("a route table needs at least one broker")
@@ -92,7 +92,8 @@ class RouteTable:
     def add(self, broker: Broker) -> None:
         """Add a new broker, or one that was reopened under its name.
 
-        Clients know the first brokers immediately. Once the table is in use, they notice a new one at their next look.
+        Clients know the first brokers immediately. Once the table is in use, they notice a new broker at their next
+        update.
         """
         if broker.runner is not self.runner:
             raise ConfigError(f"broker {broker.name} has another runner: open all brokers of a route with one runner")
@@ -140,10 +141,10 @@ class RouteTable:
         return tuple(sorted({site for name in self._entries if (site := site_of(name)) is not None}))
 
     def at(self, site: str) -> SiteRoute:
-        """Return the route for clients of ``site``: their ids begin with it, and its links can be cut alone.
+        """Return the route for clients of ``site``: their ids begin with it, and its links can be cut separately.
 
         Raises:
-            ConfigError: ``site`` has other characters than letters and digits.
+            ConfigError: ``site`` contains characters other than letters and digits.
         """
         check_site(site)
         found = self._sites.get(site)
@@ -168,7 +169,7 @@ class RouteTable:
 
         Raises:
             BrokerUnreachableError: A broker that could have the message cannot be asked.
-            ConfigError: Several brokers have the store host that the id names, and a message at its offset.
+            ConfigError: Several brokers have the store host in the id, and a message at its offset.
         """
         try:
             host = parse_offset_message_id(message_id)[0]
@@ -193,7 +194,7 @@ class RouteTable:
         return next(iter(found.values()), None)
 
     def brokers(self) -> tuple[Broker, ...]:
-        """Return all brokers by name, also closed ones."""
+        """Return all brokers by name, including closed ones."""
         return tuple(entry.link.broker for _, entry in sorted(self._entries.items()))
 
     # ---- route
@@ -204,7 +205,7 @@ class RouteTable:
         return tuple(data for _, one in entries if one.is_routed for data in one.link.broker.topic_route(topic))
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return all brokers that have ``topic``, by name, also those that are down."""
+        """Return all brokers that have ``topic``, by name, including those that are down."""
         return tuple(data for _, one in sorted(self._entries.items()) for data in one.link.broker.topic_route(topic))
 
     def broker_names(self) -> tuple[str, ...]:
@@ -212,11 +213,11 @@ class RouteTable:
         return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name; its calls raise `BrokerUnreachableError` while it is down."""
+        """Return the broker with that name; its calls raise `BrokerUnreachableError` while it is down."""
         return self._entry(broker_name).link
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
+        """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
         return self._watchers.add(changed)
 
     # ---- details

@@ -52,7 +52,7 @@ class DeliveredMessage(StoredMessage):
 
     @property
     def topic(self) -> str:
-        """The topic of the send, also for a redelivery."""
+        """The topic that the message was sent to, even for a redelivery."""
         topic = self.queue.topic
         if topic.startswith(RETRY_PREFIX):
             return self._property(_RETRY_TOPIC) or topic
@@ -60,22 +60,22 @@ class DeliveredMessage(StoredMessage):
 
     @property
     def broker_name(self) -> str:
-        """The broker of the pull."""
+        """The broker that the message was pulled from."""
         return self.queue.broker_name
 
     @property
     def min_offset(self) -> int:
-        """The minimum offset of the queue at the pull."""
+        """The minimum offset of the queue at the time of the pull."""
         return self._bounds[0]
 
     @property
     def max_offset(self) -> int:
-        """The maximum offset of the queue at the pull."""
+        """The maximum offset of the queue at the time of the pull."""
         return self._bounds[1]
 
     @property
     def reconsume_times(self) -> int:
-        """The number of the group's failures on this message, including those since the pull."""
+        """How often the group has failed on this message, including failures since the pull."""
         return super().reconsume_times + self._more_times
 
     def failed_again(self) -> None:

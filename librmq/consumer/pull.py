@@ -65,10 +65,10 @@ class _Arrival(threading.Event):
 
 
 class PullConsumer(Consumer[PullConsumerConfig]):
-    """Instance of a group that polls. Thread-safe, but only one thread or coroutine at a time can poll.
+    """A consumer that polls. Thread-safe, but only one thread or coroutine can poll at a time.
 
-    Either `subscribe`, which divides the queues among the group's instances, or `assign` queues. A message counts as
-    consumed at the next poll or `commit` after its poll. ``settings`` are those of `PullConsumerConfig`.
+    Either call `subscribe`, which divides the queues among the group's instances, or `assign` queues. A message counts
+    as consumed at the next poll or `commit` after its poll. ``settings`` are those of `PullConsumerConfig`.
     """
 
     kind = "pull"
@@ -108,7 +108,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- which queues
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
-        """Subscribe to a topic by ``tags`` between ``||`` (None: all), or by an SQL92 expression."""
+        """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression."""
         if self._assigned is not None:
             raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
         subscription, tag_filter = self._subscription(topic, tags, sql)
@@ -125,7 +125,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.rebalancing.run_due(self.runner.now_ms())
 
     def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
-        """Read exactly these queues, even if others read them, in place of the queues assigned before."""
+        """Read exactly these queues, even if other instances read them; this replaces the queues assigned before."""
         if self._assigned is None and self.subscriptions:
             raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
         wanted = tuple(dict.fromkeys(_checked(queues)))
@@ -170,7 +170,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return self._assigned is None
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
-        """Commit as configured, save, and leave the group. A repetition does nothing.
+        """Commit as configured, save, and leave the group. A second call does nothing.
 
         The messages of the last poll count as consumed, unless an exception leaves a ``with`` block of this consumer.
         """
@@ -216,8 +216,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def poll(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
         """Return up to ``pull_batch_size`` messages of one queue; wait up to ``timeout`` (None: as configured).
 
-        The list is empty when the time is over; the next poll then continues over messages that the filter skips. With
-        a clock moved by hand it is empty at once if there is nothing. The call waits for a poll in another thread.
+        The list is empty when the time has passed; the next poll then continues after the messages that the filter
+        skipped. With a manual clock the call returns immediately. It waits for a poll in another thread.
 
         Raises:
             ClientStateError: `poll_async` runs in this event loop.
@@ -254,7 +254,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Poll while other coroutines of the event loop run. A cancelled poll loses no message.
 
         Raises:
-            ClientStateError: another poll of this consumer is running.
+            ClientStateError: Another poll of this consumer is running.
         """
         return await self._poll_async(timeout, one_by_one=False)
 
@@ -431,7 +431,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Continue polling at another queue offset.
 
         Raises:
-            ClientStateError: The queue is not read, or has no such offset.
+            ClientStateError: The queue is not assigned, or has no such offset.
         """
         with self.runner.lock:
             assigned = self._assigned_queue(queue)
@@ -479,8 +479,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Store progress now: after all polled messages, or at these queue offsets.
 
         Raises:
-            ClientError: A broker has not stored it.
-            TypeError: ``offsets`` are no queue offsets of queues.
+            ClientError: A broker did not store it.
+            TypeError: ``offsets`` does not map queues to queue offsets.
         """
         if offsets is not None and not isinstance(offsets, Mapping):
             raise TypeError(f"offsets: expected {{MessageQueue: queue offset}}, found {offsets!r:.80}")

@@ -47,11 +47,11 @@ RESET_MS: Final = 10_000
 
 
 class PushConsumer(Consumer[ConsumerConfig]):
-    """Instance of a group that pulls messages and calls the listeners of their topics. Thread-safe.
+    """A consumer that pulls messages and calls the listeners of their topics, as an instance of a group. Thread-safe.
 
     ``route`` is a `Broker` or a `RouteTable`; ``settings`` are those of `ConsumerConfig`. Instances of a group have
-    different clients; each has one of its own unless ``client`` is given. Coroutines run on the loop in which `start`
-    was called, or else on a loop of librmq's own.
+    different clients; each creates its own unless ``client`` is given. Coroutines run on the event loop in which
+    `start` was called, or else on a loop of librmq.
     """
 
     kind = "push"
@@ -139,13 +139,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
     ) -> F | Callable[[F], F]:
         """Call ``listener``, or the decorated function, with messages of a topic.
 
-        A topic has one listener for all its messages, or several with tags of their own. When a listener returns, its
+        A topic has one listener for all its messages, or several with different tags. When a listener returns, its
         messages are consumed; an exception is a failure.
 
         Args:
-            topic: The topic; it may be made later.
+            topic: The topic; it can be created later.
             listener: A function, or coroutine function, of a `DeliveredMessage`.
-            tags: Tags between ``||``; None: all messages.
+            tags: Tags separated by ``||``; None: all messages.
             sql: An SQL92 expression over properties.
             predicate: A function of the message, run before the listener; False counts the message as consumed.
             batch: Pass a list of up to ``batch_size`` messages; the default if ``batch_size`` is more than one. Such a
@@ -153,7 +153,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
 
         Raises:
-            ConfigError: Both ``tags`` and ``sql`` are given, or a message could go to this listener and another one.
+            ConfigError: Both ``tags`` and ``sql`` are given, or a message could match both this listener and another
+                one.
             FilterSyntaxError: The expression does not compile.
         """
         if batch is False and self.config.batch_size > 1:
@@ -279,7 +280,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return self.delivery.release(assigned, now_ms)
 
     def reassign(self, assigned: AssignedQueue) -> None:
-        """Release a queue whose progress was set from outside; the next rebalance takes it again there."""
+        """Release a queue whose progress was set from outside; the next rebalance resumes at the new progress."""
         assigned.told = None
         if self._release(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
@@ -321,6 +322,6 @@ class PushConsumer(Consumer[ConsumerConfig]):
         )
 
     def blocked_queues(self) -> list[BlockedQueue]:
-        """Return the orderly queues that pause because their first message fails, with its number of failures."""
+        """Return the orderly queues paused by a failing first message, with its number of failures."""
         with self.runner.lock:
             return self.delivery.blocked()

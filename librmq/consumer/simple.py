@@ -104,7 +104,7 @@ class _Wait:
 
 
 class SimpleConsumer(Startable):
-    """An instance of a group that receives messages and acknowledges each. Thread-safe, also for parallel receives.
+    """A consumer that receives messages and acknowledges each, as an instance of a group. Thread-safe.
 
     ::
 
@@ -145,13 +145,13 @@ class SimpleConsumer(Startable):
     # ---- life
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
-        """Subscribe to a topic by ``tags`` between ``||`` (None: all), or by an SQL92 expression.
+        """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression.
 
         A second subscription of a topic replaces the first.
 
         Raises:
             BrokerError: A broker does not serve the SQL subscription.
-            ConfigError: Both ``tags`` and ``sql`` are given, or one is not a text.
+            ConfigError: Both ``tags`` and ``sql`` are given, or one is not a string.
             FilterSyntaxError: The expression does not compile.
             MessageIllegalError: The name of the topic is invalid.
         """
@@ -175,9 +175,9 @@ class SimpleConsumer(Startable):
         return self
 
     def shutdown(self) -> None:
-        """Leave the group; waiting receives return nothing. Messages in flight are delivered again in their time.
+        """Leave the group; waiting receives return nothing. Messages in flight are delivered again in time.
 
-        A repetition does nothing.
+        A second call does nothing.
         """
         with self.runner.lock:
             if self._life.shut_down():
@@ -203,13 +203,13 @@ class SimpleConsumer(Startable):
     ) -> list[ReceivedMessage]:
         """Return up to ``max_messages`` messages, each hidden from the group for a time.
 
-        Acknowledge each within that time, or `extend` it; otherwise it is delivered again with ``attempt`` one higher.
-        After the group's retries it becomes a dead letter.
+        Acknowledge each message within that time, or `extend` it; otherwise it is delivered again, with ``attempt`` one
+        higher. After the group's retries it becomes a dead letter.
 
         Args:
             max_messages: At most this many, 1 to 32.
             invisible: Seconds for which the messages are hidden, up to 12 hours.
-            wait: Seconds to wait if there is none. With a manual clock the call returns immediately.
+            wait: Seconds to wait if there is no message. With a manual clock the call returns immediately.
 
         Raises:
             BrokerError: The broker refuses the request.
@@ -311,7 +311,7 @@ class SimpleConsumer(Startable):
         """Acknowledge processed messages.
 
         Raises:
-            ReceiptError: One was already delivered again, because its time was over. The others are acknowledged.
+            ReceiptError: A message was already delivered again, because its time was over. The others are acknowledged.
         """
         by_place: dict[tuple[str, str], list[ReceivedMessage]] = {}
         for message in messages:
@@ -332,7 +332,7 @@ class SimpleConsumer(Startable):
         """Hide a message for ``invisible`` seconds from now; 0 delivers it again immediately.
 
         Raises:
-            ReceiptError: It was already delivered again, or acknowledged.
+            ReceiptError: The message was already delivered again, or acknowledged.
         """
         invisible_ms = round(1000 * to_seconds("invisible", invisible))
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
@@ -343,7 +343,7 @@ class SimpleConsumer(Startable):
         """Make a message a dead letter of the group, with an optional ``cause``.
 
         Raises:
-            ReceiptError: It was already delivered again, or acknowledged.
+            ReceiptError: The message was already delivered again, or acknowledged.
         """
         request = ForwardToDeadLetters(self.group, message.topic, message.receipt, cause)
         self.client.endpoint(message.broker_name).call(request)

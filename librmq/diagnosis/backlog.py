@@ -225,8 +225,8 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
         times: Whether to look up the store times of the oldest unconsumed messages.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)

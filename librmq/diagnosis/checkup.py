@@ -21,8 +21,8 @@ def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Findi
         thresholds: Limits beyond which something is a finding.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged in a way that no crash explains; ``librmq verify`` says more.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged in a way that no crash explains; ``librmq verify`` says more.
     """
     from librmq.diagnosis.halves import half_findings  # it loads the broker
 

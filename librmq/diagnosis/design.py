@@ -42,8 +42,8 @@ def topic_volumes(source: Source) -> list[TopicVolume]:
     """Return the content of each topic of producers, the largest first.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         found = [_volume(view, topic) for topic in view.topics if is_user_topic(topic)]
@@ -69,8 +69,8 @@ def design_check(source: Source, thresholds: Thresholds | None = None) -> list[F
         thresholds: Limits beyond which something is a finding. The newest ``sampled`` messages of each topic are read.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:

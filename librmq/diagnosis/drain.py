@@ -60,7 +60,7 @@ class Consumption:
         """Check the values.
 
         Raises:
-            ConfigError: a value is out of range; the message names it.
+            ConfigError: A value is out of range; the message names it.
         """
         for name, least in (("clients", 1), ("threads", 1), ("batch_size", 1)):
             if getattr(self, name) < least:
@@ -110,7 +110,7 @@ def estimate(consumption: Consumption) -> Estimate:
     """Return how long a backlog takes to drain.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
     consumption.check()
     shares, unowned = _shares(consumption)
@@ -246,7 +246,7 @@ def what_if(consumption: Consumption) -> list[Scenario]:
     """Estimate each of the usual changes, the greatest speed-up first, after the present state.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
     now = estimate(consumption)
     same = Scenario("as it is", consumption, now, 1.0, "")
@@ -301,8 +301,8 @@ def consumption_of(
         stored_per_s: New messages of the topic.
 
     Raises:
-        ConfigError: the group has no progress in the topic.
-        NotAStoreError: the folder holds no store.
+        ConfigError: The group has no progress in the topic.
+        NotAStoreError: The folder holds no store.
     """
     with viewed(source) as view:
         rows = list(lag(view, group=group, topic=topic, times=False))

@@ -46,8 +46,8 @@ def given_up(source: Source) -> list[GivenUpHalf]:
     """Return the undecided half messages that checks have discarded, in log order.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         return [
@@ -74,9 +74,9 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
         commit: Whether to deliver or to drop the message.
 
     Raises:
-        TransactionRefusedError: there is no such half at this place, it was decided before, or the log no
+        TransactionRefusedError: There is no such half at this place, it was decided before, or the log no
             longer has it.
-        BrokerUnreachableError: the broker is closed.
+        BrokerUnreachableError: The broker is closed.
     """
     store = broker.store
     half = next((one for one in given_up_halves(store) if one.physical_offset == physical_offset), None)

@@ -65,8 +65,8 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
     """Return the dead letters of all groups, or of one, in the order of groups and of their queues.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         return [_letter(of, message) for of, message in _messages(view, group)]
@@ -76,8 +76,8 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
     """Return the dead letters by group, topic and cause, the most frequent first.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         return sum_up_causes(_letter(of, message) for of, message in _messages(view, group))

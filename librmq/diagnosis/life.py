@@ -71,8 +71,8 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
         topic: The topic of a key; None searches all.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         view.store.refresh()

@@ -66,7 +66,7 @@ def pending_messages(
     Retries are those that wait in the schedule topic for their next attempt, sorted by time with the delayed messages.
 
     Raises:
-        CorruptionError: a file is unreadable.
+        CorruptionError: A file is unreadable.
     """
     if tables is None:
         tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
@@ -101,7 +101,7 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
     """Yield the undecided half messages that checks have discarded.
 
     Raises:
-        CorruptionError: a file is unreadable.
+        CorruptionError: A file is unreadable.
     """
     ended: set[int] | None = None
     for half in _messages(store, CHECK_MAX_TIME_TOPIC, 0, 0):

@@ -80,8 +80,8 @@ def plan_skip(
         to_end: Skip everything.
 
     Raises:
-        ConfigError: not exactly one of the three is given, or the group has no progress in the topic.
-        NotAStoreError: the folder holds no store.
+        ConfigError: Not exactly one of the three is given, or the group has no progress in the topic.
+        NotAStoreError: The folder holds no store.
     """
     if sum((older_than is not None, lag_above is not None, to_end)) != 1:
         raise ConfigError("plan_skip: expected one of older_than=, lag_above= and to_end=True")
@@ -132,9 +132,9 @@ def skip(broker: Broker, plan: Skip) -> Skip:
     """Skip the messages of a plan, record it, and return the record. The messages stay in the store until they expire.
 
     Raises:
-        ConfigError: the group has moved on beyond the plan: make a new one.
-        BrokerError: the topic does not exist.
-        BrokerUnreachableError: the broker is closed.
+        ConfigError: The group has moved on beyond the plan: make a new one.
+        BrokerError: The topic does not exist.
+        BrokerUnreachableError: The broker is closed.
     """
     _check_still_right(broker, plan)
     done = plan._replace(at_ms=broker.runner.now_ms())
@@ -152,9 +152,9 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
 
     Raises:
         ConfigError: ``topic`` is the plan's own, or the group has moved on beyond the plan.
-        BrokerError: a topic does not exist.
+        BrokerError: A topic does not exist.
         MessageIllegalError: ``topic`` is refused.
-        BrokerUnreachableError: the broker is closed.
+        BrokerUnreachableError: The broker is closed.
     """
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
@@ -196,9 +196,9 @@ def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[
     """Copy the progress of a group in a topic to a new group; return the queue offsets by queue id.
 
     Raises:
-        ConfigError: the group has no progress in the topic, or the new group has some.
-        MessageIllegalError: the new name is refused.
-        BrokerUnreachableError: the broker is closed.
+        ConfigError: The group has no progress in the topic, or the new group has some.
+        MessageIllegalError: The new name is refused.
+        BrokerUnreachableError: The broker is closed.
     """
     offsets = broker.consumer_offsets(group, topic)
     if not offsets:
@@ -219,8 +219,8 @@ def replay(broker: Broker, note: Skip, group: str) -> int:
 
     Raises:
         ConfigError: ``group`` is the group that skipped.
-        BrokerError: the topic does not exist.
-        MessageIllegalError: the group's name is refused.
+        BrokerError: The topic does not exist.
+        MessageIllegalError: The group's name is refused.
     """
     if group == note.group:
         raise ConfigError(f"group {group!r}: expected a second group; the first would repeat what it consumed since")
@@ -237,8 +237,8 @@ def skipped(source: Source) -> list[Skip]:
     """Return the records of `skip`, in order.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        MalformedError: the file of records holds something else.
+        NotAStoreError: The folder holds no store.
+        MalformedError: The file of records holds something else.
     """
     with viewed(source) as view:
         path = os.path.join(view.store.path, directory.OWN, _FILE)

@@ -28,7 +28,7 @@ def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
     """Return the store times of the records at these places in ms; `UNKNOWN` if no record starts there.
 
     Raises:
-        CorruptionError: a file of the log has a wrong length.
+        CorruptionError: A file of the log has a wrong length.
     """
     found = np.full(len(physical_offsets), UNKNOWN, np.int64)
     files, size = log.sequence, log.sequence.file_size

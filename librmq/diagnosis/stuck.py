@@ -60,8 +60,8 @@ def held_progress(source: Source, *, group: str | None = None, found: Lag | None
         found: The lag, if already known.
 
     Raises:
-        NotAStoreError: the folder holds no store.
-        CorruptionError: a file is damaged.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
         known = lag(view, group=group) if found is None else found

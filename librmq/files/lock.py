@@ -41,9 +41,9 @@ class DiskLock:
     """The lock of one store, held until `release`.
 
     Raises:
-        StoreLockedError: another writer holds it; the message names the process where it can be known.
-        CorruptionError: the name belongs to something else than a regular file, such as a symbolic link.
-        StoreIOError: the file can't be opened, written or locked.
+        StoreLockedError: Another writer holds it; the message names the process where it can be known.
+        CorruptionError: The name belongs to something else than a regular file, such as a symbolic link.
+        StoreIOError: The file can't be opened, written or locked.
     """
 
     def __init__(self, path: str) -> None:
@@ -97,7 +97,7 @@ class DiskLock:
         """Check that the lock file was not replaced, since another writer could lock the new one.
 
         Raises:
-            StoreIOError: it was deleted or replaced.
+            StoreIOError: It was deleted or replaced.
         """
         if not _is_at(self._path, self._key):
             what = OSError(errno.ESTALE, "the lock file was deleted or replaced: another process may write here too")

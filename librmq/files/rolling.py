@@ -40,7 +40,7 @@ def list_starts(folder: str, file_size: int, listed: Iterable[FolderEntry]) -> l
     """Return the starts of the files in a listed folder.
 
     Raises:
-        CorruptionError: a name is not a position, a position does not follow the one before, or a file has another
+        CorruptionError: A name is not a position, a position does not follow the one before, or a file has another
             length.
     """
     starts: list[int] = []
@@ -129,7 +129,7 @@ class MappedFileQueue:
         """List the folder, which need not exist yet.
 
         Raises:
-            CorruptionError: a name is not a position, a position does not follow the one before, or a file has another
+            CorruptionError: A name is not a position, a position does not follow the one before, or a file has another
                 length.
         """
         self.folder = folder

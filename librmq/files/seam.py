@@ -88,7 +88,7 @@ class FileLock(Protocol):
         """Check that the lock still keeps other writers out.
 
         Raises:
-            StoreIOError: its file was deleted or replaced.
+            StoreIOError: Its file was deleted or replaced.
         """
         ...
 
@@ -109,7 +109,7 @@ class Files(Protocol):
         """Map an existing file.
 
         Raises:
-            CorruptionError: it is empty or no regular file.
+            CorruptionError: It is empty or no regular file.
         """
         ...
 
@@ -164,7 +164,7 @@ class Files(Protocol):
         Links are followed.
 
         Raises:
-            CorruptionError: a link leads nowhere.
+            CorruptionError: A link leads nowhere.
         """
         ...
 
@@ -192,7 +192,7 @@ class Files(Protocol):
         """Make a hard link.
 
         Raises:
-            StoreIOError: the file system refuses.
+            StoreIOError: The file system refuses.
         """
         ...
 
@@ -211,7 +211,7 @@ class Files(Protocol):
         """Return the content of a small file.
 
         Raises:
-            CorruptionError: it is longer than ``limit``.
+            CorruptionError: It is longer than ``limit``.
         """
         ...
 
@@ -234,7 +234,7 @@ class Files(Protocol):
         """Take the lock of a store with the lock file ``path``.
 
         Raises:
-            StoreLockedError: another writer has it; the error names the holder.
+            StoreLockedError: Another writer has it; the error names the holder.
         """
         ...
 
@@ -323,7 +323,7 @@ def copy_file(
     Zeros get no blocks.
 
     Raises:
-        StoreIOError: for example, the disk is full; a part of ``target`` can be left.
+        StoreIOError: For example, the disk is full; a part of ``target`` can be left.
     """
     end = source.size if end is None else end
     file = files.create(target, end - begin if size is None else size)

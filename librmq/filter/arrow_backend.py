@@ -49,7 +49,7 @@ def match_arrow(question: Question, properties: Any) -> Any:
     """Return where ``question`` is TRUE, as a boolean array without nulls.
 
     Raises:
-        TypeError: a column does not hold texts.
+        TypeError: A column does not hold texts.
     """
     if isinstance(properties, pa.RecordBatch):
         rows, at_a_time = properties.num_rows, COLUMN_ROWS_AT_A_TIME

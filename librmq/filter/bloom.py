@@ -44,7 +44,7 @@ class BloomFilter:
     of ``bit_count / 8`` bytes. Immutable and thread-safe.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: A setting is out of range.
     """
 
     error_percent: float

@@ -46,7 +46,7 @@ def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: See
     """Return TRUE, FALSE or UNKNOWN (None).
 
     Raises:
-        FilterEvaluationError: the broker would raise; the error names the term.
+        FilterEvaluationError: The broker would raise; the error names the term.
     """
     waiting: list[tuple[Node, _Steps]] = []
     node, steps = selector.root, _steps(selector, selector.root, properties or {})
@@ -147,7 +147,7 @@ def equal(left: Value, right: Value) -> bool | None:
     """Return ``left = right``.
 
     Raises:
-        JavaError: the broker would raise.
+        JavaError: The broker would raise.
     """
     if left is None and right is None:
         return True
@@ -164,7 +164,7 @@ def ordered(operator: Order, left: Value, right: Value) -> bool | None:
     """Return ``left < right``, or another order.
 
     Raises:
-        JavaError: the broker would raise.
+        JavaError: The broker would raise.
     """
     if left is None or right is None:
         return None

@@ -147,7 +147,7 @@ def refuse_rest(selector: Selector) -> None:
     """Refuse text after the whole expression, which the broker ignores.
 
     Raises:
-        FilterSyntaxError: there is such text.
+        FilterSyntaxError: There is such text.
     """
     if selector.ignored_from is not None:
         rest = selector.expression[selector.ignored_from : selector.ignored_from + 40]

@@ -52,7 +52,7 @@ class WatchedPredicate(Generic[M]):
     need not be a bool.
 
     Raises:
-        ConfigError: the budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.
+        ConfigError: The budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.
     """
 
     def __init__(

@@ -248,7 +248,7 @@ class Registrations:
         Living groups count as dead since a little before now; they will register again.
 
         Raises:
-            ConfigError: the file has another structure.
+            ConfigError: The file has another structure.
         """
         loaded: dict[str, dict[str, Registration]] = {}
         for topic, entry in _object(

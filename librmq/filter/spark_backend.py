@@ -50,7 +50,7 @@ def to_column(question: Question, properties: Any) -> Any:
     ``properties`` is a column of maps, or a mapping from names to columns of texts.
 
     Raises:
-        FilterError: the column would be too large, as for long chains of ORs in ANDs in ORs over terms that can fail.
+        FilterError: The column would be too large, as for long chains of ORs in ANDs in ORs over terms that can fail.
     """
     condition = _Spark(properties).whole(question)
     if condition.size > LARGEST or condition.depth > DEEPEST:

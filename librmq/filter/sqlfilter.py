@@ -60,7 +60,7 @@ def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
     """Return the compiled form of an expression, from a bounded cache.
 
     Raises:
-        FilterSyntaxError: the expression does not compile.
+        FilterSyntaxError: The expression does not compile.
     """
     if not isinstance(expression, str):
         raise TypeError(f"a filter expression is a str, not {type(expression).__name__}")
@@ -87,7 +87,7 @@ class SqlFilter:
     Immutable and thread-safe. Making one takes less than a millisecond; a cache keeps compiled expressions.
 
     Raises:
-        FilterSyntaxError: the expression does not compile; the error has the position and the expected tokens.
+        FilterSyntaxError: The expression does not compile; the error has the position and the expected tokens.
     """
 
     __slots__ = ("_compiled", "dialect", "expression", "matches", "strict")
@@ -116,7 +116,7 @@ class SqlFilter:
         """Return TRUE, FALSE, or UNKNOWN as None.
 
         Raises:
-            FilterEvaluationError: the broker would raise; the error names the term.
+            FilterEvaluationError: The broker would raise; the error names the term.
         """
         return self._compiled.evaluate(properties)
 
@@ -127,7 +127,7 @@ class SqlFilter:
         also be a record batch with a string column for each property; a null or a missing column is a missing property.
 
         Raises:
-            TypeError: the columns have other types.
+            TypeError: The columns have other types.
         """
         from librmq.filter.arrow_backend import match_arrow
 
@@ -140,7 +140,7 @@ class SqlFilter:
         map from string to string, or a mapping with a column of strings for each property.
 
         Raises:
-            FilterError: the expression is too large for Spark.
+            FilterError: The expression is too large for Spark.
         """
         from librmq.filter.spark_backend import to_column
 

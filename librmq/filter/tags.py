@@ -32,7 +32,7 @@ class TagFilter:
     ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.
 
     Raises:
-        FilterSyntaxError: the expression is a lone ``||``.
+        FilterSyntaxError: The expression is a lone ``||``.
     """
 
     expression: str

@@ -61,7 +61,7 @@ class MessageSender(Protocol):
 
 
 class Outbox:
-    """The table ``table`` of messages to send, made by `librmq.idempotence.sqltables.upgrade_tables`.
+    """The table ``table`` of messages to send, which `librmq.idempotence.sqltables.upgrade_tables` creates.
 
     Thread-safe. Each thread uses its own connection.
     """
@@ -77,7 +77,7 @@ class Outbox:
         ``order_key`` are sent one after the other.
 
         Raises:
-            MessageIllegalError: No broker would take the message.
+            MessageIllegalError: No broker would accept the message.
         """
         validate_client_topic(message.topic)
         if message.topic in NOT_FOR_SENDING:
@@ -150,7 +150,7 @@ _COLUMNS: Final = ", ".join(_Row._fields)
 class OutboxSender:
     """Sends the rows of an outbox, oldest first. A sender belongs to one thread; any number of senders share a table.
 
-    A refused row is tried again after 1 s, 2 s, … up to a minute, without end. `start` makes a thread that sends;
+    A refused row is tried again after 1 s, 2 s, … up to a minute, without limit. `start` starts a thread that sends;
     without it, call `run_due`.
     """
 
@@ -212,7 +212,7 @@ class OutboxSender:
         The failure of a database is logged once, and the next search tries it again.
 
         Raises:
-            ConfigError: The first search found no such table, or `database` returned something else than a connection.
+            ConfigError: The first search found no such table, or `database` did not return a connection.
         """
         try:
             self._check()
@@ -260,7 +260,7 @@ class OutboxSender:
         A database that fails now is logged, and tried again.
 
         Raises:
-            ConfigError: There is no such table, or `database` returned something else than a connection.
+            ConfigError: There is no such table, or `database` did not return a connection.
         """
         if self._background is None:
             try:
@@ -286,12 +286,12 @@ class OutboxSender:
             return None
 
     def wake(self) -> None:
-        """Let the thread look for rows now, not at its next poll; call it after a commit."""
+        """Let the thread look for rows now instead of at its next poll; call this after a commit."""
         if self._background is not None:
             self._background.wake()
 
     def shutdown(self) -> bool:
-        """End the thread after its current send, and release rows that it claimed and did not send.
+        """End the thread after its current send, and release rows that it has claimed but not sent.
 
         Returns:
             True, like a consumer's shutdown after all its work has ended.

@@ -146,7 +146,7 @@ class DedupStore(Protocol):
 
 
 class MemoryDedupStore:
-    """Records in memory, for tests and for effects that die with the process. Thread-safe."""
+    """Records in memory, for tests and for effects that end with the process. Thread-safe."""
 
     blocking = False
 
@@ -245,12 +245,12 @@ class DedupStatements:
 
 
 class SqliteDedupStore:
-    """Records in a SQLite file, for the processes of one machine: no server, write-ahead log. Thread-safe.
+    """Records in a SQLite file with a write-ahead log, for the processes of one machine. Thread-safe.
 
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
-    checkpoint; with "sync" it survives both, for one flush of the disk in each call. If the file stays locked for
-    ``timeout`` seconds, a call raises `DedupStoreError`. After a fork a child has to open another one. A context
-    manager.
+    checkpoint; with "sync" it survives both immediately, at the cost of one disk flush per call. If the file stays
+    locked for ``timeout`` seconds, a call raises `DedupStoreError`. After a fork a child has to open another one. A
+    context manager.
     """
 
     blocking = True

@@ -254,7 +254,7 @@ def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
     readers accept properties in any order, so the tree is not imitated.
 
     Raises:
-        MessageIllegalError: a name occurs twice.
+        MessageIllegalError: A name occurs twice.
     """
     return _hash_map_order(tuple(names))
 

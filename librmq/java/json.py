@@ -58,7 +58,7 @@ def loads(text: str | bytes) -> Any:  # noqa: ANN401 (JSON has any shape)
     Keys are texts, ints for numbers, and `ObjectKey`; of equal keys the last one counts. Objects can be nested 64 deep.
 
     Raises:
-        MalformedError: the text has another form; the error names line and column.
+        MalformedError: The text has another form; the error names line and column.
     """
     if isinstance(text, bytes):
         try:
@@ -202,7 +202,7 @@ def dumps(value: object) -> str:
     """Return ``value`` as the broker would write it, without a new line at the end.
 
     Raises:
-        MalformedError: the file format has no form for the value.
+        MalformedError: The file format has no form for the value.
     """
     parts: list[str] = []
     _write(value, 0, parts)

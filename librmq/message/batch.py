@@ -38,7 +38,7 @@ def check_batch(messages: Sequence[Message]) -> None:
     """Refuse a batch that no client would send and no broker would accept.
 
     Raises:
-        MessageIllegalError: the batch is empty or delayed, or its messages differ in topic or wait flag.
+        MessageIllegalError: The batch is empty or delayed, or its messages differ in topic or wait flag.
     """
     if not messages:
         raise MessageIllegalError("a batch needs at least one message")
@@ -62,7 +62,7 @@ def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterato
     """Cut ``messages``, in order, into batches of at most ``max_size`` bytes as a client encodes them.
 
     Raises:
-        MessageIllegalError: a single message is larger.
+        MessageIllegalError: A single message is larger.
     """
     batch: list[Message] = []
     total = 0
@@ -91,7 +91,7 @@ def encode_batch(items: Iterable[BatchItem]) -> bytes:
     """Return messages as one body.
 
     Raises:
-        MessageIllegalError: properties are too long, or a flag exceeds 32 bits.
+        MessageIllegalError: Properties are too long, or a flag exceeds 32 bits.
     """
     parts: list[bytes] = []
     for body, flag, properties_raw in items:
@@ -112,7 +112,7 @@ def decode_batch(raw: bytes) -> list[BatchItem]:
     """Return the messages of a batch.
 
     Raises:
-        MessageIllegalError: the lengths of a message contradict each other; the error says which message.
+        MessageIllegalError: The lengths of a message contradict each other; the error says which message.
     """
     items: list[BatchItem] = []
     at = 0

@@ -30,7 +30,7 @@ def compression_type(sys_flag: int) -> str:
     """Return ``zlib``, ``lz4`` or ``zstd``.
 
     Raises:
-        BodyCompressionError: the bits of ``sys_flag`` are none of these.
+        BodyCompressionError: The bits of ``sys_flag`` are none of these.
     """
     try:
         return ("zlib", "lz4", "zstd", "zlib")[(sys_flag & COMPRESSION_MASK) >> 8]
@@ -42,7 +42,7 @@ def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
     """Return a stored body as sent: ``body`` itself unless ``sys_flag`` says that it is compressed.
 
     Raises:
-        BodyCompressionError: the body is damaged or cut off, has bytes after its end, or decompresses to more than
+        BodyCompressionError: The body is damaged or cut off, has bytes after its end, or decompresses to more than
             ``limit`` bytes, where decompression stops.
         MissingExtraError: lz4 or zstd needs the extra.
     """

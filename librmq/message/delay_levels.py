@@ -34,7 +34,7 @@ class DelayLevels:
         As in the broker, spaces at the end are ignored.
 
         Raises:
-            ConfigError: the text has another form.
+            ConfigError: The text has another form.
         """
         delays_ms = []
         for level, word in enumerate(text.rstrip(" ").split(" "), 1):

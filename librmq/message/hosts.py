@@ -52,7 +52,7 @@ def parse_host(text: str) -> Host:
     """Return address and port from ``1.2.3.4:5`` or ``[fe80:0:0:0:0:0:0:1]:5``.
 
     Raises:
-        MalformedError: the text has another form.
+        MalformedError: The text has another form.
     """
     ip, _, port = text.rpartition(":")
     in_brackets = ip.startswith("[") and ip.endswith("]")
@@ -82,7 +82,7 @@ def parse_offset_message_id(text: str) -> tuple[Host, int]:
     """Return store host and physical offset from the broker's id of a message.
 
     Raises:
-        MalformedError: the text is not such an id.
+        MalformedError: The text is not such an id.
     """
     if len(text) in (32, 56) and text.isalnum():
         try:

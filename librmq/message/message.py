@@ -67,7 +67,7 @@ class MessageFields(MessageOptions, total=False):
 
 
 class Message:
-    """A message to send: topic, body, flag, a delivery time, and everything else as properties. Not thread-safe.
+    """A message to send: topic, body, flag and delivery time; everything else is a property. Not thread-safe.
 
     ``properties`` is a plain dict. Its order fills the map that decides the order in the store: the user's, TAGS, KEYS,
     UNIQ_KEY, DELAY, WAIT. A sender can add to it.
@@ -104,7 +104,7 @@ class Message:
                 ``flag`` and ``unique_key``, as `MessageOptions` describes them.
 
         Raises:
-            MessageIllegalError: a part has a wrong type, a property is reserved, blank or can't be stored, body and
+            MessageIllegalError: A part has a wrong type, a property is reserved, blank or can't be stored, body and
                 ``json`` are both given or both missing, or more than one of the three delays is given.
         """
         if options:

@@ -10,7 +10,7 @@ __all__ = ["MessageQueue"]
 
 
 class MessageQueue(NamedTuple):
-    """One queue of a topic on one broker. Sorts as in RocketMQ: texts by UTF-16 units."""
+    """One queue of a topic on one broker. Sorts as in RocketMQ: strings by UTF-16 units."""
 
     topic: str
     broker_name: str
@@ -29,7 +29,7 @@ class MessageQueue(NamedTuple):
         return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
 
     def sort_key(self) -> tuple[str, str, int]:
-        """Return the key by which queues compare; sorting many by it is faster than by comparisons."""
+        """Return the key by which queues compare; with it, sorting many queues is faster."""
         return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
 
     def __lt__(self, other: object) -> bool:

@@ -249,7 +249,7 @@ def encode_record(record: Record) -> bytes:
     """Encode ``record``; its ``body_crc`` is not computed.
 
     Raises:
-        MessageIllegalError: a value does not fit its field, or a host's kind contradicts the sys flag.
+        MessageIllegalError: A value does not fit its field, or a host's kind contradicts the sys flag.
     """
     try:
         topic = record.topic.encode()
@@ -304,7 +304,7 @@ def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int,
         Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
 
     Raises:
-        RecordError: the bytes are no record; the error names the field.
+        RecordError: The bytes are no record; the error names the field.
     """
     if limit - position < FIXED_SIZE:
         raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
@@ -362,8 +362,8 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
     checksum. The file ends at ``limit``, which is at most ``len(raw)``.
 
     Raises:
-        RecordError: the record is not sound; the error names the field.
-        BodyChecksumError: only the body is wrong.
+        RecordError: The record is not sound; the error names the field.
+        BodyChecksumError: Only the body is wrong.
     """
     if limit - position >= FIXED_SIZE:
         # Fast path for IPv4 hosts and plausible lengths. Any other record takes the careful path.
@@ -408,8 +408,8 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     """Decode the record at ``position`` of ``raw``.
 
     Raises:
-        RecordError: the bytes are no record.
-        BodyChecksumError: only the body is wrong (with ``check_body``).
+        RecordError: The bytes are no record.
+        BodyChecksumError: Only the body is wrong (with ``check_body``).
     """
     body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, len(raw))
     _, magic, body_crc, queue_id, flag, queue_offset, physical_offset, sys_flag, born_timestamp_ms = (

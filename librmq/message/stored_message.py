@@ -82,7 +82,7 @@ class StoredMessage:
 
     @classmethod
     def framed(cls, raw: bytes) -> Self:
-        """Take a whole record and find its `frame` now, which is faster if its parts are needed.
+        """Return the message of a whole record and find its `frame` now, which is faster if its parts are needed.
 
         Raises:
             RecordError: ``raw`` is not a record.
@@ -112,7 +112,7 @@ class StoredMessage:
 
     @property
     def topic(self) -> str:
-        """The topic in the record; for a waiting message it is not the topic of the send."""
+        """The topic in the record; for a waiting message it is not the topic that the message was sent to."""
         _, _, begin, end, _, _ = self.frame
         return java_decode(self.raw[begin:end])
 
@@ -166,12 +166,12 @@ class StoredMessage:
 
     @property
     def reconsume_times(self) -> int:
-        """How often a consumer group has failed on the message."""
+        """The number of times a consumer group has failed on the message."""
         return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[0])
 
     @property
     def prepared_transaction_offset(self) -> int:
-        """Physical offset of the half message that the final message of a transaction belongs to, else 0."""
+        """For the final message of a transaction, the physical offset of its half message, else 0."""
         return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[1])
 
     def _host_ends(self) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class StoredMessage:
         """The body as sent.
 
         Raises:
-            BodyCompressionError: the body can't be decompressed.
+            BodyCompressionError: The body can't be decompressed.
             MissingExtraError: lz4 or zstd needs the extra.
         """
         raw = self.raw
@@ -198,8 +198,8 @@ class StoredMessage:
         """Return the body as text.
 
         Raises:
-            MalformedError: the body is not UTF-8.
-            BodyCompressionError: the body can't be decompressed.
+            MalformedError: The body is not UTF-8.
+            BodyCompressionError: The body can't be decompressed.
         """
         try:
             return self.body.decode()
@@ -210,8 +210,8 @@ class StoredMessage:
         """Return the value of a JSON body.
 
         Raises:
-            MalformedError: the body is not JSON.
-            BodyCompressionError: the body can't be decompressed.
+            MalformedError: The body is not JSON.
+            BodyCompressionError: The body can't be decompressed.
         """
         try:
             return from_json(self.body)
@@ -222,7 +222,7 @@ class StoredMessage:
         """Return the body as sent.
 
         Raises:
-            BodyCompressionError: it has more than ``limit`` bytes, or can't be decompressed.
+            BodyCompressionError: It has more than ``limit`` bytes, or can't be decompressed.
         """
         return decompress_body(self.stored_body, self.sys_flag, limit)
 
@@ -284,14 +284,14 @@ class StoredMessage:
 
     @property
     def offset_id(self) -> str:
-        """The broker's id: store host and physical offset in hex."""
+        """The id that the broker assigned: store host and physical offset in hex."""
         born_end, store_end = self._host_ends()
         place = self.raw[PHYSICAL_OFFSET_AT : PHYSICAL_OFFSET_AT + 8]
         return (self.raw[born_end + 8 : store_end] + place).hex().upper()
 
     @property
     def message_id(self) -> str:
-        """The unique id if there is one, else the broker's."""
+        """The unique id if there is one, else the offset id."""
         return self.unique_key or self.offset_id
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,7 @@ def validate_topic(topic: str) -> None:
     RocketMQ counts characters instead of bytes, and loses the end of the log if a topic has many more bytes.
 
     Raises:
-        MessageIllegalError: the store can't have such a topic.
+        MessageIllegalError: The store can't have such a topic.
     """
     if not isinstance(topic, str):
         raise MessageIllegalError(f"topic: expected text, found {type(topic).__name__}")
@@ -63,7 +63,7 @@ def validate_queue(topic: str, queue_id: int) -> None:
     """Check the name of a queue in a store; records on disk can have any name.
 
     Raises:
-        MessageIllegalError: the store can't have such a queue.
+        MessageIllegalError: The store can't have such a queue.
     """
     validate_topic(topic)
     if queue_id < 0:

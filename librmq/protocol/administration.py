@@ -84,7 +84,7 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
     ``force`` moves forward too.
 
     Raises:
-        BrokerError: no client of the group runs (CONSUMER_NOT_ONLINE).
+        BrokerError: No client of the group runs (CONSUMER_NOT_ONLINE).
     """
 
     group: str

@@ -48,14 +48,14 @@ class PullStatus(enum.Enum):
 
 
 class MessageModel(enum.Enum):
-    """Sharing of messages among a group's instances: each message once, or every message to each."""
+    """How a group's instances share messages: each message to one instance, or every message to all."""
 
     CLUSTERING = "CLUSTERING"
     BROADCASTING = "BROADCASTING"
 
 
 class ConsumeFrom(enum.Enum):
-    """Start of a group in a queue without stored progress."""
+    """Where a group starts in a queue without stored progress."""
 
     LAST = "CONSUME_FROM_LAST_OFFSET"
     FIRST = "CONSUME_FROM_FIRST_OFFSET"
@@ -132,7 +132,7 @@ class CheckSubscription(Request[None]):
     """Check whether the broker can serve a subscription, before a consumer starts.
 
     Raises:
-        BrokerError: filters of its type are switched off (SYSTEM_ERROR), or it does not compile
+        BrokerError: Filters of its type are switched off (SYSTEM_ERROR), or it does not compile
             (SUBSCRIPTION_PARSE_FAILED).
     """
 

@@ -36,7 +36,7 @@ class Endpoint(Protocol):
         """Answer a request without waiting for other clients. Thread-safe.
 
         Raises:
-            BrokerError: the request is refused.
+            BrokerError: The request is refused.
         """
         ...
 
@@ -73,7 +73,7 @@ class Route(Protocol):
         """Return the broker of that name.
 
         Raises:
-            NoRouteError: there is none.
+            NoRouteError: There is none.
         """
         ...
 

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class SendStatus(enum.Enum):
-    """Durability of a stored message."""
+    """How durable a stored message is."""
 
     SEND_OK = "SEND_OK"
     FLUSH_DISK_TIMEOUT = "FLUSH_DISK_TIMEOUT"
@@ -28,7 +28,7 @@ class SendStatus(enum.Enum):
 
 
 class TransactionState(enum.Enum):
-    """End of a transaction; UNKNOWN leaves it to the check."""
+    """How a transaction ends; UNKNOWN leaves this to the check."""
 
     COMMIT = 8
     ROLLBACK = 12

@@ -61,7 +61,7 @@ class Receive(Request[ReceiveResponse]):
     Mirrors ``PopMessageRequestHeader`` of 5.x.
 
     Raises:
-        BrokerError: the topic does not exist or may not be read, the group may not consume, the filter does not
+        BrokerError: The topic does not exist or may not be read, the group may not consume, the filter does not
             compile, or a number is out of range.
     """
 
@@ -103,7 +103,7 @@ class ChangeInvisible(Request[str]):
     """Let a received message come again ``invisible_ms`` from now unless it is acknowledged; return its receipt.
 
     Raises:
-        ReceiptError: the message has come again, or was acknowledged.
+        ReceiptError: The message has come again, or was acknowledged.
     """
 
     group: str
@@ -120,7 +120,7 @@ class ForwardToDeadLetters(Request[None]):
     """Make a received message a dead letter of its group.
 
     Raises:
-        ReceiptError: the message has come again, or was acknowledged.
+        ReceiptError: The message has come again, or was acknowledged.
     """
 
     group: str

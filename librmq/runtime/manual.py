@@ -18,7 +18,7 @@ _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 
 class ManualRunner(Runner):
-    """Runs all turns in the calling thread, under a clock that stands still between calls of `advance`.
+    """Runs all work in the calling thread, with a clock that stands still between calls of `advance`.
 
     Not thread-safe.
     """

@@ -41,13 +41,13 @@ class ThreadRunner(Runner):
 
     Thread-safe. `close` ends all threads. It does not work in a child process after a fork.
 
-    A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
-    parks), or in user code. New due work wakes a worker only if none is looking or woken already. If listeners are
-    fast, a worker that leaves ready work behind wakes none either, because waking a thread takes longer than the work.
-    The clock thread then checks every few milliseconds that the work does not wait for a slow listener.
+    A worker is *parked* (asleep), *looking* (checking for steps and ready work before it parks), or in user code. New
+    due work wakes a worker only if no other is already looking or woken. If listeners are fast, a worker that leaves
+    ready work behind wakes none either, because waking a thread takes longer than the work. The clock thread then
+    checks every few milliseconds that the work does not wait for a slow listener.
 
-    A signal handler can raise in the main thread at any place. So waking a thread only releases the lock that it waits
-    for, which can be repeated. Only the threads themselves change the counts.
+    A signal handler can raise in the main thread at any point. So waking a thread only releases the lock that it waits
+    for, which is safe to repeat. Only the threads themselves change the counts.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:

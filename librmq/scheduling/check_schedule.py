@@ -36,7 +36,7 @@ _MOST_INT: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionConfig(Config):
-    """Times of the checks of half messages; the defaults are 4.9.4's."""
+    """Settings for the checks of half messages; the defaults are 4.9.4's."""
 
     timeout_s: Annotated[float, Seconds()] = 6
     """Age of a half message at its first check, unless it has an immunity of its own."""
@@ -172,7 +172,7 @@ class CheckSchedule:
         soon after preparing a half.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
+            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
         if now_ms < self._last_ms:  # the clock was set back
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)

@@ -93,7 +93,7 @@ def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
     """Return the longest level that is not longer than the remaining time, or the first if all are.
 
     Raises:
-        ConfigError: the first level has no delay.
+        ConfigError: The first level has no delay.
     """
     fits = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if 0 < delay_ms <= remaining_ms]
     return -max(fits)[1] if fits else simple_level(remaining_ms, levels)
@@ -124,7 +124,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     """Return the message to send instead of ``message``, so that it reaches its topic at ``target_ms``.
 
     Raises:
-        MessageIllegalError: the topic is invalid, or the message also has a delay level.
+        MessageIllegalError: The topic is invalid, or the message also has a delay level.
     """
     validate_topic(message.topic)
     if record.PROPERTY_DELAY in message.properties:
@@ -189,7 +189,7 @@ class HopProxy:
         """Send on all arrived messages; return the latest time of the next call (ms), None to wait for an arrival.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
+            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
         try:
             self._send_all(now_ms)

@@ -110,8 +110,8 @@ class Timers:
         not raise. ``aside`` saves while other work continues; None saves within `run_due`.
 
         Raises:
-            ConfigError: the settings contradict the files.
-            CorruptionError: the files are not those of a timer.
+            ConfigError: The settings contradict the files.
+            CorruptionError: The files are not those of a timer.
         """
         timers = object.__new__(cls)
         timers._open(store, settings or TimerConfig(), delivered, aside)
@@ -181,7 +181,7 @@ class Timers:
         errors are raised too.
 
         Raises:
-            TimerRefusedError: the time is no number or too far away, or a deletion comes too late; nothing is written.
+            TimerRefusedError: The time is no number or too far away, or a deletion comes too late; nothing is written.
         """
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
@@ -208,8 +208,8 @@ class Timers:
         Thread-safe.
 
         Raises:
-            TimerRefusedError: as for `put`.
-            MessageIllegalError: the topic is invalid.
+            TimerRefusedError: As for `put`.
+            MessageIllegalError: The topic is invalid.
         """
         out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._settings)
         if out_ms is None:
@@ -232,7 +232,7 @@ class Timers:
         The result is None if nothing waits. Call this soon after storing into the timer topic.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
+            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
         write_ms = self._floor(now_ms)
         if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read

@@ -39,7 +39,7 @@ class TimerRefusedError(MessageIllegalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerConfig(Config):
-    """Shape of the wheel, and limits of its times; the defaults are 5.3.3's.
+    """Settings of the timer wheel: its shape and its limits; the defaults are 5.3.3's.
 
     The field names are those of a ``config`` row.
     """
@@ -108,7 +108,7 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
     """Return the delivery time of a message (ms); ``now_ms`` if it names none.
 
     Raises:
-        TimerRefusedError: the time is no number.
+        TimerRefusedError: The time is no number.
     """
     for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
         if name in properties:
@@ -123,7 +123,7 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfi
     """Return the time of the slot for a message, None if it is already due.
 
     Raises:
-        TimerRefusedError: as for `Timers.put`.
+        TimerRefusedError: As for `Timers.put`.
     """
     deliver_ms = deliver_time_ms(properties, now_ms)
     if deliver_ms <= now_ms:

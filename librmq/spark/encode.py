@@ -89,7 +89,7 @@ class Encoder:
         """Return the records of ``batch``, whose first row is number ``first_row`` of its task.
 
         Raises:
-            MessageIllegalError: a row is no message; the error names the first one.
+            MessageIllegalError: A row is no message; the error names the first one.
         """
         rows = batch.num_rows
         bodies = _bodies(batch, first_row)

@@ -75,32 +75,32 @@ class MessageStore:
         filters: Registrations | None = None,
         wait: float | timedelta = 0,
     ) -> Self:
-        """Open the store in ``path``, or make a new one if nothing is there and it is not ``read_only``.
+        """Open the store in ``path``; if nothing is there and ``read_only`` is off, create a new one.
 
         A store that was not closed cleanly is recovered as by RocketMQ 4.9; `recovered` lists what was cut.
 
         Args:
             path: The store's directory.
-            config: The settings. None takes the sizes from the store's files and the retention that was kept in it; a
-                new store gets `StoreConfig()`.
-            read_only: Take no lock and change no byte. Beside a writer the handle sees its messages (`refresh`);
-                without one it sees the result of a recovery, in memory.
+            config: The settings. None keeps the sizes of the store's files and its saved retention; a new store gets
+                `StoreConfig()`.
+            read_only: Take no lock and change no byte. While a writer has the store open, the handle sees its messages
+                (`refresh`); otherwise it sees the result of a recovery, made in memory.
             thorough: Check the whole log, and rebuild the same parts as `recover`.
             files: The file system; the disk by default.
             clock: The clock; the machine's by default.
-            background: Flush and expire by time in a thread of the store, which the first append starts. If false, the
-                caller calls `run_due`. None is false if ``clock`` is given.
+            background: Flush and delete expired files periodically in a thread, which the first append starts. If
+                false, the caller calls `run_due`. None means true, unless ``clock`` is given.
             filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They
                 can change while it is open.
             wait: Seconds to wait for another writer to release the store.
 
         Raises:
-            NotAStoreError: The directory holds something else, or another kind of store.
+            NotAStoreError: The directory contains something else, or another kind of store.
             ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is no duration.
             StoreLockedError: Another handle writes to the store; the message names its process.
             CorruptionError: No crash explains a name, a length or damage. Sound records behind damage are cut only if
                 ``thorough``, and `librmq.store.recovery.salvage` keeps them.
-            TypeError: An argument is of a wrong kind.
+            TypeError: An argument has a wrong type.
         """
         if not isinstance(path, str | os.PathLike):
             raise wrong_kind("path", path, "the folder of a store")
@@ -147,7 +147,7 @@ class MessageStore:
 
     @property
     def config(self) -> StoreConfig:
-        """The settings; a `refresh` can find others."""
+        """The settings; a `refresh` can find that they have changed."""
         return self._handle.config
 
     @property
@@ -172,12 +172,12 @@ class MessageStore:
 
     @property
     def recovered(self) -> list[Damage]:
-        """The findings and cuts of opening and `recover`."""
+        """What opening and `recover` found and cut."""
         return self._handle.recovered
 
     @property
     def readers(self) -> Readers | None:
-        """Tells retention which messages are not consumed; set by the broker that opens the store."""
+        """Source of the unconsumed messages for retention; set by the broker that opens the store."""
         return self._handle.readers
 
     @readers.setter
@@ -221,7 +221,7 @@ class MessageStore:
     def submit(
         self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]
     ) -> Acknowledgement[AppendResult]:
-        """Append as `append` does, but return at once, whatever the durability.
+        """Append as `append` does, but return immediately, whatever the durability.
 
         The acknowledgement completes when the message is on the device: soon with ``durability="sync"``, otherwise at
         the next flush. Its ``wait`` flushes.
@@ -280,14 +280,14 @@ class MessageStore:
         registration: tuple[str, str] | None = None,
         predicate: Callable[[StoredMessage], object] | WatchedPredicate[StoredMessage] | None = None,
     ) -> MessageFilter | None:
-        """Return a filter for `read` from one of the arguments, or None, which matches all messages, without any.
+        """Return a filter for `read` from one of the arguments; without any, None, which matches all messages.
 
         Args:
             tags: Tags, as ``a || b``.
             sql: An SQL92 expression.
             registration: The registered filter of a group, as (topic, group). Its bitmaps are read before the log.
-            predicate: A function of the message. A call over 10 ms is logged, and a message on which it raises does not
-                match; a `WatchedPredicate` has its own budget, policies and counts.
+            predicate: A function of the message. A call that takes over 10 ms is logged, and a message does not match
+                if the call raises; a `WatchedPredicate` has its own budget, policies and counts.
 
         Raises:
             ConfigError: ``sql`` is given but ``enable_property_filter`` is off, or the group has no filter.
@@ -322,7 +322,7 @@ class MessageStore:
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
         """Return the queue offsets of a queue's oldest and next message; (0, 0) if there is no such queue.
 
-        An append counts at once, even if its entry is not written yet.
+        An append counts immediately, even if its entry is not written yet.
         """
         self._handle.check_open()
         queue = self._handle.queues.find((topic, queue_id))
@@ -332,7 +332,7 @@ class MessageStore:
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
-        """Return whether a message is so far behind the log's end that a read counts it as on disk only."""
+        """Return whether a message is so far from the log's end that a read counts it as on disk only."""
         return self._handle.transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
@@ -359,19 +359,20 @@ class MessageStore:
     ) -> list[StoredMessage]:
         """Return the messages of ``topic`` with this key or unique key, in log order.
 
-        The index knows hashes and whole seconds. ``max_messages`` limits what is taken from the index. With ``exact``
-        false all of that is returned, with collisions and repetitions, as by a broker.
+        The index contains only hashes and whole seconds. ``max_messages`` limits the number of its entries that are
+        used. If ``exact`` is false, the messages of all of them are returned, including collisions and repetitions, as
+        by a broker.
         """
         return find_by_key(self._handle.up_to_date(), topic, key, begin_ms, end_ms, max_messages, exact)
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
         """Return the messages with an id, in log order.
 
-        If an offset id (32 or 56 hexadecimal digits) names a record, that is the one. Otherwise the id is a unique key,
-        and all records with it are returned, over all topics.
+        If an offset id (32 or 56 hexadecimal digits) leads to a record, only that one is returned. Otherwise the id is
+        a unique key, and all records with it, in all topics, are returned.
 
         Raises:
-            TypeError: The id is no text.
+            TypeError: The id is not a string.
         """
         if not isinstance(message_id, str):
             raise TypeError(
@@ -384,9 +385,9 @@ class MessageStore:
     def messages(
         self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None
     ) -> Iterator[StoredMessage]:
-        """Yield the messages of a queue from queue offset ``begin`` up to ``end``, by default its present end.
+        """Yield the messages of a queue from queue offset ``begin`` up to ``end``, by default its current end.
 
-        Messages that retention deletes meanwhile are left out.
+        Messages that retention deletes in the meantime are skipped.
 
         Raises:
             CorruptionError: An entry leads to no record of its size.
@@ -428,10 +429,10 @@ class MessageStore:
                 yield StoredMessage(raw)
 
     def refresh(self) -> bool:
-        """See what another process has written, deleted or recovered since the last call; return whether there is any.
+        """Notice changes by another process since the last call; return whether there are any.
 
-        This is for a handle that only reads. A read at a queue's end, a search and an iteration refresh by themselves.
-        `log`, `queues` and `index` are as of the last refresh, which can replace them; replaced ones stay as they were.
+        For read-only handles. A read at a queue's end, a search and an iteration refresh automatically. `log`, `queues`
+        and `index` show the state of the last refresh, which can replace these objects; the old objects do not change.
         """
         return self._handle.refresh()
 
@@ -450,7 +451,7 @@ class MessageStore:
         return self._handle.flush()
 
     def run_due(self, now_ms: int) -> int | None:
-        """Do what is due by time (flush, checkpoint, retention); return the time of the next call (ms), if any.
+        """Do the periodic work that is due (flush, checkpoint, retention); return the next due time (ms).
 
         A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
@@ -468,7 +469,7 @@ class MessageStore:
         self._handle.check_room()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
-        """Delete queues of other topics than ``topics`` whose messages retention has deleted.
+        """Delete queues whose topics are not in ``topics`` and whose messages retention has deleted.
 
         Returns them as (topic, queue id). The broker's own topics stay. A queue that is written again starts at queue
         offset 0. RocketMQ 4.9 also deletes queues whose messages are still in the log; the next recovery rebuilds them.
@@ -479,16 +480,16 @@ class MessageStore:
     def recover(self) -> list[Damage]:
         """Check the whole log, and make queues and index agree with it; return what was cut or rewritten.
 
-        The log is cut at the first record that can't be read. Opening checks only what the last exit calls for; call
-        this if you suspect more damage. Calls of other threads wait.
+        The log is cut at the first record that can't be read. Opening checks only what the last exit requires; call
+        this if you suspect more damage. Calls from other threads wait.
         """
         return self._handle.recover()
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
-        """Make a store in ``target``, a new or empty folder, of all that was appended before the call.
+        """Copy everything appended before the call to a new store in ``target``, a new or empty folder.
 
-        Appends, reads and retention continue meanwhile. Full files of the log are linked if the file system can, unless
-        ``copy``. `librmq.store.snapshot` does it without a handle; its docstring has errors and costs.
+        Appends, reads and retention continue. Full log files are hard-linked if the file system allows it, unless
+        ``copy`` is true. `librmq.store.snapshot` does the same without a handle; its docstring lists errors and costs.
         """
         self._handle.check_open()
         return snapshot(
@@ -502,7 +503,7 @@ class MessageStore:
         )
 
     def verify(self) -> Verdict:
-        """Check all of the store without a change; appends wait."""
+        """Check the whole store and change nothing; appends wait."""
         return self._handle.verify()
 
     def close(self) -> None:

@@ -482,7 +482,7 @@ class Kit:
     # ---- its end
 
     def close(self) -> None:
-        """End all processes, close the broker and check its store. A repetition does nothing.
+        """End all processes, close the broker and check its store. A second call does nothing.
 
         Issues an `UndeliveredWarning` with the sentences of `undelivered`.
 

@@ -131,7 +131,7 @@ def check_separators(found: Mapping[str, str]) -> None:
     """Refuse properties that a reader would split into others.
 
     Raises:
-        MessageIllegalError: a name or value contains a separator.
+        MessageIllegalError: A name or value contains a separator.
     """
     if any("\1" in part or "\2" in part for item in found.items() for part in item):
         raise MessageIllegalError("properties: names and values cannot contain the separators 01 and 02")

@@ -79,8 +79,8 @@ def run(
     in 5.x.
 
     Raises:
-        InputError: a line is no valid operation; the error names it.
-        CorruptionError: the broker's tables are unreadable.
+        InputError: A line is no valid operation; the error names it.
+        CorruptionError: The broker's tables are unreadable.
         StoreError: `MessageStore.open` failed, before the first line was read.
     """
     clock = _OperationClock(SystemClock().now_ms())
@@ -172,7 +172,7 @@ class _Operations:
         """Apply the operation in a line and return the row that answers it.
 
         Raises:
-            InputError: the line is no valid operation.
+            InputError: The line is no valid operation.
         """
         self._line = number
         try:

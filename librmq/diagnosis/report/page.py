@@ -51,7 +51,7 @@ class Page:
         """Return the page as HTML.
 
         Raises:
-            MissingExtraError: the extra ``report`` is not installed.
+            MissingExtraError: The extra ``report`` is not installed.
         """
         try:
             from jinja2 import Environment, StrictUndefined

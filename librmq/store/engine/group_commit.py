@@ -86,7 +86,7 @@ class GroupCommit:
         """Wait until everything below ``physical_offset`` is on the device, and flush unless another caller does.
 
         Raises:
-            FlushFailedError: a flush has failed.
+            FlushFailedError: A flush has failed.
             StoreClosedError: `stop` was called.
         """
         if self.flushed >= physical_offset:
@@ -171,7 +171,7 @@ class Acknowledgement(Generic[_T]):
         """Wait until the message is on the device, and return ``result``.
 
         Raises:
-            FlushFailedError: a flush has failed.
+            FlushFailedError: A flush has failed.
         """
         self._commit.reach(self._end)
         return self.result

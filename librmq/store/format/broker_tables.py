@@ -62,7 +62,7 @@ class BrokerTables:
         """Read the tables in ``folder``, which need not exist. Changes nothing.
 
         Raises:
-            CorruptionError: neither a file nor its backup is readable.
+            CorruptionError: Neither a file nor its backup is readable.
         """
         return cls(folder, files or DiskFiles())
 
@@ -118,7 +118,7 @@ class BrokerTables:
         """Return these filters for the bitmaps of a store.
 
         Raises:
-            ConfigError: a filter is malformed.
+            ConfigError: A filter is malformed.
         """
         from librmq.filter.registrations import Registrations  # loads a grammar that few callers need
 

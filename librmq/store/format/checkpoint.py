@@ -49,7 +49,7 @@ class Checkpoint:
         """Read the checkpoint at ``path``; without a file the times are 0, and `flush` makes it.
 
         Raises:
-            CorruptionError: the file has another length, or a time before 1970.
+            CorruptionError: The file has another length, or a time before 1970.
         """
         path, files = os.fspath(path), files or DiskFiles()
         size = files.size(path)

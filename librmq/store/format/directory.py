@@ -121,7 +121,7 @@ def recognise(path: str, files: Files) -> StoreKind:
     """Return the kind of store in folder ``path``, without changing it.
 
     Raises:
-        NotAStoreError: the path is not a folder, or holds queues without a log, a log replicated by DLedger, or one
+        NotAStoreError: The path is not a folder, or holds queues without a log, a log replicated by DLedger, or one
         part of a
             log that is spread over several paths.
     """
@@ -228,7 +228,7 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
     Plain files among the folders are ignored.
 
     Raises:
-        CorruptionError: the name of a folder is no topic or no queue id (kind ``name``).
+        CorruptionError: The name of a folder is no topic or no queue id (kind ``name``).
     """
     queues = []
     for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):
@@ -299,7 +299,7 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     An existing store that keeps no retention has none by age or size, unless the maker named one.
 
     Raises:
-        ConfigError: a named setting contradicts a file, or they contradict each other.
+        ConfigError: A named setting contradicts a file, or they contradict each other.
     """
     own: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
@@ -318,7 +318,7 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
     """Check ``config`` against the store's files.
 
     Raises:
-        ConfigError: a setting contradicts a file.
+        ConfigError: A setting contradicts a file.
     """
     told = _told_by_files(path, files)
     slots = told.pop("max_hash_slot_num", None)

@@ -137,7 +137,7 @@ class IndexFile:
         """Open a file; by default it has four entries to a slot.
 
         Raises:
-            CorruptionError: the length is wrong or the header impossible.
+            CorruptionError: The length is wrong or the header impossible.
         """
         files = files or DiskFiles()
         return cls(files.open(os.fspath(path), writable=writable), slots, entries, files, on_map)
@@ -184,7 +184,7 @@ class IndexFile:
         """The header in the file.
 
         Raises:
-            CorruptionError: the header is impossible.
+            CorruptionError: The header is impossible.
         """
         header = IndexHeader(*HEADER.unpack(self.file.buffer[:HEADER_SIZE]))
         _, _, begin_physical, end_physical, slot_count, count = header
@@ -240,7 +240,7 @@ class IndexFile:
         damaged file where 4.9's search ends. Thread-safe.
 
         Raises:
-            CorruptionError: the chain is a circle.
+            CorruptionError: The chain is a circle.
         """
         buffer = self.file.buffer
         slot = HEADER_SIZE + SLOT_SIZE * (key_hash % self.max_slots)
@@ -280,7 +280,7 @@ class IndexFile:
         """Add one entry, and return False if the file is full.
 
         Raises:
-            ValueError: the place is before that of the last entry.
+            ValueError: The place is before that of the last entry.
         """
         if not self.writable:
             raise ReadOnlyError(f"{self.path} is open for reading only")

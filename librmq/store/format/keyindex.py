@@ -308,7 +308,7 @@ class KeyIndex:
         """Delete the file of this name, and return its path.
 
         Raises:
-            ValueError: there is no such file.
+            ValueError: There is no such file.
         """
         self._check_writable()
         for file in self._list:

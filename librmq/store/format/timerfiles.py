@@ -140,7 +140,7 @@ class TimerWheel:
         """Open the wheel of a store for writing, None if there is none.
 
         Raises:
-            CorruptionError: the file has another size.
+            CorruptionError: The file has another size.
         """
         files, path = files or DiskFiles(), cls.path_in(store)
         size = files.size(path)
@@ -203,7 +203,7 @@ def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
     """Yield the used slots of a store's wheel with their numbers, from ``timerwheel.gz`` if that exists.
 
     Raises:
-        CorruptionError: the file is no wheel.
+        CorruptionError: The file is no wheel.
     """
     path = TimerWheel.path_in(store)
     packed = f"{path}.gz"
@@ -235,7 +235,7 @@ class TimerLog:
         """List the files; a writer removes those of length zero, which a crash leaves.
 
         Raises:
-            CorruptionError: a name or a length is impossible.
+            CorruptionError: A name or a length is impossible.
         """
         folder, files = os.path.join(store, TIMERLOG), files or DiskFiles()
         if writable:
@@ -385,7 +385,7 @@ class TimerCheckpoint:
         """Read the checkpoint of a store, None if there is none.
 
         Raises:
-            CorruptionError: the file has another length.
+            CorruptionError: The file has another length.
         """
         path = cls.path_in(store)
         size = files.size(path)

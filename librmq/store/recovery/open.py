@@ -125,7 +125,7 @@ def load(  # noqa: C901 (a step for each part of a store)
     Without a mode they are opened for reading and not changed: the log ends where a recovery would end it.
 
     Raises:
-        CorruptionError: no crash explains the damage, for example sound records follow it, and the mode is not
+        CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
         thorough. The
             store is not changed.
     """

@@ -119,7 +119,7 @@ class Planner:
         """Return the planned end of the log, by the findings of the walk.
 
         Raises:
-            CorruptionError: this would cut sound records for damage that no crash explains, and the mode is not
+            CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
             thorough.
         """
         log = self._parts.log
@@ -140,7 +140,7 @@ class Planner:
         Like a broker, librmq delivers a suspect record that no crash explains, because only its body has a checksum.
 
         Raises:
-            CorruptionError: the record names no queue, so it cannot be delivered, and the mode is not thorough.
+            CorruptionError: The record names no queue, so it cannot be delivered, and the mode is not thorough.
         """
         log = self._parts.log
         unvouched = log.end if look.unvouched is None else look.unvouched

@@ -74,7 +74,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Return the check of a queue at its first record.
 
         Raises:
-            CorruptionError: there can be no such queue.
+            CorruptionError: There can be no such queue.
         """
         topic = java_decode(topic_raw)
         check = self._by_name.get((topic, queue_id))  # different malformed topics can be decoded alike

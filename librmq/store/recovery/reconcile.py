@@ -61,8 +61,8 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     rebuilt extension units, and ``forget_index()`` is called before the index is rebuilt.
 
     Raises:
-        GapError: a queue lacks entries from before ``begin``, and cannot be repaired from there.
-        CorruptionError: a record is unreadable or has an impossible queue.
+        GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
+        CorruptionError: A record is unreadable or has an impossible queue.
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(

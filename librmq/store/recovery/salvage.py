@@ -165,7 +165,7 @@ def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | G
     This takes no lock and changes nothing.
 
     Raises:
-        NotAStoreError: there is no store.
+        NotAStoreError: There is no store.
     """
     files = files or DiskFiles()
     check_kind(path, files, log_only=True)
@@ -273,7 +273,7 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
     They are on the device when it returns.
 
     Raises:
-        StoreIOError: for example, the disk is full; nothing is kept.
+        StoreIOError: For example, the disk is full; nothing is kept.
     """
     parent = os.path.join(path, OWN, "salvage")
     files.make_folder(parent)

@@ -44,7 +44,7 @@ class UncleanQueues:
         """List the files of a queue.
 
         Raises:
-            CorruptionError: a file has a wrong name or length.
+            CorruptionError: A file has a wrong name or length.
         """
         folder = directory.queue_folder(self._path, *name)
         starts = list_starts(folder, self._file_size, self._files.list(folder))

@@ -65,7 +65,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
     its log.
 
     Raises:
-        NotAStoreError: there is no store.
+        NotAStoreError: There is no store.
     """
     path, files = os.fspath(path), files or DiskFiles()
     kind = directory.recognise(path, files)

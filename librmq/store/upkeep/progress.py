@@ -30,7 +30,7 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
     Backups are deleted, since they hold the progress of the source.
 
     Raises:
-        CorruptionError: a table and its backup are unreadable.
+        CorruptionError: A table and its backup are unreadable.
     """
     folder = os.path.join(path, directory.CONFIG)
     tables = BrokerTables.open(folder, files=files)

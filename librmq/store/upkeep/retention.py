@@ -145,7 +145,7 @@ class Retention:
         too; files in memory have none.
 
         Raises:
-            StoreIOError: a file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
+            StoreIOError: A file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
         """
         self.deleted = []
         self._look_at_disk()

@@ -103,8 +103,8 @@ def snapshot(
     Errors of opening a store are raised too; after an error there is no ``target``.
 
     Raises:
-        CorruptionError: the log is damaged.
-        StoreIOError: for example, the disk is full, or ``target`` is not empty.
+        CorruptionError: The log is damaged.
+        StoreIOError: For example, the disk is full, or ``target`` is not empty.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
