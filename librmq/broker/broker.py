@@ -254,7 +254,8 @@ class Broker:
     ) -> None:
         """Create a topic with ``queues`` queues, or change it; stored messages do not move.
 
-        ``message_type`` limits what official clients of 5.x may send. None leaves it as it is: MIXED for a new topic.
+        ``message_type`` limits what official clients of 5.x may send. None keeps the topic's type: MIXED for a new
+        topic.
         """
         write = queues if write_queues is None else write_queues
         self.call(CreateTopic(topic, queues, write, permission, message_type))
@@ -355,7 +356,7 @@ class Broker:
             return self._context.registry.connections(group)
 
     def instances(self, group: str) -> dict[str, InstanceState | None]:
-        """Return the running instances of a consumer group from within, by client id.
+        """Return what the running instances of a consumer group report about themselves, by client id.
 
         The value is None for an instance that did not answer.
         """
@@ -467,7 +468,7 @@ class Broker:
 
     @property
     def was_killed(self) -> bool:
-        """Whether `abandon` ended it."""
+        """Whether `abandon` ended the broker."""
         return self._life.was_killed
 
     def close(self) -> None:

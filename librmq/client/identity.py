@@ -174,7 +174,8 @@ class Client:
     is ``site-ip@instance_name``.
 
     Raises:
-        ConfigError: ``instance_name`` has unprintable characters, or ``site`` others than letters and digits.
+        ConfigError: ``instance_name`` has unprintable characters, or ``site`` has characters other than letters and
+            digits.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Client:
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
 
     def join(self, member: Member) -> None:
-        """Add a producer or consumer and tell the brokers.
+        """Add a producer or consumer and notify the brokers.
 
         Raises:
             BrokerUnreachableError: The route is a single broker, which is closed.
@@ -249,7 +250,7 @@ class Client:
         """Refuse a producer or consumer of another route, because its messages would go to this client's brokers.
 
         Raises:
-            ConfigError: The client was made for another route.
+            ConfigError: The client was created for another route.
         """
         if route is not self.route:
             raise ConfigError(
@@ -265,7 +266,7 @@ class Client:
         return [*self._producers.values(), *self._consumers.values()]
 
     def leave(self, member: Member) -> None:
-        """Remove a producer or consumer and tell the brokers."""
+        """Remove a producer or consumer and notify the brokers."""
         with self.runner.lock, critical:
             is_consumer = self._consumers.get(member.group) is member
             members = self._consumers if is_consumer else self._producers
@@ -318,7 +319,7 @@ class Client:
                 )
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name."""
+        """Return the broker with that name."""
         return self.route.endpoint(broker_name)
 
     def call(self, request: Request[R], /) -> R:

@@ -164,7 +164,7 @@ class Producer(Startable):
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
 
     def consumer_data(self) -> ConsumerData | None:
-        """Return None, because this is no consumer."""
+        """Return None, because this is not a consumer."""
         return None
 
     def answer(self, request: Request[R], /) -> R:
@@ -194,8 +194,8 @@ class Producer(Startable):
             body: With a topic: bytes or a string.
             queue: The queue, or its number if only one broker has the topic.
             selector: Called as ``selector(queues, message, arg)``; returns the queue.
-            arg: For the selector.
-            timeout: For all tries; None: as configured.
+            arg: Argument for the selector.
+            timeout: Time for all tries; None: as configured.
             **fields: With a topic: ``json`` instead of a body, ``tags``, ``keys``, ``properties``, ``delay``,
                 ``deliver_at`` and the other keywords of `Message`.
 

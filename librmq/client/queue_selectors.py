@@ -80,7 +80,7 @@ def select_by_hash(queues: Sequence[MessageQueue], message: Message, key: object
 
 
 def select_by_remainder(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
-    """Return the queue at the remainder of a number of at least 0: neighbouring numbers get neighbouring queues."""
+    """Return the queue at the remainder of a number of at least 0: consecutive numbers get consecutive queues."""
     if isinstance(key, bool) or not isinstance(key, int) or key < 0:
         raise AllocationError(f"arg: expected a whole number of 0 or more to choose the queue by, found {key!r:.80}")
     return queues[_remainder(key, queues)]

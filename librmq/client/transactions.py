@@ -182,7 +182,7 @@ class TransactionProducer(Producer):
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[OpenTransaction]:
-        """Return a ``with`` block for the local transaction; its end commits, an exception rolls back.
+        """Return a context manager for the local transaction; its end commits, an exception rolls back.
 
         A process that dies within the block leaves the outcome to the check.
 

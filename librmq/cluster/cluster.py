@@ -64,7 +64,8 @@ class Cluster(RouteTable):
             metrics: Counts events.
 
         Raises:
-            ConfigError: There is no broker, two have one name, or a name does not name a folder; nothing was opened.
+            ConfigError: There is no broker, two have the same name, or a name cannot be that of a folder; nothing was
+                opened.
         """
         names = [brokers] if isinstance(brokers, str) else list(brokers)
         _check(names)
@@ -112,7 +113,8 @@ class Cluster(RouteTable):
         """Open one more broker, which clients notice at their next update of the route.
 
         Raises:
-            ConfigError: The cluster has a broker of that name, or it does not name a folder; nothing was opened.
+            ConfigError: The cluster has a broker with that name, or the name cannot be that of a folder; nothing was
+                opened.
         """
         _check([*(one.name for one in self.brokers()), name])
         broker = self._open(name, self.runner)

@@ -49,7 +49,7 @@ class _SiteLink:
 
 
 class SiteRoute:
-    """A `Route` for the clients of one site, whose ids begin with its name. Made by `RouteTable.at`. Thread-safe."""
+    """A `Route` for the clients of one site, whose ids begin with its name. Created by `RouteTable.at`. Thread-safe."""
 
     def __init__(self, table: _Table, site: str) -> None:
         self.site = site
@@ -65,7 +65,7 @@ class SiteRoute:
         return self._table.topic_route(topic)
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return all brokers that have ``topic``, by name, also those that are down."""
+        """Return all brokers that have ``topic``, by name, including those that are down."""
         return self._table.registered_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class SiteRoute:
         return tuple(name for name in self._table.broker_names() if name not in self.cut)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name; its calls raise `BrokerUnreachableError` while its link is cut."""
+        """Return the broker with that name; its calls raise `BrokerUnreachableError` while its link is cut."""
         behind = self._table.endpoint(broker_name)
         link = self._links.get(broker_name)
         if link is None or link.behind is not behind:  # clients notice a reopened broker by its new endpoint
@@ -81,7 +81,7 @@ class SiteRoute:
         return link
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
+        """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
         return self._table.watch(changed)
 
     def __repr__(self) -> str:

@@ -19,10 +19,10 @@ __all__ = ["StoreDataset", "dataset"]
 
 
 class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
-    """The rows of a store, read at each scan; made by `dataset`.
+    """The rows of a store, read at each scan; created by `dataset`.
 
     PyArrow's methods that need the files of a dataset (fragments, joins, sorting) raise NotImplementedError. Read a
-    table first, or use DuckDB or Polars. Thread-safe: each scan is a read of its own.
+    table first, or use DuckDB or Polars. Thread-safe: each scan is a separate read.
     """
 
     def __init__(self, store: Stores, settings: ReaderKeywords) -> None:
@@ -82,7 +82,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
 
 def dataset(store: Stores, **settings: Unpack[ReaderKeywords]) -> StoreDataset:
-    """Return a store as a dataset for DuckDB, Polars and PyArrow. Each scan reads what the store holds at that time.
+    """Return a store as a dataset for DuckDB, Polars and PyArrow. Each scan reads the store's content at that time.
 
     The arguments are those of `librmq.columns.reader`. A query sees only the columns in ``columns``.
 

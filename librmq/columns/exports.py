@@ -104,7 +104,7 @@ def export(
     """Write the messages of a store to ``out``; a later call adds the messages stored since.
 
     Parquet goes to a folder; CSV and JSON lines go to one file, with ``body_b64`` for a body that is not UTF-8. The
-    state of the export is kept beside the data, so an export that was killed continues where it was.
+    state of the export is stored next to the data, so an export that was killed continues where it was.
 
     Args:
         store: The folder of the store.
@@ -114,7 +114,7 @@ def export(
         **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
 
     Raises:
-        ConfigError: A setting is wrong, or ``out`` was begun with other columns.
+        ConfigError: A setting is wrong, or an earlier export to ``out`` has other columns.
         DataLossError: Retention deleted messages that were not exported. With ``fail_on_data_loss=False`` the export
         continues after them.
         StoreLockedError: Another process exports to ``out``.

@@ -14,11 +14,11 @@ __all__ = ["DataLossError", "Part", "ReadingProcessError", "Slice"]
 
 
 class DataLossError(StoreError):
-    """Wanted messages are gone; with ``failOnDataLoss`` false the rest is read."""
+    """Requested messages were deleted; with ``failOnDataLoss`` false the rest is read."""
 
 
 class ReadingProcessError(StoreError):
-    """A process that read a part of a store ended before its work did."""
+    """A process that reads a part of a store ended before its work was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The work of one task: entries of queues, or a stretch of the log with the entries in it."""
+    """The work of one task: entries of queues, or a section of the log with its entries."""
 
     path: str
     log_file_size: int

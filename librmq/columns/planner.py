@@ -377,7 +377,7 @@ def plan(
 
     Raises:
         ConfigError: An offset names a queue that does not exist.
-        DataLossError: Wanted messages are gone, and ``options`` treat that as an error.
+        DataLossError: Requested messages were deleted, and ``options`` treat that as an error.
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
     parts: list[Part] = []

@@ -80,7 +80,7 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     decoded. Rows come in log order, and memory holds a few batches at a time.
 
     Args:
-        store: The folder of a store, or several; the column ``store`` then says which.
+        store: The folder of a store, or several folders; the column ``store`` then names the store.
         **settings: See `ReaderKeywords`.
 
     Raises:
@@ -88,7 +88,7 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
         FilterSyntaxError: ``tags`` or ``sql`` does not compile.
         NotAStoreError: There is no store.
         CorruptionError: The store is damaged; also raised while batches are read.
-        DataLossError: Requested offsets are gone.
+        DataLossError: Messages at requested offsets were deleted.
     """
     return batches_of(*selection(store, settings))
 

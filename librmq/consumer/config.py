@@ -89,7 +89,7 @@ class ConsumerConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConsumerConfig(ConsumerConfig):
-    """Settings of a pull consumer; it ignores those of listeners."""
+    """Settings of a pull consumer; those for listeners have no effect."""
 
     pull_batch_size: Annotated[int, Between(1)] = 10
     poll_timeout: Annotated[float, Seconds()] = 5.0

@@ -24,7 +24,7 @@ __all__ = ["ConsumeContext", "ConsumeHook", "Instance", "PushInstance"]
 
 
 class ConsumeContext(NamedTuple):
-    """A delivery as a hook sees it."""
+    """A delivery, as passed to a hook."""
 
     group: str
     queue: MessageQueue

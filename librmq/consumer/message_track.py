@@ -28,7 +28,7 @@ __all__ = ["MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"]
 
 
 class TrackType(enum.Enum):
-    """A group's state regarding a message."""
+    """Whether a group has consumed a message."""
 
     CONSUMED = "CONSUMED"
     """The group's progress is past it; a redelivery can still be waiting."""
@@ -44,7 +44,7 @@ class TrackType(enum.Enum):
 
 
 class MessageTrack(NamedTuple):
-    """A group and its state regarding a message."""
+    """A group, and whether it has consumed a message."""
 
     group: str
     type: TrackType
@@ -54,7 +54,7 @@ def message_tracks(route: Route, message: StoredMessage, broker_name: str | None
     """Return each group of the message's topic with its state, sorted by group.
 
     A route with several brokers needs ``broker_name`` unless ``message`` has it. As in 4.9, a message that was sent
-    back, or that the group's present subscription excludes, counts as consumed.
+    back, or that the group's current subscription excludes, counts as consumed.
     """
     endpoint = _endpoint(route, message, broker_name)
     topic = message.topic
@@ -103,7 +103,7 @@ def _asks_for(subscription: Subscription, message: StoredMessage) -> bool:
 def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
     """Send dead letters to their groups again, with all their retries; return their number.
 
-    Each goes to the retry topic of the group that had given it up, so only that group gets it, and is delivered
+    Each goes to the retry topic of the group that gave up on it, so only that group gets it, and is delivered
     immediately. The dead letter itself stays.
     """
     count = 0

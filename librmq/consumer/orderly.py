@@ -61,7 +61,7 @@ INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
 
 class OrderlyResult(enum.Enum):
-    """Result of an orderly listener that commits several calls together. Mirrors 4.9's manual commits."""
+    """Result of an orderly listener that commits several calls together. Mirrors manual commits in 4.9."""
 
     HOLD = "HOLD"
     """Continue, but count nothing as consumed before a COMMIT or a plain return."""

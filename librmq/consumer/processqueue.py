@@ -31,7 +31,7 @@ def _body_size(message: StoredMessage) -> int:
 
 
 class ProcessQueue:
-    """Messages of a queue between pull and consumption. Called under the runner's lock.
+    """Messages of a queue between pull and consumption. Call it only under the runner's lock.
 
     All operations are O(1) for each message.
     """

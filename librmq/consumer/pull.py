@@ -190,7 +190,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- queues as the rebalance gives them
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue before taking it."""
+        """Create the state of a queue before taking it."""
         label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
         assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
         assigned.notify = self._arrived.set

@@ -217,11 +217,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
             show_gauges(self, self.metrics)
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
-        """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save, leave the group.
+        """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save progress and leave the group.
 
-        Return whether all have ended. The result of a listener that still runs is ignored, and its message is delivered
-        again elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async`
-        instead.
+        Return whether all listeners have ended. The result of a listener that is still running is ignored, and its
+        message is delivered again elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call
+        `shutdown_async` instead.
         """
         try:
             in_time = self._stop(timeout, self.delivery.stop)
@@ -257,7 +257,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     # ---- queues
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue before taking it."""
+        """Create the state of a queue before taking it."""
         step = self.pull_requests.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
         return AssignedQueue(queue, next_offset, progress, step)
 

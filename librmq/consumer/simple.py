@@ -73,7 +73,7 @@ class ReceivedMessage(DeliveredMessage):
 
     @property
     def topic(self) -> str:
-        """The topic of the send, also for a redelivery."""
+        """The topic that the message was sent to, even for a redelivery."""
         return self._topic
 
 

@@ -205,7 +205,7 @@ def watch(
 ) -> Watch:
     """Call ``callback`` with each new, worse or resolved finding about a running broker.
 
-    Besides the findings of `diagnose`, a watch notices changes between two rounds: progress that stopped
+    In addition to the findings of `diagnose`, a watch notices changes between two rounds: progress that stopped
     (``progress-stopped``), instances that left (``instance-gone``), and retries (``many-retries``).
 
     Args:

@@ -243,7 +243,7 @@ def _wait(consumption: Consumption, rate: float, utilisation: float) -> float | 
 
 
 def what_if(consumption: Consumption) -> list[Scenario]:
-    """Estimate each of the usual changes, the greatest speed-up first, after the present state.
+    """Estimate the present state and each of the usual changes, the greatest speed-up first.
 
     Raises:
         ConfigError: A value is out of range.

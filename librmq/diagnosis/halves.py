@@ -74,7 +74,7 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
         commit: Whether to deliver or to drop the message.
 
     Raises:
-        TransactionRefusedError: There is no such half at this place, it was decided before, or the log no
+        TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
             longer has it.
         BrokerUnreachableError: The broker is closed.
     """

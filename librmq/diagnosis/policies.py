@@ -147,8 +147,8 @@ def skip(broker: Broker, plan: Skip) -> Skip:
 def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
     """Copy the messages of a plan to another topic, then skip them like `skip`.
 
-    Bodies, keys, tags, unique keys and the sender's properties stay. After a failure on the way, some messages are in
-    both topics.
+    Bodies, keys, tags, unique keys and the sender's properties are kept. If the call fails halfway, some messages are
+    in both topics.
 
     Raises:
         ConfigError: ``topic`` is the plan's own, or the group has moved on beyond the plan.
@@ -238,7 +238,7 @@ def skipped(source: Source) -> list[Skip]:
 
     Raises:
         NotAStoreError: The folder holds no store.
-        MalformedError: The file of records holds something else.
+        MalformedError: The file of records contains something else.
     """
     with viewed(source) as view:
         path = os.path.join(view.store.path, directory.OWN, _FILE)

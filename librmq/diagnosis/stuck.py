@@ -25,7 +25,7 @@ _SHORT: Final = 3  # frames
 
 
 class HeldProgress(NamedTuple):
-    """A queue of a group with messages to consume, and the reason for its progress."""
+    """A queue of a group with messages to consume, and what holds back its progress."""
 
     group: str
     topic: str
@@ -52,7 +52,7 @@ class HeldProgress(NamedTuple):
 
 
 def held_progress(source: Source, *, group: str | None = None, found: Lag | None = None) -> list[HeldProgress]:
-    """Return every queue with messages to consume, and the reason for its progress, the longest held first.
+    """Return every queue with messages to consume, and what holds back its progress, the longest held first.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.

@@ -109,12 +109,12 @@ class Files(Protocol):
         """Map an existing file.
 
         Raises:
-            CorruptionError: It is empty or no regular file.
+            CorruptionError: It is empty or not a regular file.
         """
         ...
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        """Make a file of ``size`` zero bytes, which must not exist, and map it for writing."""
+        """Create a file of ``size`` zero bytes, which must not exist, and map it for writing."""
         ...
 
     def reserve(self, file: File, begin: int, end: int) -> None:
@@ -129,7 +129,7 @@ class Files(Protocol):
         ...
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        """Write much data at once into existing blocks, and start its way to the device.
+        """Write much data into existing blocks, and start to write it back to the device.
 
         The file's buffer shows it. For a few bytes an assignment to the buffer is faster.
         """
@@ -138,14 +138,14 @@ class Files(Protocol):
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
         """Switch off read-ahead for bytes ``begin`` to ``end``, so that touching a page loads only that page.
 
-        Use it for places without data, or with random reads.
+        Use it for places without data or with random reads.
         """
         ...
 
     def unmap(self, file: File, begin: int, end: int) -> None:
         """Unmap the whole pages in bytes ``begin`` to ``end`` until their next use, without losing data.
 
-        It pays before a flush of many pages, because the kernel makes mapped pages read-only one by one and interrupts
+        Use it before a flush of many pages, because the kernel makes mapped pages read-only one by one and interrupts
         all other threads for each.
         """
         ...
@@ -155,7 +155,7 @@ class Files(Protocol):
         ...
 
     def flush_folder(self, path: str) -> None:
-        """Flush the names made, renamed and deleted in the folder to the device."""
+        """Flush the creations, renames and deletions in the folder to the device."""
         ...
 
     def list(self, path: str) -> list[FolderEntry]:
@@ -173,11 +173,11 @@ class Files(Protocol):
         ...
 
     def is_folder(self, path: str) -> bool:
-        """Return whether there is a folder of that name."""
+        """Return whether there is a folder with that name."""
         ...
 
     def make_folder(self, path: str) -> None:
-        """Make a folder and its parents, unless they exist."""
+        """Create a folder and its parents, unless they exist."""
         ...
 
     def delete(self, path: str) -> None:
@@ -189,7 +189,7 @@ class Files(Protocol):
         ...
 
     def link(self, old: str, new: str) -> None:
-        """Make a hard link.
+        """Create a hard link.
 
         Raises:
             StoreIOError: The file system refuses.
@@ -216,14 +216,14 @@ class Files(Protocol):
         ...
 
     def read_used(self, path: str, limit: int) -> bytes | None:
-        """Return a file's content without the zeros at its end, by no mapping: a third of the time for a small one.
+        """Return a file's content without the zeros at its end, without a mapping, which is faster if it is small.
 
-        None if it is longer than ``limit``, or only a mapping can tell.
+        None if it is longer than ``limit``, or if only a mapping shows its content.
         """
         ...
 
     def overwrite(self, path: str, at: int, data: bytes) -> None:
-        """Write bytes of a file by no mapping; a mapping shows them. Only for files that `read_used` could read."""
+        """Write bytes of a file without a mapping; mappings show them. Only for files that `read_used` could read."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
@@ -239,7 +239,7 @@ class Files(Protocol):
         ...
 
     def lock_holder(self, path: str) -> str | None:
-        """Return the holder of the lock, None if there is none, without changing anything."""
+        """Return the holder of the lock, or None, without changing anything."""
         ...
 
     def flush_all(self, path: str) -> bool:

@@ -30,7 +30,7 @@ _INT_MAX: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class BloomPositions:
-    """The bits of one text in bitmaps of ``bit_count`` bits."""
+    """The bits of one string in bitmaps of ``bit_count`` bits."""
 
     positions: tuple[int, ...]
     bit_count: int
@@ -38,7 +38,7 @@ class BloomPositions:
 
 @dataclass(frozen=True, slots=True)
 class BloomFilter:
-    """The arithmetic for an error rate of ``error_percent`` with ``expected`` texts.
+    """A Bloom filter with an error rate of ``error_percent`` for ``expected`` strings.
 
     ``error_percent`` is above 0 and below 100, ``expected`` at least 1. Bitmaps are plain ``bytearray`` and ``bytes``
     of ``bit_count / 8`` bytes. Immutable and thread-safe.
@@ -65,7 +65,7 @@ class BloomFilter:
         object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), _INT_MAX))
 
     def positions(self, text: str) -> tuple[int, ...]:
-        """Return the bits that ``text`` sets; some can be equal."""
+        """Return the bits that ``text`` sets; it can contain duplicates."""
         data = text.encode("utf-8", "replace")
         hash64 = mmh3.hash64(data, 0, True, signed=False)[0]
         low, high = hash64 & 0xFFFFFFFF, hash64 >> 32
@@ -100,7 +100,7 @@ class BloomFilter:
 
     @staticmethod
     def hit(bitmap: bytes | bytearray | memoryview, positions: Iterable[int]) -> bool:
-        """Return whether all of the bits are set; if not, the text was certainly not added."""
+        """Return whether all of the bits are set; if not, the string was certainly not added."""
         return all(bitmap[position >> 3] >> (position & 7) & 1 for position in positions)
 
 

@@ -36,7 +36,7 @@ _Outcome: TypeAlias = Value | FilterEvaluationError
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The explanation of one decision; ``str(explanation)`` is all of it as text."""
+    """The explanation of one decision; ``str(explanation)`` is its text."""
 
     matches: bool
     """The broker's decision: true only for the verdict TRUE."""

@@ -21,7 +21,7 @@ _log = EventLog("librmq.filter")
 
 
 class Policy(Enum):
-    """Treatment of a message on which the predicate failed or took too long."""
+    """What to do with a message on which the predicate failed or took too long."""
 
     SKIP = "skip"
     """Count as no match, as the broker does for an expression that raises."""
@@ -48,8 +48,8 @@ class WatchedPredicate(Generic[M]):
 
     ``budget`` is in seconds for each message. It is measured, not enforced, because Python cannot stop a call from
     outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error`` (SKIP
-    or DELIVER) decides about a message on which the predicate raised. The truth of the predicate's answer counts, which
-    need not be a bool.
+    or DELIVER) decides about a message on which the predicate raised an error. The predicate's answer need not be a
+    bool; its truth value counts.
 
     Raises:
         ConfigError: The budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.

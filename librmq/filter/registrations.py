@@ -63,13 +63,13 @@ class Registration:
         return self.dead_timestamp_ms >= self.born_timestamp_ms
 
     def matches(self, properties: Mapping[str, str] | None) -> bool:
-        """Evaluate the filter exactly; without a filter that compiles, every message passes."""
+        """Evaluate the filter exactly; if it does not compile, every message passes."""
         return self.filter is None or self.filter.matches(properties)
 
     def may_match(self, bitmap: bytes | None, store_timestamp_ms: int | None, bloom: BloomFilter) -> bool:
-        """Check by bitmap and store time, without reading the message; false means certainly no match.
+        """Check the bitmap and the store time, without reading the message; false means certainly no match.
 
-        None means unknown. The bitmap of a message stored before the registration says nothing about it.
+        A bitmap of None is unknown. The bitmap of a message stored before the registration does not cover it.
         """
         if self.filter is None or self.bloom is None or not bloom.fits(self.bloom):
             return True
@@ -81,7 +81,7 @@ class Registration:
 
 
 class Registrations:
-    """All groups' filters. Thread-safe: groups can come and go while a store makes bitmaps.
+    """All groups' filters. Thread-safe: groups can register and unregister while a store computes bitmaps.
 
     Callers pass all times. ``bloom`` decides the bits, ``dialect`` the grammar of expressions.
     """
@@ -110,7 +110,7 @@ class Registrations:
         return tuple(registration for registration in self if registration.group == group)
 
     def answers_for(self, registration: Registration) -> bool:
-        """Return whether bitmaps cover a registration: false once its group has another expression here, or none."""
+        """Return whether bitmaps cover a registration: false once its group has another expression or none."""
         now = self.get(registration.topic, registration.group)
         return now is not None and (now.expression, now.expression_type, now.born_timestamp_ms) == (
             registration.expression,
@@ -129,8 +129,8 @@ class Registrations:
     ) -> bool:
         """Register a group's subscription, and return whether it is in force now.
 
-        A subscription by tags needs no registration. An older version changes nothing, nor does the same version of a
-        living group. An expression that does not compile is refused, and ends the group's former registration.
+        A subscription by tags needs no registration. An older version changes nothing, nor does the same version while
+        the group is alive. An expression that does not compile is refused, and ends the group's former registration.
         """
         if is_tag_type(expression_type) or not expression:
             return False
@@ -245,7 +245,7 @@ class Registrations:
         """Replace all registrations by the content of the file.
 
         Return False and change nothing if the file was made with other bloom settings, because its bits would not fit.
-        Living groups count as dead since a little before now; they will register again.
+        Groups that were alive count as dead from shortly before now; they will register again.
 
         Raises:
             ConfigError: The file has another structure.

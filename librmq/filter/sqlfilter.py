@@ -75,16 +75,16 @@ def _cached(expression: str, dialect: Dialect) -> Compiled:
 
 
 class SqlFilter:
-    """A SQL92 filter expression that decides in every case as RocketMQ's broker does.
+    """A SQL92 filter expression with exactly the decisions of RocketMQ's broker.
 
     ``dialect`` is ``"4.9"`` or ``"5.3"``, which adds [NOT] CONTAINS, STARTSWITH, ENDSWITH. The broker ignores text
     after a complete expression (``a = 1 garbage``). `SqlFilter` does too and issues a `FilterWarning`; ``strict=True``
     raises an error.
 
     ``matches(properties) -> bool`` is the broker's decision for a message with these properties, which are a mapping of
-    texts or None. It is true for TRUE, and false for FALSE, for UNKNOWN and if the evaluation raises.
+    strings or None. It is true for TRUE, and false for FALSE, UNKNOWN and an error.
 
-    Immutable and thread-safe. Making one takes less than a millisecond; a cache keeps compiled expressions.
+    Immutable and thread-safe. Compiling takes less than a millisecond; a cache keeps compiled expressions.
 
     Raises:
         FilterSyntaxError: The expression does not compile; the error has the position and the expected tokens.
@@ -116,7 +116,7 @@ class SqlFilter:
         """Return TRUE, FALSE, or UNKNOWN as None.
 
         Raises:
-            FilterEvaluationError: The broker would raise; the error names the term.
+            FilterEvaluationError: The broker would raise an error; this one names the term.
         """
         return self._compiled.evaluate(properties)
 

@@ -26,7 +26,7 @@ def tags_code(tags: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
-    """A subscription expression: tags between ``||``; ``*``, empty or None selects all messages.
+    """A subscription expression: tags separated by ``||``; ``*``, empty or None selects all messages.
 
     Blanks around a tag have no meaning. As in the broker, only a bare ``*`` selects everything: `` * `` selects the tag
     ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.

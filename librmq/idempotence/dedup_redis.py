@@ -70,9 +70,9 @@ _RECORD: Final = re.compile(rb"([01]):([0-9]+):(.+)")
 
 
 class RedisDedupStore:
-    """Records in a Redis server. Thread-safe, as ``client`` is.
+    """Records in a Redis server. Thread-safe, like ``client``.
 
-    ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. ``prefix`` begins every key.
+    ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. Every key begins with ``prefix``.
     Messages whose records the server loses (memory policy, failover, no append-only file) are consumed again.
     """
 

@@ -35,16 +35,16 @@ _WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
 class SqlDedupStore:
     """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
-    ``engine`` is an ``Engine``, or a URL to make one from. The store sets its connections to commit each statement.
+    ``engine`` is an ``Engine``, or a URL to create one from. The store sets its connections to commit each statement.
     With ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True``, as for a URL, an
     engine needs no round trips except those of the calls. `create` creates the table.
 
-    Where a claim takes several statements, a ``prefilter`` saves two of the three statements of a duplicate: the store
-    looks first for a key that the filter may have seen.
+    On databases where a claim takes several statements, a ``prefilter`` saves two of the three statements for a
+    duplicate: the store first looks up keys that the filter may have seen.
 
     Raises:
         ConfigError: A prefilter would save nothing on this database.
-        DedupStoreError: No engine can be made from the URL.
+        DedupStoreError: No engine can be created from the URL.
     """
 
     blocking = True
@@ -80,7 +80,7 @@ class SqlDedupStore:
             raise ConfigError(f"prefilter: expected None on {engine.dialect.name}, where a claim is one statement")
 
     def say_portably(self, prefilter: SeenKeys | None = None) -> None:
-        """Use statements that every database accepts, as for databases that are not named above."""
+        """Use statements that every database accepts, as for all databases not named above."""
         self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
         self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
@@ -114,7 +114,7 @@ class SqlDedupStore:
         return self._execute(self.statements.purge, **parameters).changed
 
     def close(self) -> None:
-        """Close the connections, if the store made the engine."""
+        """Close the connections, if the store created the engine."""
         if self._owned is not None:
             self._owned.dispose()
 

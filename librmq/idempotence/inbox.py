@@ -40,7 +40,7 @@ def transactional(
     keep: float | timedelta = KEEP_CONSUMED,
     clock: Clock | None = None,
 ) -> Transactional:
-    """Return a transaction for ``with`` that says whether ``message`` is delivered for the first time.
+    """Return a context manager that yields whether ``message`` is delivered for the first time.
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
     ``AsyncSession`` or ``AsyncConnection``, without an open transaction. Leaving the block commits; an exception rolls

@@ -20,9 +20,9 @@ __all__ = ["SeenKeys"]
 
 
 class SeenKeys:
-    """Remembers the last ``capacity`` keys or more, in a few bytes each, and forgets older ones. Thread-safe.
+    """Remembers at least the last ``capacity`` keys, in a few bytes each, and forgets older ones. Thread-safe.
 
-    ``error_rate`` is the share of new keys that count as perhaps seen.
+    ``error_rate`` is the fraction of new keys that are taken for possibly seen.
     """
 
     def __init__(self, capacity: int = 1_000_000, error_rate: float = 0.001) -> None:

@@ -312,13 +312,13 @@ def upgrade_tables(
 
     Args:
         connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
-        dedup: Name of the guard's table; None leaves it out, as for the next two.
+        dedup: Name of the guard's table; None omits the table, as for the next two.
         messages: Name of the inbox's table.
         outbox: Name of the outbox's table.
         versions: Name of the table of versions.
 
     Raises:
-        ConfigError: A newer librmq made a table, or a name would have to be quoted.
+        ConfigError: A newer librmq created a table, or a name would have to be quoted.
     """
     named = {"dedup": dedup, "messages": messages, "outbox": outbox}
     wanted = {check_name(name): kind for kind, name in named.items() if name is not None}

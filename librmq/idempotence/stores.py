@@ -58,8 +58,8 @@ _SAFE_CHARACTERS: Final = "".join(map(chr, range(33, 127))).replace("%", "").rep
 def dedup_key(application: str, topic: str, group: str, tag: str | None, key: str, *, limit: int = KEY_LIMIT) -> str:
     """Return the key of a record, ``application:topic:group:tag:key`` in printable ASCII, ``limit`` characters at most.
 
-    Records that differ in any part have different keys: other characters are percent-encoded, and a longer text ends in
-    ``#`` and the SHA-256 of all of it.
+    Records that differ in any part have different keys: other characters are percent-encoded, and a longer key is cut
+    and ends in ``#`` and the SHA-256 of the whole key.
     """
     text = _scope(application, topic, group, tag) + (
         quote(key, safe=_SAFE_CHARACTERS, errors="surrogatepass") if _UNSAFE.search(key) else key
@@ -81,7 +81,7 @@ def _scope(application: str, topic: str, group: str, tag: str | None) -> str:
 def unique_id(message: Delivered) -> str:
     """Return the id that identifies a message: the producer's unique id, else the broker's first id.
 
-    It is the same for all deliveries of one send. A message that was sent twice has two: use a business key.
+    It is the same for all deliveries of one send. A message that was sent twice has two ids; use a business key for it.
     """
     return message.unique_key or message.properties.get("ORIGIN_MESSAGE_ID") or message.message_id
 
@@ -114,22 +114,22 @@ class DedupRecord(NamedTuple):
 
 
 class DedupStore(Protocol):
-    """Keeps records. Each call is atomic and thread-safe, and raises `DedupStoreError` where it fails.
+    """Keeps records. Each call is atomic and thread-safe, and raises `DedupStoreError` if it fails.
 
-    Keys are those of `dedup_key`. ``owner`` is a token that was never used before; a call repeated with the same token,
-    because its answer was lost, returns the same. Times are milliseconds since 1970 by the caller's clock: the clocks
-    of all callers must agree to well within the time of a claim.
+    Keys are those of `dedup_key`. ``owner`` is a new token for each claim. A call that is repeated with the same token,
+    because its answer was lost, returns the same result. Times are milliseconds since 1970 by the caller's clock: the
+    clocks of all callers must differ by much less than the duration of a claim.
     """
 
     blocking: bool
     """Whether a call can wait for a disk or a network, so that it must not run on an event loop."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        """Take ``key`` until ``expires_at_ms`` if there is no record, or one that has expired."""
+        """Claim ``key`` until ``expires_at_ms`` if there is no record, or an expired one."""
         ...
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        """Mark ``key`` as consumed until ``expires_at_ms``; return False for a claim of another or an expired one."""
+        """Mark ``key`` as consumed until ``expires_at_ms``; return False if the claim is another's or expired."""
         ...
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
@@ -137,7 +137,7 @@ class DedupStore(Protocol):
         ...
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        """Return the record unless it has expired, for logs; no decision rests on it."""
+        """Return the record unless it has expired. Only for logs, not for decisions."""
         ...
 
     def purge(self, now_ms: int, limit: int) -> int:

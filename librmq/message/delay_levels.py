@@ -34,7 +34,7 @@ class DelayLevels:
         As in the broker, spaces at the end are ignored.
 
         Raises:
-            ConfigError: The text has another form.
+            ConfigError: The string has another form.
         """
         delays_ms = []
         for level, word in enumerate(text.rstrip(" ").split(" "), 1):
@@ -57,11 +57,11 @@ class DelayLevels:
         return min(level, len(self.delays_ms))
 
     def delay_ms(self, level: int) -> int:
-        """Return how long a message of ``level`` waits; 1 s for a level that does not exist."""
+        """Return the delay of a message with ``level``; 1 s for a level that does not exist."""
         return self.delays_ms[level - 1] if 0 < level <= len(self.delays_ms) else _UNKNOWN_LEVEL_MS
 
     def deliver_timestamp_ms(self, level: int, store_timestamp_ms: int) -> int:
-        """Return the delivery time of a message of ``level`` that was stored at ``store_timestamp_ms``."""
+        """Return the delivery time of a message with ``level`` that was stored at ``store_timestamp_ms``."""
         return store_timestamp_ms + self.delay_ms(level)
 
 

@@ -25,11 +25,11 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 class UniqueIds:
-    """Makes ids that no other process makes. Thread-safe; a forked child can continue to use it.
+    """Makes ids that are unique across processes. Thread-safe; a forked child can continue to use it.
 
     ``now_ms`` returns the time; ``ip`` is the address of this machine in 4 or 16 bytes. ``maker``, any 32 bits,
     distinguishes this object from others, and ``first`` is the counter's first value. Both are random by default, and
-    drawn again in a forked child.
+    chosen again in a forked child.
 
     Raises:
         MalformedError: ``ip`` has another length.

@@ -69,7 +69,7 @@ class MessageFields(MessageOptions, total=False):
 class Message:
     """A message to send: topic, body, flag and delivery time; everything else is a property. Not thread-safe.
 
-    ``properties`` is a plain dict. Its order fills the map that decides the order in the store: the user's, TAGS, KEYS,
+    ``properties`` is a plain dict. The order in the store depends on the order of insertion: the user's, TAGS, KEYS,
     UNIQ_KEY, DELAY, WAIT. A sender can add to it.
     """
 
@@ -197,7 +197,7 @@ class Message:
 
     @property
     def wait_store_ok(self) -> bool:
-        """Whether the acknowledgement waits until the broker's durability holds."""
+        """Whether the acknowledgement waits until the message is as durable as the broker's settings promise."""
         return self.properties.get(PROPERTY_WAIT, "true").lower() == "true"
 
     def __eq__(self, other: object) -> bool:

@@ -106,5 +106,5 @@ def retry_topic(group: str) -> str:
 
 
 def dead_letter_topic(group: str) -> str:
-    """Return the topic of the messages that a consumer group has given up."""
+    """Return the topic of the messages that a consumer group has given up on."""
     return DEAD_LETTER_PREFIX + group

@@ -83,7 +83,7 @@ class FlushAside(Generic[_T]):
         """Save or begin to save if due; return the time of the next call (ms), None to wait for a change or ``aside``.
 
         Raises:
-            FlushFailedError, StoreClosedError, ReadOnlyError: The store accepts nothing any more.
+            FlushFailedError, StoreClosedError, ReadOnlyError: The store no longer accepts messages.
         """
         if self._every_ms is None or self._is_flushing:
             return None
@@ -116,7 +116,7 @@ class FlushAside(Generic[_T]):
         self._due_ms = None
 
     def put_back(self, now_ms: int) -> None:
-        """Recompute the next save after the clock was set back to ``now_ms``."""
+        """Recompute the time of the next save after the clock was set back to ``now_ms``."""
         if self._due_ms is not None:
             self._due_ms = now_ms
 

@@ -42,7 +42,7 @@ class Owner(Protocol):
 
 
 class Step:
-    """A turn of librmq's own. ``run_due(now_ms)`` does due work and returns the next due time, None if unknown.
+    """An internal turn. ``run_due(now_ms)`` does due work and returns the next due time, None if unknown.
 
     ``label`` is stable from run to run: process, group, topic, queue, but never a random id. ``at`` is the due time,
     None if another turn will wake the step.

@@ -375,7 +375,7 @@ class ThreadRunner(Runner):
             return self._loop
 
     def shutdown(self, timeout: float | timedelta = 5) -> bool:
-        """End the threads, after clients have been shut down; a second call does the same.
+        """End the threads. Shut down clients first. A second call waits again.
 
         Returns:
             Whether all work has ended within ``timeout`` (seconds, or a `timedelta`); work that still runs is logged.

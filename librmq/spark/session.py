@@ -53,8 +53,8 @@ exec {python} "$@"
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    Workers run this interpreter, also where its environment is not activated. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON``
-    and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for them.
+    Workers run this interpreter, even if its environment is not activated. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and
+    ``PYSPARK_DRIVER_PYTHON`` in the environment of this process.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
@@ -86,8 +86,8 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
 def register(spark: SparkSession) -> None:
     """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` in ``spark``.
 
-    A session finds the data source by itself if the wheel is installed beside PySpark; this call also serves without
-    the wheel. The functions are registered for the session only.
+    A session finds the data source automatically if librmq is installed in the same environment as PySpark; this call
+    is for all other cases. The functions are registered only for this session.
     """
     from librmq.spark.functions import register_functions
     from librmq.spark.source import RocketMQDataSource

@@ -96,7 +96,7 @@ class MessageStore:
 
         Raises:
             NotAStoreError: The directory contains something else, or another kind of store.
-            ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is no duration.
+            ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is not a duration.
             StoreLockedError: Another handle writes to the store; the message names its process.
             CorruptionError: No crash explains a name, a length or damage. Sound records behind damage are cut only if
                 ``thorough``, and `librmq.store.recovery.salvage` keeps them.
@@ -230,7 +230,7 @@ class MessageStore:
         return Acknowledgement(result, self._handle.durability.commit, result.physical_offset + result.size)
 
     def wait_for(self, result: AppendResult) -> None:
-        """Return when a message that `submit` appended is on the device.
+        """Wait until a message that `submit` appended is on the device.
 
         Raises:
             FlushFailedError: A flush has failed, so the message may not be there.
@@ -253,7 +253,7 @@ class MessageStore:
     ) -> ReadResult:
         """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
 
-        A call reads at most 32 messages and 256 KiB, or 8 and 64 KiB from far behind the log's end, but always the
+        A call reads at most 32 messages and 256 KiB (far from the log's end 8 messages and 64 KiB), but always the
         first message. It does not cross the end of a queue file. Continue at ``next_offset``, whatever the status.
         While the disk is full, the newest messages may not be in their queues yet.
 
@@ -458,7 +458,7 @@ class MessageStore:
         return self._handle.run_due(now_ms)
 
     def check_room(self) -> None:
-        """Refuse a send while unread messages take all the room, if ``keep_unconsumed`` is on and `readers` is set.
+        """Refuse a send while unread messages take all the space, if ``keep_unconsumed`` is on and `readers` is set.
 
         A broker does not call it for retries, deliveries and ends of transactions, because they let messages be
         consumed.

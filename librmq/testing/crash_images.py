@@ -338,7 +338,7 @@ class CrashImages:
     def image(self, seed: int | str, crash_point: int) -> Image:
         """Return one image of a crash after ``crash_point`` events; equal arguments return equal images.
 
-        Ascending crash points cost least.
+        Calls with ascending crash points are the fastest.
 
         Raises:
             IndexError: There is no such crash point.
@@ -357,7 +357,7 @@ class CrashImages:
         return Image(seed, crash_point, choosing.contents, tuple(choosing.told))
 
     def images(self, seed: int | str, count: int) -> Iterator[Image]:
-        """Yield ``count`` images at crash points drawn at random, ascending."""
+        """Yield ``count`` images at random crash points, in ascending order."""
         rng = random.Random(f"{seed}")
         for number, crash_point in enumerate(sorted(rng.randrange(len(self)) for _ in range(count))):
             yield self.image(f"{seed}/{number}", crash_point)

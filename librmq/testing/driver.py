@@ -27,7 +27,7 @@ class NotAwaitedError(AssertionError):
 
 @dataclass(frozen=True)
 class Elapsed(Awaitable["Elapsed"]):
-    """The time that has passed. A test in an event loop awaits it."""
+    """The time that has passed. In an event loop, a test has to await it."""
 
     time: timedelta
     _rest: Callable[[], Awaitable[timedelta]] | None = None

@@ -104,7 +104,7 @@ class Exploration:
         )
 
     def report(self) -> str:
-        """Return the failure as text for people; empty without one."""
+        """Return a readable report of the failure; empty without one."""
         found = self.found
         if found is None:
             return ""
@@ -425,8 +425,8 @@ def explore(
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
     Raises the error of the shortest failing schedule, with the report as a note. ``seed`` from such a report, or the
-    path of a file that has it, runs only that schedule; any other text varies the random choices. With ``lines`` a
-    listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
+    path of a file that contains it, runs only that schedule; any other string varies the random choices. With ``lines``
+    a listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
     """
 
     def run(explorer: Explorer) -> BaseException | None:

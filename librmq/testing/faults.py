@@ -104,7 +104,7 @@ class Faults:
         self._kit.heal(one, other)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
-        """Set the clock of a process ahead (below 0: back), and with it all its timestamps."""
+        """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""
         process.skew_ms = round(1000 * _seconds(seconds))
         self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
 

@@ -73,13 +73,13 @@ class DeliveryAttempt:
 
     @property
     def attempt(self) -> int:
-        """Number of this delivery: 1 for the first, one more each time the group has sent the message back."""
+        """Number of this delivery: 1 for the first, one higher each time the group has sent the message back."""
         return self.message.reconsume_times + 1
 
 
 @dataclass(slots=True)
 class History:
-    """Events in order. ``str()`` has a line for each, or for the first and the last of very many."""
+    """Events in order. ``str()`` has a line for each, or only for the first and last ones if there are very many."""
 
     begin_ms: int
     shows_brokers: bool = False
@@ -140,7 +140,7 @@ class History:
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
 
     def settle(self) -> None:
-        """Read now what is otherwise read on demand, because the broker is about to close."""
+        """Read everything that is otherwise read on demand, because the broker is about to close."""
         self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
 
     def __iter__(self) -> Iterator[HistoryLine]:

@@ -99,7 +99,7 @@ class Kit:
 
     @property
     def processes(self) -> list[Process]:
-        """All processes of the test, dead ones too."""
+        """All processes of the test, including dead ones."""
         return self._process_table.processes
 
     # ---- brokers
@@ -133,7 +133,7 @@ class Kit:
 
     @property
     def route(self) -> Process:
-        """The test's own process, as the route of clients that the test makes; replaces the broker of production."""
+        """The test's own process, as the route for clients that the test creates."""
         return self._test
 
     def producer(
@@ -186,7 +186,7 @@ class Kit:
     ) -> Process:
         """Return a process, at a site, that ``factory(process)`` sets up, now and after each restart.
 
-        The process is a route: an application connects to it like to a broker. The factory's result is its ``state``.
+        The process is a route: an application connects to it as to a broker. The factory's result is its ``state``.
         """
         process = self._process_table.make(self._process_table.free_name(name), factory, site=site)
         if not fail_fast:
@@ -214,10 +214,10 @@ class Kit:
     # ---- time
 
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
-        """Let time pass, and do everything that becomes due. In an event loop ``await`` it.
+        """Let time pass, and do everything that becomes due. In an event loop, ``await`` the call.
 
         Raises:
-            NotIdleError: A coroutine waits for something that never happens.
+            NotIdleError: A coroutine waits for something that does not happen.
         """
         until = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
         return self._driver.run(lambda: until)
@@ -226,7 +226,7 @@ class Kit:
         """Do everything that can be done now, while time stands still.
 
         If an explored schedule has caused a fault, up to two minutes pass, in which a cluster recovers: the locks of a
-        dead process end, and a lost member returns.
+        dead process expire, and a lost member returns.
         """
         return self._driver.run(lambda: self.clock.now_ms() + (_SETTLE_MS if self.runner.settles() else 0))
 
@@ -247,7 +247,7 @@ class Kit:
     # ---- faults of processes and of the broker
 
     def crash(self, process: Process, *, restart: bool = True) -> None:
-        """Let a process die: unsaved state is lost. It starts again with fresh state unless ``restart`` is False.
+        """Let a process die without saving its state, and start it again with fresh state if ``restart`` is true.
 
         Called within a listener of that process, it ends the listener, like a signal.
         """
@@ -260,14 +260,14 @@ class Kit:
         self.died(process)
 
     def died(self, process: Process) -> None:
-        """Let the broker notice the death of a process, and start the process again unless it must stay dead."""
+        """Let the broker notice the death of a process, and restart the process unless it must stay dead."""
         self.runner.unwind(process)
         self._forget(process)
         if process.starts_again:
             self._again(process)
 
     def restart(self, process: Process) -> Process:
-        """Shut a process down in order and start it again with fresh state; return the new one."""
+        """Shut a process down cleanly and start it again with fresh state; return the new one."""
         process = self._process_table.living(process)
         if self._process_table.runs_now(process):
             raise ProcessStateError(
@@ -402,7 +402,7 @@ class Kit:
         """Return a sentence for each subscription that matched nothing, and each topic that no group subscribes to.
 
         A passing test issues them as an `UndeliveredWarning`, a failing test shows them. Excluded are topics that the
-        test has read by `messages`, groups that it has asked about by `delivered`, and topics to which only the
+        test has read with `messages`, groups that it has passed to `delivered`, and topics to which only the
         application sends, unless their name is similar to a subscribed one.
         """
         return self._evidence.undelivered()
@@ -462,11 +462,11 @@ class Kit:
         self._history.end(self.clock.now_ms(), work, outcome, error)
 
     def fails_fast(self, work: Work) -> bool:
-        """Return whether what this code raises fails the test."""
+        """Return whether an error of this code fails the test."""
         return self._process_table.fails_fast(work)
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Fail the test with the error of a call by `Process.background`."""
+        """Fail the test with the error of a function that `Process.background` ran."""
         if error is not None and self.runner.failure is None:
             self.runner.failure = error
 

@@ -118,7 +118,7 @@ class ProcessHost(Protocol):
 
 
 class Process:
-    """One process: a `Route` for the producers and consumers in it. Made by `Kit.app` and `Kit.consumer`."""
+    """One process: a `Route` for the producers and consumers in it. Created by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Process:
         return consumer
 
     def background(self, call: Callable[[], Any], label: str = "background") -> None:
-        """Run a function later, like a thread of this process, unless the process dies before."""
+        """Run a function later, like a thread of this process, unless the process dies first."""
         runner = self._kit.runner
         with runner.lock:
             runner.submit(Work(f"{self.label} {label}", call, self._kit.ended_in_background, self))
@@ -197,7 +197,7 @@ class Process:
         return self._kit.runner
 
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
-        """Return host and name for the next client of the process, the same in each run.
+        """Return host and name for the next client of the process; they are the same in each run.
 
         A client with an ``instance_name`` has the host of the first generation: it keeps its id through restarts.
         """
@@ -237,7 +237,7 @@ class Process:
     # ---- its end
 
     def die(self) -> None:
-        """Take no more of its turns, and make its calls raise `ProcessDied`."""
+        """End all its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
         for client in (*self.clients.values(), *(consumer.client for consumer in self.consumers)):
             client.dead = True

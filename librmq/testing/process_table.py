@@ -13,7 +13,7 @@ __all__ = ["ProcessStateError", "ProcessTable"]
 
 
 class ProcessStateError(RuntimeError):
-    """A process cannot do what the test asks: it has ended, it cannot start, or its own listener asks."""
+    """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""
 
 
 class ProcessTable:

@@ -18,7 +18,7 @@ _MOST_TAGS = 5
 
 
 class UndeliveredWarning(UserWarning):
-    """A test ended with messages that no listener got, or with a subscription that matched nothing."""
+    """A test ended with messages that no listener got, or a subscription that matched nothing."""
 
 
 @dataclass(slots=True)

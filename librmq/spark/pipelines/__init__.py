@@ -1,7 +1,7 @@
 """Pipelines over one store or a cluster's: functions of DataFrames, and by name for ``librmq spark run``.
 
-Each function has a module of its own and takes DataFrames, so it works on tables of a lake too. `PIPELINES` reads their
-arguments from the folders of stores.
+Each function has its own module and takes DataFrames, so it also works on tables of a data lake. `PIPELINES` reads
+their arguments from the folders of stores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline by name: what it reports, and how it reads its tables from ``paths``."""
+    """A named pipeline: what it reports, and how it reads its tables from ``paths``."""
 
     about: str
     make: Callable[[SparkSession, tuple[str, ...], Settings], DataFrame]

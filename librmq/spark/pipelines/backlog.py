@@ -24,7 +24,7 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
     storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset (null in a queue without
     progress, whose lag counts from minOffset), lag (waiting messages), lost (messages that retention deleted before
     the group read them), oldest (when the first waiting message was stored), newest (when the store's last message
-    was stored), ageSeconds (between the two: a store's own clock is its last message).
+    was stored), ageSeconds (between the two: the last message serves as the store's clock).
     """
     where = ["store", "topic", "queueId"]
     consumed = offsets.select("store", "topic", "group").distinct()

@@ -20,7 +20,7 @@ _OWN = ("KEYS", "TAGS", "UNIQ_KEY")
 def dead_letters(messages: DataFrame) -> DataFrame:
     """Return dead letters by group, topic and cause.
 
-    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The record tells the cause: ``never
+    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The record shows the cause: ``never
     retried`` (given up at the first failure, by a listener or because the group retries nothing), ``retries used up``,
     or ``ordered, retries used up`` (given up by an orderly consumer). Columns: store, group, topic, cause, messages,
     first and last (when they were stored), mostTimes (reconsume times).

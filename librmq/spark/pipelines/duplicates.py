@@ -34,7 +34,7 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
     """Return messages that repeat the key of one at most ``window_seconds`` earlier, in the topic on any broker.
 
     Columns: those of ``messages``, key, before (when the earlier one was stored), secondsAfter, resend (true if both
-    have one unique key, so that a client or a broker sent it again, not the application).
+        have the same unique key, so that a client or a broker, not the application, sent it again).
     """
     order = Window.partitionBy("topic", "key").orderBy("storeTimestamp", "store", "physicalOffset")
     found = keyed(messages, key).withColumns(
@@ -50,12 +50,12 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
 def duplicates_approximate(
     messages: DataFrame, error_rate: float = 0.001, capacity: int = 1_000_000, key: Column | str | None = None
 ) -> DataFrame:
-    """Return messages whose key an earlier one of the topic had at any time, by a bloom filter for each task.
+    """Return messages whose key any earlier message of the topic had, using a Bloom filter for each task.
 
-    Nothing is sorted and no key is kept: a task takes a share of the keys and holds some 2 bytes for each. No duplicate
-    is missed, and about ``error_rate`` of the other messages count as duplicates. ``capacity`` is the initial number of
-    keys in a task's filter, which grows. It is not known which of several equal messages is the first. Needs the extra
-    ``bloom``. Columns: store, topic, queueId, queueOffset, key.
+    Nothing is sorted and no key is kept: a task takes a share of the keys and needs about 2 bytes for each. No
+    duplicate is missed, and about ``error_rate`` of the other messages count as duplicates. ``capacity`` is the initial
+    number of keys in a task's filter, which grows. It is not known which of several equal messages is the first. Needs
+    the extra ``bloom``. Columns: store, topic, queueId, queueOffset, key.
     """
     try:
         import pybloom_live

@@ -16,12 +16,12 @@ __all__ = ["what_retention_frees"]
 def what_retention_frees(
     records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)
 ) -> DataFrame:
-    """Return, for each number of hours, the content of files whose last record is that much older than the store's.
+    """Return, for each number of hours, the content of files whose last record is that much older than the last one.
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
     and ``offsets`` those of `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
-    hours, files, bytes (freed), messages (gone), unread (of them, messages that some group has not consumed), oldest
-    (when the oldest message that is left was stored).
+    hours, files, bytes (freed), messages (deleted), unread (deleted messages that a group has not consumed), oldest
+    (when the oldest remaining message was stored).
     """
     lengths = files.groupBy("store").agg(F.max("size").alias("fileSize"))
     groups = offsets.groupBy("store", "topic").agg(F.countDistinct("group").alias("groups"))

@@ -149,7 +149,7 @@ class GroupCommit:
 
 
 class Acknowledgement(Generic[_T]):
-    """The acknowledgement of a pipelined append: ``result`` is known at once, its durability follows.
+    """The acknowledgement of a pipelined append: ``result`` is known immediately, durability follows later.
 
     Thread-safe. Acknowledgements come in the order of the appends, because one watermark decides them all.
     """

@@ -74,7 +74,7 @@ class BySql:
 
 
 class ByPredicate:
-    """Filter by a function of the application, with its errors and its time watched. Thread-safe."""
+    """Filter by a function of the application, whose errors and duration are watched. Thread-safe."""
 
     def __init__(self, predicate: WatchedPredicate[StoredMessage]) -> None:
         self._predicate = predicate

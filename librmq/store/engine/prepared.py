@@ -84,7 +84,7 @@ class CopyTarget(NamedTuple):
 
 
 class AppendResult(NamedTuple):
-    """Place of an appended message."""
+    """Where an appended message is stored."""
 
     physical_offset: int
     size: int

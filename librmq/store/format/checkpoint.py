@@ -46,7 +46,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, files: Files | None = None, writable: bool = False) -> Self:
-        """Read the checkpoint at ``path``; without a file the times are 0, and `flush` makes it.
+        """Read the checkpoint at ``path``; without a file the times are 0, and `flush` creates it.
 
         Raises:
             CorruptionError: The file has another length, or a time before 1970.

@@ -107,7 +107,7 @@ class IndexFile:
         after: IndexHeader | None = None,
         on_map: Callable[[IndexFile], None] | None = None,
     ) -> IndexFile:
-        """Make an empty file, open for writing; ``after`` is the header of the file before it."""
+        """Create an empty file and open it for writing; ``after`` is the header of the previous file."""
         check_geometry(slots, entries)
         files = files or DiskFiles()
         file = files.create(path, file_length(slots, entries))
@@ -147,7 +147,7 @@ class IndexFile:
 
     @property
     def name(self) -> str:
-        """Name of the file: the time at which it was made."""
+        """Name of the file: the time of its creation."""
         return os.path.basename(self.path)
 
     @property
@@ -203,7 +203,7 @@ class IndexFile:
 
     @property
     def end_physical(self) -> int:
-        """The place of the record that was written last."""
+        """The place of the last record that was written."""
         return self._writer.end_physical
 
     @property

@@ -89,9 +89,10 @@ class KeyIndex:
     ) -> KeyIndex:
         """Open the files of a folder, which need not exist yet. ``now_ms`` (the system's clock) names new files.
 
-        As in 4.9, names that are no numbers are ignored.
+        As in 4.9, names that are not numbers are ignored.
 
-        CorruptionError: a number is not a time, a file has another length, or a header is impossible.
+        Raises:
+            CorruptionError: A number is not a time, a file has another length, or a header is impossible.
         """
         check_geometry(slots, entries)
         return cls(os.fspath(folder), slots, entries, files or DiskFiles(), now_ms or SystemClock().now_ms, writable)
@@ -242,8 +243,8 @@ class KeyIndex:
     ) -> None:
         """Add many records at once, in log order.
 
-        ``physical_offsets`` and ``timestamps`` (ms) have a place for each record, with or without keys;
-        ``key_hashes`` and ``record_of_key`` (ascending places in the other two) one for each key.
+        ``physical_offsets`` and ``timestamps`` (ms) have one value for each record, with or without keys;
+        ``key_hashes`` and ``record_of_key`` (ascending indices into the other two) one for each key.
         """
         records = len(physical_offsets)
         if not records:
@@ -305,7 +306,7 @@ class KeyIndex:
         return gone
 
     def delete(self, name: str) -> str:
-        """Delete the file of this name, and return its path.
+        """Delete the file with this name, and return its path.
 
         Raises:
             ValueError: There is no such file.

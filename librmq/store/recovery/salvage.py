@@ -49,7 +49,7 @@ _ANY_MAGIC: Final = re.compile(b"|".join(map(re.escape, _MAGICS)))
 
 
 class Gap(NamedTuple):
-    """Bytes of the log or of a kept cut that are no sound record."""
+    """Bytes of the log, or of a kept cut, that do not form a sound record."""
 
     physical_offset: int
     size: int

@@ -66,7 +66,7 @@ _LONG: Final = struct.Struct(">q")
 
 
 class Snapshot(NamedTuple):
-    """Content of a snapshot: the log from ``begin`` to ``end``, in copied files and in links to the store's own."""
+    """Content of a snapshot: the log from ``begin`` to ``end``, in copied files and in links to files of the store."""
 
     path: str
     begin: int
@@ -93,12 +93,12 @@ def snapshot(
     clock: Clock | None = None,
     end: Callable[[], int] | None = None,
 ) -> Snapshot:
-    """Make a snapshot of the store in ``path`` in the folder ``target``, which must be empty or not exist.
+    """Copy the store in ``path`` to a snapshot in the folder ``target``, which must be empty or not exist.
 
-    This process or another can use the store meanwhile; no lock is taken. The snapshot contains every message
+    This process or another can use the store at the same time; no lock is taken. The snapshot contains every message
     acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
-    linked if the file system can and ``copy`` is false. All others are copied. The whole log is walked. ``end()``
-    returns the end of the log; without it, the end is searched.
+    hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
+    ``end()`` returns the end of the log; without it, the end is searched for.
 
     Errors of opening a store are raised too; after an error there is no ``target``.
 
@@ -145,7 +145,7 @@ def snapshot(
 def restore(
     path: str, target: str, config: StoreConfig | None = None, *, files: Files | None = None, clock: Clock | None = None
 ) -> Snapshot:
-    """Make a store in ``target`` from the snapshot in ``path``: copy and check every file; the snapshot stays."""
+    """Create a store in ``target`` from the snapshot in ``path``: copy and check every file; the snapshot stays."""
     return snapshot(path, target, config, copy=True, files=files, clock=clock)
 
 
@@ -158,13 +158,13 @@ def rescue(
     clock: Clock | None = None,
     tell: Callable[[Gap], object] = lambda gap: None,
 ) -> Rescued:
-    """Make a store in ``target``, which is empty or does not exist, of every sound record of the store in ``path``.
+    """Create a store in ``target``, which is empty or does not exist, from every sound record of the store in ``path``.
 
-    The order is that of `librmq.store.recovery.salvage.records`, with the kept cuts; ``tell`` is called with each gap.
-    Records keep their fields except physical offset, offset id and queue offset. The messages of each queue are
+    The order is that of `librmq.store.recovery.salvage.records`, including the kept cuts; ``tell`` is called with each
+    gap. Records keep their fields except physical offset, offset id and queue offset. The messages of each queue are
     numbered from 0 without a gap, so that no consumer stops at a lost message. The progress of groups, delay levels and
-    transactions is translated. A Spark job with a ``jobId`` stays committed if its first record was saved, or, after
-    its end, any record; otherwise it can write its messages again.
+    transactions is adjusted to the new numbers. A Spark job with a ``jobId`` stays committed if its first record was
+    saved, or, after its end, any record; otherwise it can write its messages again.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     config = config or directory.infer_config(path, files)

@@ -42,7 +42,7 @@ _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsServi
 class GrpcServer:
     """Serves one broker to official clients of RocketMQ 5. Thread-safe.
 
-    Mirrors 5.3.3's proxy in local mode. Messages with a time of their own need a broker with timers:
+    Mirrors 5.3.3's proxy in local mode. Messages with a delivery time need a broker with timers:
     ``BrokerConfig(timers=TimerConfig())``.
     """
 
@@ -105,13 +105,13 @@ class GrpcServer:
 
     @property
     def clients(self) -> int:
-        """How many clients are connected."""
+        """The number of connected clients."""
         return len(self._service.sessions)
 
     def is_settled(self) -> bool:
-        """Return whether no client has anything to do before time passes.
+        """Return whether no client has work left until time passes.
 
-        Push consumers wait for messages and have none, and no open transaction is being asked about.
+        Then push consumers wait for messages and hold none, and no check of a transaction is pending.
         """
         return self._service.is_settled()
 
