@@ -66,7 +66,7 @@ class Faults:
         self._slow: dict[str, list[int]] = {}
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
-        """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
+        """Store the next message sent (to ``topic`` or ``broker``) and lose the answer: the producer sends a duplicate."""
         self._due.append(_Due("lose", times, topic, broker))
 
     def refuse_send(
@@ -87,7 +87,7 @@ class Faults:
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
-        """Cut the link between two ends, each a broker, a site or a process, for ``seconds`` or until `heal`."""
+        """Cut the link between two brokers, sites or processes, for ``seconds`` or until `heal`."""
         self._kit.note("fault", f"the link of {one} and {other} is cut")
         self._kit.cut(one, other)
         if seconds is not None:
@@ -99,7 +99,7 @@ class Faults:
             self.cut(one, other, seconds=seconds)
 
     def heal(self, one: str, other: str) -> None:
-        """Restore the link between two ends."""
+        """Restore a link that `cut` has cut."""
         self._kit.note("fault", f"the link of {one} and {other} works again")
         self._kit.heal(one, other)
 
