@@ -66,7 +66,7 @@ class Faults:
         self._slow: dict[str, list[int]] = {}
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
-        """Store the next message sent (to ``topic`` or ``broker``) and lose the answer: the producer sends a duplicate."""
+        """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
         self._due.append(_Due("lose", times, topic, broker))
 
     def refuse_send(
