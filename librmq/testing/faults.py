@@ -123,6 +123,11 @@ class Faults:
 
     def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""
+        self.lose(process, topic, broker, response)
+        self._kit.clock.advance(seconds=self.late(process, topic, broker))
+
+    def lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
+        """Lose the answer, if that is due."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose", topic, broker) is not None
         if (
@@ -131,9 +136,14 @@ class Faults:
         ):
             kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
             raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
-        if self._due and (due := self._take("late", topic, broker)) is not None:
-            kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")
-            kit.clock.advance(seconds=due.seconds)
+
+    def late(self, process: Process, topic: str, broker: str) -> float:
+        """Return how many seconds the answer takes."""
+        due = self._take("late", topic, broker) if self._due else None
+        if due is None:
+            return 0.0
+        self._kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")
+        return due.seconds
 
     def slow(self, group: str) -> int:
         """Return the delay of the next listener of the group in milliseconds."""

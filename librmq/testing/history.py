@@ -107,6 +107,15 @@ class History:
         self.note(now_ms, who, lambda: f"gets {about(call)}")
         return call
 
+    def begin_remote(
+        self, now_ms: int, group: str, process: str, where: str, message: tuple[str, StoredMessage]
+    ) -> Call:
+        """Note a delivery to a client over the wire, which the caller ends."""
+        broker_name, stored = message
+        call = Call(group, process, where, ((broker_name, stored.physical_offset),), now_ms - self.begin_ms)
+        self.calls.append(call)
+        return call
+
     def end(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
         """Note the end of a listener."""
         call = self._open.pop(id(work), None)

@@ -195,6 +195,12 @@ class Kit:
         self._is_new = True
         return process
 
+    def outside_process(self, name: str) -> Process:
+        """Return a process whose code the kit does not run, such as a client over the wire."""
+        process = self._process_table.make(self._process_table.free_name(name), lambda process: None)
+        process.starts_again = False
+        return process
+
     def _set_up(self, process: Process) -> None:
         process.state = process.factory(process)
         for consumer in process.consumers:

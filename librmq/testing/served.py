@@ -11,6 +11,7 @@ from typing import Final
 
 from librmq.clock import SystemClock
 from librmq.testing.kit import Kit
+from librmq.testing.wire_client import WireClient
 from librmq.wire.grpc import GrpcServer
 
 __all__ = ["NotSettledError", "ServedKit"]
@@ -29,8 +30,21 @@ class ServedKit:
     def __init__(self, kit: Kit) -> None:
         """Serve the broker of a kit, whose clock should start at the machine's time."""
         self.kit = kit
-        """The broker, its dead letters, and all else of the fixture ``rmq``."""
-        self.server = GrpcServer(kit.broker)
+        """The broker, its dead letters, its faults and history, and all else of the fixture ``rmq``."""
+        self._clients: dict[str, WireClient] = {}
+        self.server = self._served(0)
+
+    def _served(self, port: int) -> GrpcServer:
+        return GrpcServer(self.kit.broker, port=port, endpoints=self._endpoint)
+
+    def _endpoint(self, client_id: str) -> WireClient:
+        kit = self.kit
+        with kit.runner.lock:
+            client = self._clients.get(client_id)
+            if client is None:
+                process = kit.outside_process("client")
+                client = self._clients[client_id] = WireClient(kit, process, client_id)
+            return client
 
     @property
     def address(self) -> str:
@@ -70,6 +84,22 @@ class ServedKit:
             following = runner.next_due_ms()
             if runner.now_ms() >= until and (following is None or following > until):
                 return
+
+    def cut_connections(self) -> None:
+        """Cut the connections of all clients in the middle of their calls; they may connect again at once."""
+        self.kit.note("fault", "all connections of clients are cut")
+        self._serve_again()
+
+    def crash_broker(self) -> None:
+        """Let the broker die and open it again, with all acknowledged messages; connections are cut."""
+        self.server.close()
+        self.kit.crash_broker()
+        self._serve_again()
+
+    def _serve_again(self) -> None:
+        port = self.server.port
+        self.server.close()
+        self.server = self._served(port)
 
     def close(self) -> None:
         """Cut the clients off."""

@@ -68,7 +68,29 @@ with kit, ServedKit(kit) as served:
     sent = seconds()
     served.advance(minutes=10)
     committed = [one.body.decode() for one in kit.broker.messages("tx")]
+    kit.faults.lose_answer("lost", times=2)
+    receipt = producer.send(message("lost"))
+    ids = {one.unique_key for one in kit.messages("lost")}
+    stored = len(kit.messages("lost"))
+    kit.faults.refuse_send("lost", busy=True)
+    try:
+        producer.send(message("lost"))
+        refused = ""
+    except Exception as error:
+        refused = repr(error)
     pusher.shutdown()
     producer.shutdown()
 checked = [at - sent for at in checks]
-print(json.dumps({"attempts": attempts, "dead": dead, "checks": checked, "committed": committed, "wall": wall}))
+found = {
+    "attempts": attempts,
+    "dead": dead,
+    "checks": checked,
+    "committed": committed,
+    "wall": wall,
+    "stored": stored,
+    "ids": sorted(str(one) for one in ids),
+    "sent": receipt.message_id,
+    "refused": refused,
+    "history": str(kit.history()).splitlines(),
+}
+print(json.dumps(found))

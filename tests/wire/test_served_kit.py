@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from librmq.clock import SystemClock
 from librmq.testing.served import ServedKit
+from librmq.wire.grpc.schema import message_class
 from tests.wire.clients import HERE, OfficialClient
 from tests.wire.stub import Stub, message
 
@@ -39,6 +44,87 @@ def test_timed_message_comes_when_time_is_moved(served: ServedKit) -> None:
         assert [found.body for found in stub.receive("t")[1]] == [b"later"]
 
 
+# ---- faults
+
+
+def test_lost_answer_leaves_a_stored_message(served: ServedKit) -> None:
+    served.kit.faults.lose_answer("t", times=2)
+    with Stub(served.address) as stub:
+        codes = [stub.send(message("t", b"a")).status.code for _ in range(3)]
+        assert codes == [50001, 50001, 20000]
+    assert [(one.body, one.unique_key) for one in served.kit.messages("t")] == [(b"a", "id")] * 3
+
+
+@pytest.mark.parametrize(("busy", "code"), [(False, 50001), (True, 42900)])
+def test_refused_send_stores_nothing(served: ServedKit, busy: bool, code: int) -> None:
+    served.kit.faults.refuse_send("t", busy=busy)
+    with Stub(served.address) as stub:
+        assert stub.send(message("t")).status.code == code
+        assert served.kit.messages("t") == []
+        assert stub.send(message("t")).status.code == 20000
+
+
+def test_late_answer_comes_when_time_is_moved(served: ServedKit) -> None:
+    served.kit.faults.late_answer(5, "t")
+    with Stub(served.address) as stub, ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(stub.send, message("t"))
+        clock, never = SystemClock(), threading.Event()
+        while not served.kit.messages("t"):
+            clock.wait(never, 0.001)
+        served.advance(seconds=4)
+        assert not sent.done()
+        served.advance(seconds=2)
+        assert sent.result(10).status.code == 20000
+
+
+def test_cut_connection_lets_messages_come_again(served: ServedKit) -> None:
+    with Stub(served.address) as stub:
+        stub.send(message("t", b"a"))
+        assert len(stub.receive("t")[1]) == 1
+        served.cut_connections()
+    with Stub(served.address) as stub:
+        served.advance(minutes=2)
+        assert [one.system_properties.delivery_attempt for one in stub.receive("t")[1]] == [2]
+
+
+def test_crashed_broker_keeps_what_it_acknowledged(served: ServedKit) -> None:
+    with Stub(served.address) as stub:
+        assert stub.send(message("t", b"a")).status.code == 20000
+        served.crash_broker()
+    with Stub(served.address) as stub:
+        assert [one.body for one in stub.receive("t")[1]] == [b"a"]
+
+
+def test_history_has_the_calls_of_clients(served: ServedKit) -> None:
+    settings = message_class("Settings")(client_type=3)
+    settings.subscription.group.name = "g"
+    settings.subscription.subscriptions.add().topic.name = "t"
+    with Stub(served.address, "reader-7") as stub:
+        answers = stub.telemetry(settings)
+        next(answers)
+        stub.send(message("t", b"a"))
+        served.kit.faults.refuse_send("t")
+        stub.send(message("t", b"b"))
+        (one,) = stub.receive("t")[1]
+        entry = {"message_id": "id", "receipt_handle": one.system_properties.receipt_handle}
+        stub.call("AckMessage", group=named("g"), topic=named("t"), entries=[entry])
+    lines = [(line.who, line.what) for line in served.kit.history()]
+    (place,) = (f"t/{one.queue_id}:0" for one in served.kit.messages("t"))
+    assert lines[:5] == [
+        ("client", "is connected and consumes as group g (reader-7)"),
+        ("client", f"sends {place} b'a'"),
+        ("fault", "refuses what client sends to t"),
+        ("g@client", f"gets {place} b'a'"),
+        ("g@client", f"acknowledges ({place})"),
+    ]
+    (delivery,) = served.kit.delivered("g")
+    assert (delivery.body, delivery.outcome, delivery.attempt) == (b"a", "returned", 1)
+
+
+def named(name: str) -> Any:
+    return message_class("Resource")(name=name)
+
+
 def test_explored_test_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore\ndef test_it(rmq_grpc): pass\n")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:asyncio")
@@ -51,3 +137,6 @@ def test_official_client_keeps_up_with_a_moved_clock(python: OfficialClient, tmp
     assert seen["attempts"] == [[at, number] for number, at in enumerate(accumulate((0, *RETRY_DELAYS_S)), 1)]
     assert seen["dead"] == ["x"]
     assert (len(seen["checks"]), seen["committed"]) == (1, ["x"])
+    assert (seen["stored"], seen["ids"]) == (3, [seen["sent"]])
+    assert "TooManyRequests" in seen["refused"]
+    assert any("gets t/" in line for line in seen["history"])

@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from librmq.errors import RmqError
+from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.codes import Code, Refusal, code_of
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["Context", "answers", "client_id_of", "header", "refuse", "sum_up"]
+__all__ = ["Context", "Endpoints", "answers", "client_id_of", "header", "refuse", "sum_up"]
 
 _log = EventLog("librmq.wire")
+
+
+Endpoints = Callable[[str], Endpoint]
+"""What answers the requests of a client, by its id."""
 
 
 class Context(Protocol):

@@ -21,7 +21,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.wire.grpc.calls import Context, answers, client_id_of, refuse, sum_up
+from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
 from librmq.wire.grpc.polls import Polls
@@ -42,11 +42,12 @@ _ANSWER_S: Final = 0.2
 class Receives:
     """The receives of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions) -> None:
+    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions, endpoints: Endpoints) -> None:
         self._broker = broker
         self._runner = broker.runner
         self._routes = routes
         self._sessions = sessions
+        self._endpoints = endpoints
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, whatever moves the broker's
         self.renewals = Renewals(broker, broker.runner)
         self.polls = Polls()
@@ -149,7 +150,7 @@ class Receives:
                 arrived.clear()
                 if not context.is_active():  # after `clear`, which can erase the signal of the end
                     break
-                messages = self._broker.call(asked).messages
+                messages = self._endpoints(client_id).call(asked).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
                 if not arrived.is_set():
@@ -205,11 +206,11 @@ class Receives:
     @answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Note that messages are done with."""
-        client_id_of(context)
+        endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)
         codes = []
-        answers: tuple[bool, ...] = self._broker.call(Acknowledge(group, topic, receipts))
+        answers: tuple[bool, ...] = endpoint.call(Acknowledge(group, topic, receipts))
         for entry, is_good in zip(request.entries, answers, strict=True):
             code = Code.OK if is_good else Code.INVALID_RECEIPT_HANDLE
             codes.append(code)
@@ -222,7 +223,7 @@ class Receives:
     @answers("ChangeInvisibleDurationResponse")
     def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Move the time at which a message comes again."""
-        client_id_of(context)
+        endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
         if not 0 <= invisible_ms <= MAX_INVISIBLE_MS:
@@ -230,15 +231,15 @@ class Receives:
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: expected 0 to 12 h, found {invisible_ms} ms"
             )
         changed = ChangeInvisible(group, topic, request.receipt_handle, invisible_ms)
-        response.receipt_handle = self._broker.call(changed)
+        response.receipt_handle = endpoint.call(changed)
         self._end_renewals(group, topic, (request.receipt_handle,))
 
     @answers("ForwardMessageToDeadLetterQueueResponse")
     def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Make a message a dead letter."""
-        client_id_of(context)
+        endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
-        self._broker.call(ForwardToDeadLetters(group, topic, request.receipt_handle))
+        endpoint.call(ForwardToDeadLetters(group, topic, request.receipt_handle))
         self._end_renewals(group, topic, (request.receipt_handle,))
 
     def _end_renewals(self, group: str, topic: str, receipts: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from librmq.errors import RmqError
 from librmq.message.message import Message
 from librmq.protocol import EndTransaction, SendMessage, TransactionState
 from librmq.scheduling.timer_config import DELETE_KEY, DELIVER_MS, delete_key
-from librmq.wire.grpc.calls import Context, answers, client_id_of, refuse, sum_up
+from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.codes import SEND_CODES, Code, Refusal
 from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
@@ -24,7 +24,7 @@ from librmq.wire.grpc.messages import (
     recalled,
 )
 from librmq.wire.grpc.routes import Routes
-from librmq.wire.grpc.sessions import Session, Sessions
+from librmq.wire.grpc.sessions import Sessions
 
 __all__ = ["Sends"]
 
@@ -36,16 +36,17 @@ _FROM_CHECK: Final = 2
 class Sends:
     """The sends of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions) -> None:
+    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions, endpoints: Endpoints) -> None:
         self._broker = broker
         self._runner = broker.runner
         self._routes = routes
         self._sessions = sessions
+        self._endpoints = endpoints
 
     @answers("SendMessageResponse")
     def send_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Store messages."""
-        session = self._sessions.get(client_id_of(context))
+        client_id = client_id_of(context)
         if not request.messages:
             raise Refusal(Code.MESSAGE_CORRUPTED, "expected at least one message")
         now_ms = self._runner.now_ms()
@@ -55,7 +56,7 @@ class Sends:
             entry = response.entries.add()
             entry.status.code, entry.status.message = Code.OK, "OK"
             try:
-                self._send(sent, message, session, entry)
+                self._send(sent, message, client_id, entry)
             except RmqError as error:
                 if len(made) == 1:
                     raise
@@ -76,7 +77,7 @@ class Sends:
             )
         return message
 
-    def _send(self, sent: Any, message: Message, session: Session | None, entry: Any) -> None:  # noqa: ANN401
+    def _send(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
         system, topic = sent.system_properties, message.topic
         now_ms = self._runner.now_ms()
         told_ms = milliseconds(system.born_timestamp, "born_timestamp")
@@ -84,11 +85,12 @@ class Sends:
         queue_id = -1
         if system.HasField("message_group"):
             queue_id = group_queue(system.message_group, max(self._routes.ensure(topic).write_queues, 1))
-        answer = self._broker.call(SendMessage(topic, message, queue_id, born_ms, _HOST))
+        answer = self._endpoints(client_id).call(SendMessage(topic, message, queue_id, born_ms, _HOST))
         entry.message_id = system.message_id
         entry.offset = answer.queue_offset
         if system.message_type == MessageType.TRANSACTION:
             entry.transaction_id = system.message_id
+            session = self._sessions.get(client_id)
             self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
         elif DELIVER_MS in message.properties:
             deliver_ms = int(message.properties[DELIVER_MS])
@@ -99,7 +101,7 @@ class Sends:
     @answers("RecallMessageResponse")
     def recall_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Cancel a timed message."""
-        client_id_of(context)
+        endpoint = self._endpoints(client_id_of(context))
         topic = check_topic(request.topic.name)
         named, broker_name, deliver_ms, message_id = recalled(request.recall_handle)
         if named != topic or broker_name != self._broker.name:
@@ -110,19 +112,19 @@ class Sends:
         message = Message(topic, b"0")
         message.properties[DELIVER_MS] = str(deliver_ms)
         message.properties[DELETE_KEY] = delete_key(topic, message_id)
-        self._broker.call(SendMessage(topic, message, 0, now_ms, _HOST))
+        endpoint.call(SendMessage(topic, message, 0, now_ms, _HOST))
         response.message_id = message_id
 
     @answers("EndTransactionResponse")
     def end_transaction(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Commit a transaction, or roll it back."""
-        client_id_of(context)
+        endpoint = self._endpoints(client_id_of(context))
         place = group, queue_offset, physical_offset = self._sessions.half(request.transaction_id)
         state = _STATES.get(request.resolution, TransactionState.UNKNOWN)
         from_check = request.source == _FROM_CHECK
         ended = EndTransaction(group, state, queue_offset, physical_offset, request.message_id, from_check)
         try:
-            self._broker.call(ended)
+            endpoint.call(ended)
         except RmqError:
             self._sessions.note_half(request.transaction_id, place)  # the client tries again
             raise

@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 
 from librmq.broker import Broker
 from librmq.errors import ConfigError, MissingExtraError, RmqError
+from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
@@ -56,6 +57,7 @@ class GrpcServer:
         tls: tuple[bytes, bytes] | None = None,
         auto_create: bool = True,
         changed: Callable[[str, str, bool], None] | None = None,
+        endpoints: Callable[[str], Endpoint] | None = None,
     ) -> None:
         """Listen, and answer from now on.
 
@@ -68,6 +70,8 @@ class GrpcServer:
             auto_create: Whether a topic is made when its route is asked for.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
                 empty.
+            endpoints: What answers a client's requests, by its id; by default the broker. A wrapper can watch or fail
+                them.
 
         Raises:
             ConfigError: The port is taken, or an argument is not what it should be.
@@ -77,7 +81,11 @@ class GrpcServer:
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._service = Service(
-            broker, advertise=advertise, auto_create=auto_create, changed=changed or (lambda *_: None)
+            broker,
+            advertise=advertise,
+            auto_create=auto_create,
+            changed=changed or (lambda *_: None),
+            endpoints=endpoints,
         )
         self._pool = ThreadPoolExecutor(_THREADS, "librmq grpc")
         self._server = grpc.server(

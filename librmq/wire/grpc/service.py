@@ -12,7 +12,7 @@ from typing import Any
 from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.wire.grpc.calls import Context, answers, client_id_of, header
+from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, header
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes
@@ -34,11 +34,13 @@ class Service:
         advertise: str | None,
         auto_create: bool,
         changed: Callable[[str, str, bool], None],
+        endpoints: Endpoints | None = None,
     ) -> None:
-        self.sessions = Sessions(broker, changed)
+        endpoints = endpoints or (lambda _: broker)
+        self.sessions = Sessions(broker, changed, endpoints)
         self.routes = Routes(broker, advertise, auto_create)
-        self.sends = Sends(broker, self.routes, self.sessions)
-        self.receives = Receives(broker, self.routes, self.sessions)
+        self.sends = Sends(broker, self.routes, self.sessions, endpoints)
+        self.receives = Receives(broker, self.routes, self.sessions, endpoints)
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""

@@ -26,6 +26,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.wire.grpc.calls import Endpoints
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
@@ -157,10 +158,11 @@ class Session:
 class Sessions:
     """All clients of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None]) -> None:
+    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None], endpoints: Endpoints) -> None:
         """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
         self._broker = broker
         self._changed = changed
+        self._endpoints = endpoints
         self._lock = threading.Lock()
         self._telling = threading.RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
@@ -248,7 +250,7 @@ class Sessions:
         """Tell the broker of a client as it is now, so that the last call is right whatever their order."""
         with self._telling:
             session = self._by_id.get(client_id)
-            self._broker.call(ChannelClosed(client_id) if session is None else session.heartbeat())
+            self._endpoints(client_id).call(ChannelClosed(client_id) if session is None else session.heartbeat())
 
     def close(self) -> None:
         """End all streams; the broker forgets the clients."""

@@ -1,0 +1,136 @@
+"""What the kit sees and fails of a client that is connected over the wire."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final, TypeVar, cast
+
+from librmq.clock import SystemClock
+from librmq.errors import BrokerUnreachableError
+from librmq.protocol import (
+    Acknowledge,
+    ChangeInvisible,
+    ChannelClosed,
+    EndTransaction,
+    ForwardToDeadLetters,
+    Heartbeat,
+    Receive,
+    Received,
+    Request,
+    SendMessage,
+    SendResponse,
+)
+from librmq.runtime.runner import Step
+from librmq.scheduling.timer_config import DELETE_KEY
+from librmq.testing.history import Call, show
+from librmq.testing.kit import Kit
+from librmq.testing.process import Process
+
+__all__ = ["WireClient"]
+
+R = TypeVar("R")
+_LATE_S: Final = 20.0
+
+
+class WireClient:
+    """The endpoint of one client: a process of the kit, whose code runs elsewhere. Thread-safe."""
+
+    def __init__(self, kit: Kit, process: Process, client_id: str) -> None:
+        self._kit = kit
+        self._process = process
+        self._client_id = client_id
+        self._groups: frozenset[str] = frozenset()
+        self._calls: dict[str, Call] = {}
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the broker, and apply history and faults."""
+        if isinstance(request, SendMessage):
+            return cast(R, self._send(request))
+        if isinstance(request, Heartbeat):
+            self._heartbeat(request)
+        elif isinstance(request, ChannelClosed):
+            self._note("leaves")
+        elif isinstance(request, EndTransaction):
+            self._note(f"ends a transaction: {request.state.name.lower()}")
+        elif isinstance(request, ChangeInvisible):
+            self._ended(request.receipt, "failed", f"lets a message come again in {request.invisible_ms:,} ms")
+        elif isinstance(request, ForwardToDeadLetters):
+            self._ended(request.receipt, "failed", "makes a message a dead letter")
+        answer = self._kit.broker.call(request)
+        if isinstance(request, Receive):
+            self._received(request, cast(Any, answer).messages)
+        elif isinstance(request, Acknowledge):
+            for receipt, is_good in zip(request.receipts, cast(Any, answer), strict=True):
+                self._ended(receipt, "returned", "acknowledges" if is_good else "acknowledges too late")
+        elif isinstance(request, ChangeInvisible):
+            self._calls.pop(request.receipt, None)
+        return answer
+
+    def _note(self, what: str, group: str = "") -> None:
+        kit = self._kit
+        with kit.runner.lock:
+            kit.note(f"{group}@{self._process.label}" if group else self._process.label, what)
+
+    def _heartbeat(self, request: Heartbeat) -> None:
+        groups = frozenset(data.group for data in request.consumers)
+        if self._groups != groups or not groups:
+            self._groups = groups
+            role = f"consumes as group {', '.join(sorted(groups))}" if groups else "produces"
+            self._note(f"is connected and {role} ({self._client_id})")
+        with self._kit.runner.lock:
+            self._kit.noted_heartbeat(self._process, request)
+
+    # ---- sends
+
+    def _send(self, request: SendMessage) -> SendResponse:
+        kit, process, topic = self._kit, self._process, request.message.topic
+        if DELETE_KEY in request.message.properties:
+            self._note(f"recalls a message of {topic}")
+            return self._kit.broker.call(request)
+        with kit.runner.lock:
+            kit.faults.before_send(process, topic, kit.broker.name)
+        response: SendResponse = self._kit.broker.call(request)
+        place = f"{topic}/{response.queue_id}:{response.queue_offset}"
+        self._note(f"sends {place} {show(request.message)}")
+        with kit.runner.lock:
+            kit.faults.lose(process, topic, kit.broker.name, response)
+            late_s = kit.faults.late(process, topic, kit.broker.name)
+        if late_s:
+            self._wait(late_s)
+        return response
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until the test has moved the clock by that much, or the client has long given up."""
+        runner, is_due = self._kit.runner, threading.Event()
+
+        def due(_: int) -> None:
+            is_due.set()
+
+        with runner.lock:
+            runner.wake(Step("a late answer", due), runner.now_ms() + round(1000 * seconds))
+        SystemClock().wait(is_due, _LATE_S)
+        if not is_due.is_set():
+            raise BrokerUnreachableError(f"the answer is {seconds:g} s late, and the test did not move the clock")
+
+    # ---- receives
+
+    def _received(self, request: Receive, messages: tuple[Received, ...]) -> None:
+        kit = self._kit
+        for one in messages:
+            stored = one.message
+            where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
+            with kit.runner.lock:
+                self._calls[one.receipt] = kit.history().begin_remote(
+                    kit.clock.now_ms(), request.group, self._process.label, where, (kit.broker.name, stored)
+                )
+            attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
+            self._note(f"gets {where} {show(stored)}{attempt}", request.group)
+
+    def _ended(self, receipt: str, outcome: str, what: str) -> None:
+        kit = self._kit
+        with kit.runner.lock:
+            call = self._calls.pop(receipt, None)
+            if call is None:  # acknowledged again, or renewed: the delivery is over for the history
+                return
+            call.ended_ms, call.outcome = kit.clock.now_ms() - kit.history().begin_ms, outcome
+        self._note(f"{what} ({call.where})", call.group)
