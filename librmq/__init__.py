@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from librmq.idempotence.stores import MemoryDedupStore as MemoryDedupStore
     from librmq.idempotence.stores import SqliteDedupStore as SqliteDedupStore
     from librmq.listener import DeadLetter as DeadLetter
+    from librmq.listener import DownstreamDown as DownstreamDown
     from librmq.listener import ReconsumeLater as ReconsumeLater
     from librmq.listener import SuspendQueue as SuspendQueue
     from librmq.message.batch import split_batch as split_batch
@@ -136,6 +137,7 @@ _MODULES = {
     ),
     "listener": (
         "DeadLetter",
+        "DownstreamDown",
         "ReconsumeLater",
         "SuspendQueue",
     ),

@@ -1,16 +1,21 @@
 """Exceptions by which a listener decides about its message: control flow, not errors.
 
 A message is consumed when the listener returns. `ReconsumeLater` delivers it again after a delay; any other exception
-does so by the group's policy. `SuspendQueue` pauses an orderly queue. Mirrors ``ConsumeConcurrentlyStatus``,
+does so by the group's policy. `SuspendQueue` pauses an orderly queue. `DownstreamDown` pauses without counting an
+attempt. The others mirror ``ConsumeConcurrentlyStatus``,
 ``ConsumeOrderlyStatus`` and their contexts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from datetime import timedelta
+from typing import Final, Protocol
 
-__all__ = ["DeadLetter", "Delivered", "ReconsumeLater", "SuspendQueue"]
+__all__ = ["DeadLetter", "Delivered", "DownstreamDown", "ReconsumeLater", "SuspendQueue"]
+
+
+_LONGEST_REST_S: Final = 86_400
 
 
 class Delivered(Protocol):
@@ -61,6 +66,24 @@ class DeadLetter(ReconsumeLater):
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason, delay_level=-1)
+
+
+class DownstreamDown(ReconsumeLater):
+    """Something that every message needs is down: rest for ``seconds``, then deliver the message again.
+
+    The message has not failed, so this counts as no attempt and never leads to the dead letters. The consumer begins no
+    listener while it rests, and then tries one before it begins the others. With ``only_queue`` only the queue of the
+    message rests. The first ``consumed`` messages of a concurrent batch count as consumed.
+    """
+
+    def __init__(
+        self, reason: str = "", *, seconds: float | timedelta = 60, only_queue: bool = False, consumed: int = 0
+    ) -> None:
+        super().__init__(reason, consumed=consumed)
+        self.seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+        if not 0 < self.seconds <= _LONGEST_REST_S:
+            raise ValueError(f"seconds: expected more than 0, and a day at most, found {seconds!r}")
+        self.only_queue = only_queue
 
 
 class SuspendQueue(Exception):

@@ -31,6 +31,7 @@ PUBLIC_NAMES = (
     "DeadLetter",
     "DeliveredMessage",
     "DiskFullError",
+    "DownstreamDown",
     "FilterError",
     "FlushFailedError",
     "ManualClock",

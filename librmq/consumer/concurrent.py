@@ -17,7 +17,7 @@ from librmq.consumer.instance import PushInstance
 from librmq.consumer.listeners import Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
-from librmq.listener import ReconsumeLater
+from librmq.listener import DownstreamDown, ReconsumeLater
 from librmq.message.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack, SentBack
 from librmq.runtime.runner import Step
@@ -49,6 +49,7 @@ class ConcurrentDelivery(Delivery):
         super().__init__(consumer)
         self._pulled: deque[_Pulled] = deque()
         self._again: deque[tuple[int, _Pulled]] = deque()
+        self._resting: list[_Pulled] = []
         self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
         self._started_ms = 0
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
@@ -73,6 +74,8 @@ class ConcurrentDelivery(Delivery):
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
             return False
+        if self.rests.is_probing or assigned.queue in self.rests:
+            return False
         begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
@@ -80,15 +83,18 @@ class ConcurrentDelivery(Delivery):
         return True
 
     def _begin(self, now_ms: int) -> None:
-        pulled, most = self._pulled, self.config.threads
+        pulled, most = self._pulled, 1 if self.rests.is_probing else self.config.threads
         if self.consumer.stopping:
             pulled.clear()
             return
-        while pulled and self.running < most:
+        while pulled and self.running < most and not self.rests.is_whole:
             next_one = pulled[0]
             assigned = next_one.assigned
             if assigned.released:
                 pulled.popleft()
+                continue
+            if assigned.queue in self.rests:
+                self._resting.append(pulled.popleft())
                 continue
             if next_one.again is not None:
                 messages = next_one.again
@@ -128,9 +134,28 @@ class ConcurrentDelivery(Delivery):
                     error = refused
             elif isinstance(error, ReconsumeLater) and listener.as_list:
                 consumed = min(max(0, error.consumed), len(messages))
-            self._apply(assigned, messages, consumed, error)
+            if isinstance(error, DownstreamDown):
+                self._rest(assigned, messages[consumed:], error)
+                messages = messages[:consumed]
+            elif self.rests.is_probing or self.consumer.states.causes:
+                self.rests.succeeded()
+            if messages:
+                self._apply(assigned, messages, consumed, error)
         if self._pulled:
             self._begin(self.runner.now_ms())
+
+    def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
+        """Keep messages to begin again after a rest, without counting a failure."""
+        self.count(assigned, len(messages), "downstream")
+        for message in messages:
+            message.consume_start_timestamp_ms = None  # a rest is not time in a listener
+        self._pulled.appendleft(_Pulled(assigned, len(messages), messages))
+        self.rests.begin(error, assigned.queue)
+
+    def _resumed(self, now_ms: int) -> None:
+        self._pulled.extendleft(reversed(self._resting))
+        self._resting.clear()
+        self._begin(now_ms)
 
     def _apply(
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None

@@ -18,6 +18,7 @@ from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import ConsumeContext, PushInstance
 from librmq.consumer.listeners import Listener
+from librmq.consumer.rests import Rests
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
@@ -59,7 +60,12 @@ class Delivery:
         self.running = 0
         """The listeners that run or are about to."""
         self.counts = ConsumerCounts()
+        self.rests = Rests(consumer, self._resumed)
         self._ended: threading.Event | None = None
+
+    def _resumed(self, now_ms: int) -> None:
+        """Begin again after a rest."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Start, after the consumer has joined its group."""

@@ -27,7 +27,7 @@ from librmq.consumer.instance import PushInstance
 from librmq.consumer.listeners import Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
-from librmq.listener import ReconsumeLater, SuspendQueue
+from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.message import Message, MessageQueue
 from librmq.message.record import (
     PROPERTY_DEAD_LETTER_CAUSE,
@@ -280,8 +280,8 @@ class OrderlyDelivery(Delivery):
             self._begin(now_ms)
 
     def _begin(self, now_ms: int) -> None:
-        waiting, most = self._waiting, self.config.threads
-        while waiting and self.running < most and not self.consumer.stopping:
+        waiting, most = self._waiting, 1 if self.rests.is_probing else self.config.threads
+        while waiting and self.running < most and not self.consumer.stopping and not self.rests.is_whole:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
@@ -311,6 +311,9 @@ class OrderlyDelivery(Delivery):
         step = Step(f"{self.consumer.label} resume {assigned.label}", go_on, self.consumer.client)
         self._resting[assigned.queue] = step
         self.runner.wake(step, self.runner.now_ms() + milliseconds)
+
+    def _resumed(self, now_ms: int) -> None:
+        self._begin(now_ms)
 
     def _stop_resting(self, assigned: AssignedQueue) -> None:
         if self._resting.pop(assigned.queue, None) is not None:
@@ -363,6 +366,12 @@ class OrderlyDelivery(Delivery):
         error: Exception | None,
     ) -> int | None:
         """Apply the result or the exception of a listener, and return the pause of the queue."""
+        if isinstance(error, DownstreamDown):
+            self.count(assigned, len(messages), "downstream")
+            assigned.messages.put_back(messages)
+            return self.rests.begin(error, assigned.queue)
+        if self.rests.is_probing or self.consumer.states.causes:
+            self.rests.succeeded()
         failed = error is not None
         if not failed and not isinstance(result, OrderlyResult):
             failed = listener.must_return and result is not True

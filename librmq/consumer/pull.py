@@ -19,7 +19,9 @@ from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.rests import Rests
 from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
@@ -104,6 +106,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
         self._arrived = _Arrival()
         self._polling = threading.Lock()
+        self._rests = Rests(self, self._resumed)
 
     # ---- which queues
 
@@ -317,6 +320,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if self.config.auto_commit and assigned.progress != assigned.next_offset:
                 self.progressed(assigned, assigned.next_offset)
             assigned.next_offset = behind
+            self._last = assigned, message.queue_offset, behind
             return True
 
     def _begin_poll(self) -> None:
@@ -346,7 +350,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         queues = [
             assigned
             for assigned in self.assigned.values()
-            if not assigned.released and assigned.queue not in self._paused
+            if not assigned.released and assigned.queue not in self._paused and assigned.queue not in self._rests
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
@@ -413,6 +417,26 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def resume(self, queues: Iterable[MessageQueue]) -> None:
         """Include queues in polls again."""
         self._paused.difference_update(_checked(queues))
+        self._arrived.set()
+
+    def rest(self, seconds: float | timedelta, *, queue: MessageQueue | None = None, reason: str = "") -> None:
+        """Take back the messages handed out last, and hand out none for ``seconds``, because downstream is down.
+
+        A loop over the consumer takes back its present message and ends. With ``queue`` only that queue rests.
+
+        Raises:
+            ValueError: ``seconds`` is not above 0, or more than a day.
+            ClientStateError: The queue is not read.
+        """
+        error = DownstreamDown(reason, seconds=seconds, only_queue=queue is not None)
+        with self.runner.lock:
+            self._take_back()
+            last = next(iter(self.assigned), None) if queue is None else self._assigned_queue(queue).queue
+            if last is not None:
+                self._rests.begin(error, last)
+
+    def _resumed(self, now_ms: int) -> None:
+        self._rests.succeeded()
         self._arrived.set()
 
     # ---- positions

@@ -55,7 +55,7 @@ class DeliveryAttempt:
     """Milliseconds since the start of the test, like ``ended_ms``, which is None while the listener runs."""
     ended_ms: int | None
     outcome: str
-    """``returned``, ``later`` (the listener requested it), ``failed``, ``died`` or ``running``."""
+    """``returned``, ``later`` or ``rests`` (the listener requested it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
     """The error of the listener."""
     broker_name: str = "broker-a"

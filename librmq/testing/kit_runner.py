@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from librmq.clock import ManualClock
 from librmq.config import to_seconds
 from librmq.errors import EndlessLoopError
-from librmq.listener import ReconsumeLater, SuspendQueue
+from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Turn, Work
 from librmq.testing.faults import Faults
@@ -238,6 +238,7 @@ class KitRunner(ManualRunner):
             outcome = "returned"
         else:
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
+            outcome = "rests" if isinstance(error, DownstreamDown) else outcome
         self.kit.listener_ends(work, outcome, error)
         if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
             self.failure = error
