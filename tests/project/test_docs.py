@@ -228,7 +228,9 @@ def test_every_example_is_run() -> None:
         "ordered_orders.py",
         "test_message_logic.py",
     }
-    names = here | by_test_examples | {"exactly_once.py", "idempotence.py"}  # by tests/idempotence/test_examples.py
+    by_tests_of_idempotence = {"exactly_once.py", "idempotence.py"}
+    by_tests_of_the_wire = {"mail_worker.py", "test_mail_worker.py"}
+    names = here | by_test_examples | by_tests_of_idempotence | by_tests_of_the_wire
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 

@@ -32,10 +32,11 @@ class OfficialClient:
     command: tuple[str, ...]
     variables: dict[str, str]
 
-    def started(self, script: Path, *words: object, home: Path) -> subprocess.Popen[str]:
+    def started(self, *words: object, home: Path) -> subprocess.Popen[str]:
         """Start a script, which may write below ``home``."""
         return subprocess.Popen(
-            [*self.command, str(script), *map(str, words)],
+            [*self.command, *map(str, words)],
+            cwd=home,
             env={**os.environ, **self.variables, "HOME": str(home)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -43,9 +44,9 @@ class OfficialClient:
             text=True,
         )
 
-    def run(self, script: Path, *words: object, home: Path) -> str:
+    def run(self, *words: object, home: Path) -> str:
         """Run a script to its end; return what it printed."""
-        with self.started(script, *words, home=home) as process:
+        with self.started(*words, home=home) as process:
             try:
                 out, said = process.communicate(timeout=_RUN_S)
             except subprocess.TimeoutExpired:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +39,21 @@ def python(client_cache: Path) -> OfficialClient:
 def node(client_cache: Path) -> OfficialClient:
     """The client for Node."""
     return node_client(client_cache)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """``librmq serve`` on a free port."""
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
+        yield made
+        if made.poll() is None:
+            made.kill()
+
+
+def ready(serving: subprocess.Popen[str]) -> str:
+    """Wait for the ready line of a serving process; return its address."""
+    assert serving.stdout is not None
+    row = json.loads(serving.stdout.readline())
+    assert (row["ready"], row["remoting"]) == (True, None)
+    return str(row["grpc"])

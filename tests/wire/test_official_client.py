@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,11 @@ import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig, TransactionConfig
 from librmq.wire.grpc import GrpcServer
+from tests.reference import CHECKOUT
 from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, node_client, python_client
+from tests.wire.conftest import ready
+
+EXAMPLES = CHECKOUT / "examples"
 
 
 @pytest.fixture
@@ -40,3 +45,18 @@ def test_official_python_client_works(broker: Broker, client_cache: Path, tmp_pa
 @pytest.mark.slow
 def test_official_node_client_works(broker: Broker, client_cache: Path, tmp_path: Path) -> None:
     check(broker, node_client(client_cache), "official_client.cjs", tmp_path)
+
+
+@pytest.mark.slow
+def test_example_of_a_worker_passes_its_tests(python: OfficialClient, tmp_path: Path) -> None:
+    """It is written against the official client alone."""
+    for name in ("mail_worker.py", "test_mail_worker.py"):
+        (tmp_path / name).write_text((EXAMPLES / name).read_text("utf-8"), "utf-8")
+    said = python.run("-m", "pytest", "-q", "--rootdir", tmp_path, "test_mail_worker.py", home=tmp_path)
+    assert "4 passed" in said
+
+
+@pytest.mark.slow
+def test_example_for_node_talks_to_serve(node: OfficialClient, serving: subprocess.Popen[str], tmp_path: Path) -> None:
+    lines = node.run(EXAMPLES / "orders.mjs", ready(serving), home=tmp_path).splitlines()
+    assert sorted(lines) == ['booked {"paid":1}', 'failed {"order":1}', 'took {"order":1}']

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,8 @@ import pytest
 
 from librmq.store import verify
 from librmq.wire.grpc.schema import message_class
+from tests.wire.conftest import ready
 from tests.wire.stub import Stub, message
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
-        yield made
-        if made.poll() is None:
-            made.kill()
-
-
-def ready(serving: subprocess.Popen[str]) -> str:
-    assert serving.stdout is not None
-    row = json.loads(serving.stdout.readline())
-    assert (row["ready"], row["remoting"]) == (True, None)
-    return str(row["grpc"])
 
 
 def connect(address: str, client_id: str) -> None:
