@@ -1,11 +1,14 @@
-"""Cost of asking for lag: whole processes, and beside a loop in plain Python that looks each row up.
+"""Cost of asking for lag and counts: whole processes, and beside a loop in plain Python that looks each row up.
 
 A store of 1,000 queues with 20 messages each, and 1 or 100 groups with progress of their own in every queue: 1,000 and
-100,000 rows. The loop reads the same tables and asks the store for each row's bounds and oldest message.
+100,000 rows. The loop reads the same tables and asks the store for each row's bounds and oldest message. ``count`` and
+``stats`` are compared with a read of header columns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import subprocess
@@ -19,6 +22,7 @@ from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, comma
 TOPICS: Final = 10
 QUEUES: Final = 100
 MESSAGES: Final = 20
+COUNTED: Final = 400_000
 PACKAGES: Final = ("numpy",)
 _PROGRAM: Final = "import sys; from librmq.diagnosis import lag; print(lag(sys.argv[1]).by_group()[0].lag)"
 
@@ -106,7 +110,45 @@ def loops(bench: Bench) -> list[Row]:
                     unit="rows/s")]  # fmt: skip
 
 
-ROWS: Final[dict[str, Measure]] = {"lags": lags, "loops": loops}
+def counts(bench: Bench) -> list[Row]:
+    """Compare ``count`` and ``stats`` with a plain read of header columns."""
+    from librmq.cli import main
+    from librmq.columns import reader
+    from librmq.config import StoreConfig
+    from librmq.message import Message
+    from librmq.store import MessageStore
+
+    count, at_once = round(COUNTED * bench.scale), 500
+    path = str(bench.scratch / "counted")
+    with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20), background=False) as store:
+        for begin in range(0, count, at_once):
+            batch = [Message(f"T{begin // at_once % 4}", b"x" * 200, tags=f"tag{each % 10}") for each in range(at_once)]
+            store.append_batch(batch, begin // at_once % 8)
+
+    def command_of(*words: str) -> Run:
+        def run(_: Path) -> float:
+            with Stopwatch() as watch, contextlib.redirect_stdout(io.StringIO()):
+                main([*words, path])
+            return count / watch.seconds
+
+        return run
+
+    def columns(_: Path) -> float:
+        with Stopwatch() as watch:
+            rows: int = sum(
+                batch.num_rows for batch in reader(path, columns=["topic", "storeTimestamp", "size"], checksums=False)
+            )
+        return rows / watch.seconds
+
+    commands = {f"count --by {by}": command_of("count", "--by", by) for by in ("topic", "queue", "hour", "tag")}
+    rates = bench.interleave({**commands, "stats": command_of("stats"), "columns": columns})
+    return [
+        compare("diagnosis", f"{name}, {count:,} messages", "reading header columns", rates[name], rates["columns"],
+                unit="messages/s") for name in [*commands, "stats"]
+    ]  # fmt: skip
+
+
+ROWS: Final[dict[str, Measure]] = {"lags": lags, "loops": loops, "counts": counts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Final
 
 from librmq.cli.output import Output
@@ -14,7 +15,9 @@ from librmq.cli.progress import ProgressBar, log_bar, watching_bar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topics import kind_of_topic
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.record import tags_code
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 
@@ -24,6 +27,10 @@ Group = tuple[Any, ...]
 Counts = dict[Group, tuple[int, int]]
 
 _UNIT_MS: Final = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+_MOST_READ: Final = 4096
+"""Records that are read for the tags of codes, at most twice as many."""
+_OF_A_BATCH: Final = 1024
+_OF_CODES: Final = ["tagsCode", "size", "physicalOffset"]
 _COLUMNS: Final = {
     "topic": ("topic",),
     "queue": ("topic", "queueId"),
@@ -124,13 +131,59 @@ def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everythin
     found: Counts = {}
     ranges = selection.ranges(store)
     wanted = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
+    is_by_code = by == "tag" and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
     with ProgressBar("count", wanted, "messages") as bar:
-        done = 0
-        for batch in reader(store.path, **settings):
-            done += batch.num_rows
-            bar.to(done)
+        if is_by_code:
+            codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
+            by_tag = _by_codes(store, _shown(codes, bar))
+            if by_tag is not None:
+                return by_tag
+        for batch in _shown(reader(store.path, **settings), bar):
             _add(found, batch, by)
     return found
+
+
+def _shown(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        bar.advance(batch.num_rows)
+
+
+def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
+    """Return the counts by tag from the tags codes of queue entries.
+
+    Records tell the tag of each code: its first, its last, and some thousand spread over all, so that
+    two tags of one code are noticed. None if codes are no answer: a code has two tags, a record is unreadable, there
+    are too many codes, or a code is the address of an extension unit.
+    """
+    import pyarrow as pa
+
+    counts: Counts = {}
+    ends: dict[int, tuple[int, int]] = {}
+    spread: list[int] = []
+    for batch in batches:
+        grouped = pa.table(batch).group_by("tagsCode").aggregate(
+            [("size", "count"), ("size", "sum"), ("physicalOffset", "min"), ("physicalOffset", "max")]
+        )  # fmt: skip
+        for row in grouped.to_pylist():
+            number, size = counts.get((row["tagsCode"],), (0, 0))
+            counts[row["tagsCode"],] = number + row["size_count"], size + row["size_sum"]
+            first, _ = ends.get(row["tagsCode"], (row["physicalOffset_min"], 0))
+            ends[row["tagsCode"]] = first, row["physicalOffset_max"]
+        if 2 * len(ends) > _MOST_READ or not all(-(1 << 31) <= code < 1 << 31 for (code,) in counts):
+            return None
+        spread += batch["physicalOffset"].to_numpy()[:: -(-batch.num_rows // _OF_A_BATCH)].tolist()
+    tags: dict[int, str | None] = {}
+    for physical_offset in sorted({*chain(*ends.values()), *spread[:: -(-len(spread) // _MOST_READ) or 1]}):
+        message = store.message_at(physical_offset)
+        if message is None:
+            return None
+        code = tags_code(message.tags or "")
+        if (code,) not in counts or tags.setdefault(code, message.tags) != message.tags:
+            return None
+    if len(tags) != len(counts):
+        return None
+    return {(tags[code],): counted for (code,), counted in counts.items()}
 
 
 def _add(found: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from librmq import Broker, ManualRunner
 from librmq.cli.topics import kind_of_topic
+from librmq.config import StoreConfig
+from librmq.message import Message
+from librmq.store import MessageStore
 from tests.cli.stand import Shell
 
 Row = dict[str, Any]
@@ -125,3 +129,14 @@ def test_stats_are_one_row_about_the_store(shell: Shell) -> None:
     with Broker.open("store", runner=ManualRunner()):
         (row,) = shell("stats", "store").rows
     assert row["used_by"] is not None
+
+
+def test_tags_of_one_code_are_told_apart(shell: Shell, tmp_path: Path) -> None:
+    """Java gives ``Aa`` and ``BB`` one hash, and a queue entry has only the hash."""
+    pytest.importorskip("pyarrow")
+    tags = ["Aa"] * 50 + ["BB"] + ["Aa"] * 50 + [None, "c"]
+    with MessageStore.open(tmp_path / "tags", StoreConfig.tiny()) as store:
+        for number, tag in enumerate(tags):
+            store.append(Message("t", b"x", tags=tag), number % 2)
+    rows = shell("count", str(tmp_path / "tags"), "--by", "tag").rows
+    assert {row["tag"]: row["messages"] for row in rows} == Counter(tags)
