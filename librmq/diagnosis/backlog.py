@@ -10,6 +10,7 @@ The rows are columns of numpy, because there can be a hundred thousand; iteratin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -17,11 +18,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.consumequeue import ENTRY_DTYPE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
 from librmq.diagnosis.store_times import UNKNOWN, store_times
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.errors import CorruptionError, StoreIOError
+from librmq.files.rolling import file_name
 from librmq.message.topics import RETRY_PREFIX
+from librmq.store.engine.queue_table import QueueName
+from librmq.store.format import directory
 
 __all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag", "lag_findings"]
 
@@ -287,9 +292,32 @@ def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
     places = np.empty(len(late), np.int64)
     queues = view.store.queues
     for begin, end in zip(begins, [*begins[1:], len(late)], strict=True):
-        queue = queues[topics[int(of[begin])], int(ids[begin])]
-        places[begin:end] = _places(queue, offsets[begin:end])
+        name = topics[int(of[begin])], int(ids[begin])
+        known = None if queues.is_open(name) else _unopened_places(view, name, offsets[begin:end])
+        places[begin:end] = _places(queues[name], offsets[begin:end]) if known is None else known
     found.oldest_ms[late] = store_times(view.store.log, places)
+
+
+def _unopened_places(view: StoreView, name: QueueName, offsets: Ints) -> Ints | None:
+    """Return the physical offsets of messages in a queue from its file alone, which is faster than opening the queue.
+
+    None if they are in several files, if the file is odd, or if an entry leads to no message.
+    """
+    store = view.store
+    file_size = store.config.consumequeue_file_size
+    start = int(offsets[0]) * ENTRY_SIZE // file_size * file_size
+    if int(offsets[-1]) * ENTRY_SIZE >= start + file_size:
+        return None
+    path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))
+    try:
+        buffer = store.files.open(path).buffer
+    except (StoreIOError, CorruptionError):
+        return None
+    if len(buffer) != file_size:
+        return None
+    entries = np.frombuffer(buffer, ENTRY_DTYPE)[offsets - start // ENTRY_SIZE]
+    is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
+    return entries["physical_offset"].astype(np.int64) if is_sound.all() else None
 
 
 def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:

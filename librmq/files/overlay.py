@@ -49,6 +49,7 @@ class OverlayFiles(MemoryFiles):
     def __init__(self) -> None:
         super().__init__()
         self._disk = DiskFiles()
+        self._roots = len(self._folders)
         self._gone: set[str] = set()
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
 
@@ -60,6 +61,8 @@ class OverlayFiles(MemoryFiles):
 
     def _below(self, path: str) -> bool:
         """Return whether the file or folder at ``path`` is the one on the disk."""
+        if not self._gone:  # as nearly always
+            return True
         while path not in self._gone:
             parent = os.path.dirname(path)
             if parent == path or not parent:
@@ -90,6 +93,8 @@ class OverlayFiles(MemoryFiles):
 
     def list(self, path: str) -> list[FolderEntry]:
         with self._guard:
+            if not self._gone and not self._files and len(self._folders) == self._roots:
+                return self._disk.list(path)
             found = {entry.name: entry for entry in self._disk.list(path)} if self._below(path) else {}
             found = {name: entry for name, entry in found.items() if self._below(os.path.join(path, name))}
             found |= {entry.name: entry for entry in super().list(path)}
