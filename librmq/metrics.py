@@ -158,7 +158,7 @@ def _check(key: _Series, kind: str) -> None:
     if sorted(label for label, _ in labels) != sorted(metric.labels):
         raise ConfigError(f"{name}: expected the labels {metric.labels}, found {tuple(label for label, _ in labels)}")
     if not all(isinstance(value, str) for _, value in labels):
-        raise ConfigError(f"{name}: expected texts for labels, found {dict(labels)!r:.200}")
+        raise ConfigError(f"{name}: expected strings for labels, found {dict(labels)!r:.200}")
 
 
 def _place(name: str, labels: tuple[tuple[str, str], ...]) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Broker:
     _temporary: TemporaryFolder | None
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("open a broker by Broker.open(path), or by Broker.temporary() for a test")
+        raise TypeError("open a broker with Broker.open(path), or with Broker.temporary() for a test")
 
     @classmethod
     def open(  # noqa: PLR0913 (what a user may choose)

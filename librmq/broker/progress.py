@@ -128,7 +128,7 @@ class Progress:
             near = suggest(str(group), self._groups.of_users())
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-                f"group {group!r} does not exist; {near} (set_group makes a new one)",
+                f"group {group!r} does not exist; {near} (set_group creates a group)",
             )
         if queue_id is not None and not 0 <= queue_id < found.queues:
             raise BrokerError(

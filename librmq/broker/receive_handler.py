@@ -213,7 +213,7 @@ class ReceiveHandler:
         _log.warning(
             "%(broker)s: group %(group)s receives from topic %(topic)s while it has %(kind)s consumers there, and "
             "both move one progress: messages "
-            "will be missed or repeated. Give each kind of consumer a group of its own",
+            "will be missed or repeated. Give each kind of consumer its own group",
             broker=self._broker_name,
             group=group,
             topic=topic,

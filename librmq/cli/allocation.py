@@ -159,7 +159,7 @@ def _texts(row: Row, name: str) -> list[str]:
     values = _list(row, name)
     for value in values:
         if not isinstance(value, str):
-            raise InputError(f"{name}: expected texts, found {json.dumps(value)[:80]}")
+            raise InputError(f"{name}: expected strings, found {json.dumps(value)[:80]}")
     return values
 
 

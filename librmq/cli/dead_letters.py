@@ -18,7 +18,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""
     if arguments.resend:
         if arguments.causes:
-            raise InputError("name one of --causes and --resend")
+            raise InputError("expected either --causes or --resend")
         return _resend(arguments, output)
     if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
@@ -44,7 +44,7 @@ def _chosen(view: StoreView, arguments: argparse.Namespace) -> list[letters.Give
 def _resend(arguments: argparse.Namespace, output: Output) -> int:
     """Resend the chosen dead letters, at most ``--limit``; a dry run does the same in memory."""
     if arguments.group is None:
-        raise InputError("--resend: name the group by --group")
+        raise InputError("--resend: name the group with --group")
     with opened_broker(arguments) as broker:
         chosen = {one.physical_offset: one for one in _chosen(StoreView.of(broker), arguments)}
         chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]

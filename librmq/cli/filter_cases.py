@@ -52,7 +52,7 @@ def read_case(row: object) -> tuple[str, dict[str, str] | None]:
     if properties is None:
         return row["expr"], None
     if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
-        raise FilterError("props: expected an object of texts, or null")
+        raise FilterError("props: expected an object of strings, or null")
     return row["expr"], {name: value for name, value in properties.items() if value is not None}
 
 
@@ -72,7 +72,7 @@ def answer_bloom(row: object) -> dict[str, Any]:
     if "strings" in row:
         strings = row["strings"]
         if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-            raise ConfigError("strings: expected a list of texts")
+            raise ConfigError("strings: expected a list of strings")
         answer["positions"] = [{"str": text, "bits": list(bloom.positions(text))} for text in strings]
     return answer
 

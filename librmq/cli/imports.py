@@ -65,7 +65,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                 if write is not None:
                     write(read)
             except (InputError, MessageIllegalError, csv.Error, UnicodeEncodeError) as error:
-                what = "half of a surrogate pair is no text" if isinstance(error, UnicodeEncodeError) else error
+                what = "half of a surrogate pair is not a character" if isinstance(error, UnicodeEncodeError) else error
                 done = "" if write is None else f" (earlier rows are imported: continue by --skip {number - 1})"
                 raise InputError(f"{arguments.path}: row {number}: {what}{done}") from None
             count = counted.setdefault(read.message.topic, [0, 0, 0])
@@ -199,7 +199,7 @@ def _read(row: Mapping[str, Any]) -> _Read:
     if not isinstance(topic, str) or not topic:
         raise InputError(f"topic: expected text, found {topic!r:.80}")
     if is_system_topic(topic):
-        raise InputError(f"topic {topic!r} is the broker's own, whose messages mean something else elsewhere")
+        raise InputError(f"topic {topic!r} is the broker's own; its messages have no meaning in another store")
     properties = _properties(row)
     message = Message(topic, _body(row))
     message.flag = _integer(row, "flag")
@@ -265,7 +265,7 @@ def _properties(row: Mapping[str, Any]) -> dict[str, str]:
             or "\x01" in name
             or "\x02" in name + value
         ):
-            raise InputError(f"properties: expected names with texts, found {found!r:.80}")
+            raise InputError(f"properties: expected names with strings, found {found!r:.80}")
     for column, name in (
         ("tags", record.PROPERTY_TAGS),
         ("keys", record.PROPERTY_KEYS),

@@ -148,7 +148,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair is no text") from None
+        raise InputError(f"{name}: half of a surrogate pair is not a character") from None
 
 
 _KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}

@@ -122,7 +122,7 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
         form = form or {"csv": "csv", "parquet": "parquet", "txt": "table"}.get(ending, "jsonl")
     if form == "parquet":
         if path is None:
-            raise InputError("--format parquet: name a file with -o, as Parquet is no text")
+            raise InputError("--format parquet: name a file with -o, because Parquet is not text")
         from librmq.cli.row_files import ParquetRows
 
         return Output(ParquetRows(path), most)

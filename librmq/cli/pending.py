@@ -32,7 +32,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise InputError(f"expected a physical offset that `pending --kind given_up` lists, found {text!r:.80}")
     if arguments.commit == arguments.rollback:
-        raise InputError("name one of --commit and --rollback")
+        raise InputError("expected either --commit or --rollback")
     with opened_broker(arguments) as broker:
         row = next((one._asdict() for one in given_up(broker) if one.physical_offset == int(text)), {})
         decide_half(broker, int(text), commit=arguments.commit)

@@ -31,7 +31,7 @@ _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 def reset(arguments: argparse.Namespace, output: Output) -> int:
     """Set a group's progress to the begin or the end of each queue, a time, or a queue offset."""
     if (arguments.to is None) == (arguments.offset is None):
-        raise InputError("name one of --to (begin, end or a time) and --offset")
+        raise InputError("expected either --to (begin, end or a time) or --offset")
     if arguments.offset is not None:
         wanted = _number("--offset", arguments.offset)
         return _move(arguments, output, lambda store, queue: min(max(wanted, queue.min_offset), queue.max_offset))
@@ -49,7 +49,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.policies import skip as pass_over
 
     if arguments.older_than is not None and arguments.keep is not None:
-        raise InputError("name one of --older-than and --keep")
+        raise InputError("expected either --older-than or --keep")
     age_s = None if arguments.older_than is None else _seconds(arguments.older_than)
     kept = None if arguments.keep is None else _number("--keep", arguments.keep)
     group, topic = arguments.group, arguments.topic

@@ -94,7 +94,7 @@ class LifeCycle:
             ClientStateError: It does not run; the message names the stage.
         """
         if not self.is_running:
-            advice = "call start() or open a with block first" if self.state is State.CREATED else "make a new one"
+            advice = "call start() or open a with block first" if self.state is State.CREATED else "create a new one"
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 

@@ -303,7 +303,7 @@ class Producer(Startable):
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
             if message.topic in NOT_FOR_SENDING:
-                raise MessageIllegalError(f"topic {message.topic!r} is written by the broker alone")
+                raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
         if not message.body:
             raise MessageIllegalError("the message has no body")
         if len(message.body) > self.config.max_message_size:
@@ -348,7 +348,7 @@ def _both_queue_and_selector(topic: str) -> MessageIllegalError:
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:
     check_batch(batch)
     if batch[0].topic.startswith("%RETRY%"):
-        raise MessageIllegalError("a retry topic takes no batch")
+        raise MessageIllegalError("a batch cannot be sent to a retry topic")
     size = sum(map(encoded_size, batch))
     if size > max_size:
         raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")

@@ -76,7 +76,7 @@ class PublishRoutes:
         if not queues:
             known = ", ".join(self._route.broker_names()) or "none"
             why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
-            raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
+            raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why} (brokers: {known})")
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == queues:
             found = before  # another topic has changed, so this one keeps its turn
@@ -132,7 +132,7 @@ class PublishRoutes:
             queues = tuple(queue for queue in queues if queue.broker_name not in tried) or queues
         chosen = selector(queues, message, arg)
         if chosen not in queues:
-            raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
+            raise MessageIllegalError(f"the selector chose {chosen!r}, which is not one of the {len(queues)} queues")
         return chosen
 
 

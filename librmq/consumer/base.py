@@ -192,7 +192,7 @@ class Consumer(Startable, Generic[C]):
                 self.log.warning(
                     "%(consumer)s: group %(group)s has an instance of client id %(client)s at %(broker)s already. "
                     "Two instances of one id count as one, "
-                    "and both consume its queues: give each an instance_name of its own, or shut the other down first",
+                    "and both consume its queues: give each its own instance_name, or shut the other down first",
                     client=self.client.client_id,
                     broker=name,
                 )

@@ -74,7 +74,7 @@ class Listeners:
             shared = sorted(tag for tag in wanted & present.keys() if tag is not None)
             what = f"tag {shared[0]!r} of topic {topic!r}" if shared else f"topic {topic!r}"
             raise ConfigError(
-                f"{what} has a listener already: unsubscribe({topic!r}) first, or give each listener tags of its own"
+                f"{what} has a listener already: unsubscribe({topic!r}) first, or give each listener its own tags"
             )
         self._by_topic[topic] = {**present, **dict.fromkeys(wanted, listener)}
         return frozenset(tag for tag in self._by_topic[topic] if tag is not None)

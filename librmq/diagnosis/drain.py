@@ -308,7 +308,7 @@ def consumption_of(
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
             raise ConfigError(
-                f"group {group!r} has no progress in topic {topic!r}: list the groups and topics by librmq groups"
+                f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics"
             )
         states = [state for state in instances(view, group).values() if state is not None]
         return Consumption(

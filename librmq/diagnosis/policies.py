@@ -91,7 +91,7 @@ def plan_skip(
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
             raise ConfigError(
-                f"group {group!r} has no progress in topic {topic!r}: list the groups and topics by librmq groups"
+                f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics"
             )
         queues = []
         for row in rows:

@@ -167,7 +167,7 @@ def _texts(column: Any, what: str) -> Any:
         return column.cast(pa.string())
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return column
-    raise TypeError(f"{what}: expected texts, got {kind}")
+    raise TypeError(f"{what}: expected strings, got {kind}")
 
 
 def _compared(operator: str, numbers: Any, number: int | float) -> Any:

@@ -312,7 +312,7 @@ def _boolean(node: Node) -> Node:
 
 def _checked(node: Node) -> Node:
     if node.depth > MAX_DEPTH:
-        raise _RefusedError(node.start, f"more than {MAX_DEPTH} operators on one another")
+        raise _RefusedError(node.start, f"more than {MAX_DEPTH} operators nested in one another")
     return node
 
 

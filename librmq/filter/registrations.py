@@ -284,7 +284,7 @@ class Registrations:
             bloom = BloomPositions(tuple(positions), bit_count)
         expression, expression_type = (data.get(name) for name in ("expression", "expressionType"))
         if not isinstance(expression, str) or not isinstance(expression_type, str):
-            raise ConfigError(f"consumerFilter.json: {what}: expected texts as expression and expressionType")
+            raise ConfigError(f"consumerFilter.json: {what}: expected strings as expression and expressionType")
         try:
             filter_ = self._compile(expression, expression_type)
         except FilterSyntaxError as error:

@@ -81,7 +81,7 @@ class Outbox:
         """
         validate_client_topic(message.topic)
         if message.topic in NOT_FOR_SENDING:
-            raise MessageIllegalError(f"topic {message.topic!r} is written by the broker alone")
+            raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
         if not 0 < len(message.body) <= _MAX_BODY:
             raise MessageIllegalError(f"expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}")
         if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:

@@ -225,7 +225,7 @@ def _user_properties(properties: Mapping[str, str]) -> dict[str, str]:
     try:
         stored = dict(properties)
     except (TypeError, ValueError):
-        raise MessageIllegalError(f"properties: expected texts by name, found {properties!r:.200}") from None
+        raise MessageIllegalError(f"properties: expected strings by name, found {properties!r:.200}") from None
     try:
         sound = _are_names(tuple(stored)) and all(map(str.strip, stored.values()))
     except TypeError:
@@ -247,7 +247,7 @@ def _joined(keys: Iterable[str]) -> str:
         each = tuple(keys)
         text = " ".join(each)
     except TypeError:
-        raise MessageIllegalError(f"keys: expected texts, found {keys!r:.200}") from None
+        raise MessageIllegalError(f"keys: expected strings, found {keys!r:.200}") from None
     if not all(each) or text.count(" ") != len(each) - 1:
         raise MessageIllegalError(f"keys: one is empty or contains a space: {each!r:.200}")
     return text

@@ -179,7 +179,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._options.fail_on_data_loss:
                 raise DataLossError(
                     f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {known}, but it ends at "
-                    f"{queue.end} (option failOnDataLoss=false starts again at the queue's begin)"
+                    f"{queue.end} (option failOnDataLoss=false starts again at the beginning of the queue)"
                 )
             return queue.begin
         return known

@@ -59,7 +59,7 @@ class MessageStore:
     _handle: StoreHandle
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("open a store by MessageStore.open(path)")
+        raise TypeError("open a store with MessageStore.open(path)")
 
     @classmethod
     def open(  # noqa: PLR0913 (each is a choice of its own, by name)
@@ -533,7 +533,7 @@ class MessageStore:
     def __reduce__(self) -> str:
         raise TypeError(
             f"{self!r} and objects that hold it can't be pickled, because one process owns a store; open it there, "
-            f"with read_only=True beside a writer"
+            f"with read_only=True while another process writes"
         )
 
     def __repr__(self) -> str:

@@ -300,7 +300,7 @@ class Kit:
         The process returns at its next heartbeat, which it sends every 30 s.
         """
         process = self._process_table.living(process)
-        self.note("fault", f"{process.label} is lost to the broker, and does not know")
+        self.note("fault", f"{process.label} is lost to the broker, and does not notice")
         self._forget(process)
 
     def _forget(self, process: Process) -> None:

@@ -186,14 +186,14 @@ class Network:
         """Cut the link between two ends; return the processes that lose a broker, each with that broker.
 
         Raises:
-            ConfigError: An end is neither a broker nor a process nor a site.
+            ConfigError: An end is not a broker, a process or a site.
         """
         ends = {end for process in processes for end in (process.name, process.site)}
         ends |= {end for name in self.by_name for end in (name, site_of(name))}
         for end in (one, other):
             if end not in ends:
                 known = ", ".join(sorted(filter(None, ends)))
-                raise ConfigError(f"{end!r} is neither a broker nor a process nor a site: expected one of {known}")
+                raise ConfigError(f"{end!r} is not a broker, a process or a site: expected one of {known}")
         self._cuts.add(frozenset((one, other)))
         return [
             (process, broker)

@@ -109,8 +109,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     assert marker is not None
     if "rmq_grpc" in getattr(item, "fixturenames", ()):
         raise pytest.UsageError(
-            f"{item.nodeid}: a test with rmq_grpc can't be explored, as the order in which official clients act is not "
-            "librmq's to choose: leave out rmq_explore, or use the fixture rmq"
+            f"{item.nodeid}: a test with rmq_grpc can't be explored, because librmq cannot choose the order in which "
+            "official clients act: remove rmq_explore, or use the fixture rmq"
         )
     if "rmq" not in getattr(item, "fixturenames", ()):
         raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")

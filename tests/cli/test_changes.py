@@ -184,8 +184,8 @@ def test_what_was_skipped_can_be_set_aside_and_replayed(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["reset", "store", *ORDERS], "name one of --to"),
-        (["reset", "store", *ORDERS, "--to", "end", "--offset", "3"], "name one of --to"),
+        (["reset", "store", *ORDERS], "expected either --to"),
+        (["reset", "store", *ORDERS, "--to", "end", "--offset", "3"], "expected either --to"),
         (["reset", "store", *ORDERS, "--to", "soon"], "not a time"),
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "7"], "its queues are 0, 1"),
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "²"], "its queues are 0, 1"),

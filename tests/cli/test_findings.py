@@ -142,7 +142,7 @@ def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     assert shell("pending", "tx", "--kind", "given_up").rows == []
     assert [row["body"] for row in shell("show", "tx", "--topic", "orders").rows] == ["0"]
     assert "expected an undecided half" in shell(*words).said
-    assert "name one of --commit" in shell("decide", "tx", 1).said
+    assert "expected either --commit" in shell("decide", "tx", 1).said
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -110,11 +110,11 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
         ('{"topic":"T","sysFlag":1.5}', "sysFlag: expected a whole number"),
         ('{"topic":"T","bornTimestamp":"soon"}', "bornTimestamp: expected a time"),
         ('{"topic":"T","bornHost":"here"}', "bornHost: expected a host"),
-        ('{"topic":"T","properties":{"a":1}}', "properties: expected names with texts"),
+        ('{"topic":"T","properties":{"a":1}}', "properties: expected names with strings"),
         ('{"topic":"T","properties":{"a":"\\ud800"}}', "half of a surrogate pair"),
         ('{"topic":"T","body":"\\ud800"}', "half of a surrogate pair"),
         ('{"topic":"T","bornHost":5}', "bornHost: expected a host"),
-        ('{"topic":"T","properties":{"a":"\\u0002"}}', "properties: expected names with texts"),
+        ('{"topic":"T","properties":{"a":"\\u0002"}}', "properties: expected names with strings"),
     ],
 )
 def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said: str) -> None:

@@ -349,7 +349,7 @@ def test_what_is_refused_before_it_is_sent(broker: Broker, topic: str, body: byt
 def test_topics_that_cannot_be_written(broker: Broker) -> None:
     broker.call(CreateTopic("ReadOnly", 2, 2, PERM_READ))
     producer = Producer(broker, "shop")
-    with pytest.raises(NoRouteError, match="'ReadOnly', asked for by producer group 'shop'"):
+    with pytest.raises(NoRouteError, match="'ReadOnly', requested by producer group 'shop'"):
         producer.send("ReadOnly", b"x")
     with pytest.raises(BrokerError):
         producer.send("ReadOnly", b"x", queue=99)

@@ -115,7 +115,7 @@ def test_wrong_clusters_are_named(rmq: Kit) -> None:
     rmq.cluster(brokers=["a", "b"])
     with pytest.raises(ProcessStateError, match="call it once"):
         rmq.cluster()
-    with pytest.raises(ConfigError, match="'c' is neither a broker nor a process nor a site"):
+    with pytest.raises(ConfigError, match="'c' is not a broker, a process or a site"):
         rmq.faults.cut("a", "c")
     with pytest.raises(ConfigError, match="site 'hz' has no broker"):
         rmq.lose_site("hz", down=1)

@@ -192,7 +192,7 @@ def _filters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) ->
 
 def _reconcile(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     if "rows" not in settings or "key" not in settings:
-        raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are wanted")
+        raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are required")
     late = _number(settings, "late", 0) if "late" in settings else None
     messages = _own_messages(spark, paths, settings, "topic string, storeTimestamp timestamp, keys string")
     return reconcile(

@@ -47,7 +47,7 @@ class AppendLock:
             if "lock_holder" in frame.f_code.co_varnames and frame.f_locals.get("lock_holder") is self:
                 raise StoreError(
                     f"a signal handler called the store that it interrupted in {frame.f_code.co_name}, and would wait "
-                    f"for it for ever: let the handler note what came, and call the store when it has returned"
+                    f"for itself forever: let the handler record the signal, and call the store after it has returned"
                 )
             frame = frame.f_back
 

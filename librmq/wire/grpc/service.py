@@ -75,7 +75,7 @@ class Service:
 
     def _told(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
         if command.WhichOneof("command") != "settings":
-            raise ValueError("the first command of a client is expected to be its settings")
+            raise ValueError("expected settings as the first command of a client")
         self.sessions.take_settings(client_id, command.settings, version, stream)
         command.status.code = Code.OK
         command.status.message = "OK"
