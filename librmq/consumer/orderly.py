@@ -9,7 +9,7 @@
                        tries again
 
 After a failure below the maximum the queue pauses, and the listener is called again. At the maximum the client itself
-sends the message back, as a dead letter. Locks are renewed by time only while messages are held, otherwise at their
+sends the message back, as a dead letter. Locks are renewed periodically only while messages are held, else at their
 next use. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``MessageQueueLock``.
 """
 

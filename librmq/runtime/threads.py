@@ -100,7 +100,7 @@ class ThreadRunner(Runner):
         except RuntimeError as error:  # what the caller has written is written nevertheless
             if not self._is_start_refused:
                 _log.error(
-                    "no thread can be started (%(error)s), so nothing is delivered and nothing happens by time until a "
+                    "no thread can be started (%(error)s), so nothing is delivered and no timed work is done until a "
                     "later call can start one; raise the limit of threads",
                     error=error,
                 )

@@ -224,7 +224,7 @@ class Timers:
         }
         return waiting
 
-    # ------------------------------------------------------------------------------------------------------ by time
+    # ------------------------------------------------------------------------------------------------- scheduled work
 
     def run_due(self, now_ms: int) -> int | None:
         """Put new messages into the wheel, empty the slots that have passed, and return the time of the next call (ms).

@@ -191,7 +191,7 @@ def test_what_was_skipped_can_be_set_aside_and_replayed(shell: Shell) -> None:
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "²"], "its queues are 0, 1"),
         (["reset", "store", "--group", "CG_ordr", "--topic", "OrderTopic", "--to", "end"], "did you mean 'CG_order'?"),
         (["reset", "store", "--group", "CG_order", "--topic", "OrdrTopic", "--to", "end"], "mean 'OrderTopic'?"),
-        (["skip", "store", *ORDERS, "--keep", "1", "--older-than", "1h"], "name one of"),
+        (["skip", "store", *ORDERS, "--keep", "1", "--older-than", "1h"], "expected either"),
         (["skip", "store", *ORDERS, "--older-than", "yesterday"], "expected an age"),
     ],
 )  # fmt: skip

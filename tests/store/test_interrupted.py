@@ -127,7 +127,7 @@ def test_a_signal_handler_that_calls_the_store_does_not_hang(name: str) -> None:
             try:
                 FROM_A_HANDLER[name](store)
             except StoreError as error:
-                assert "let the handler note what came" in str(error)  # noqa: PT017 (a handler's error goes elsewhere)
+                assert "let the handler record the signal" in str(error)  # noqa: PT017 (a handler's error goes elsewhere)
                 refused += 1
 
         def append(store: MessageStore = store) -> None:

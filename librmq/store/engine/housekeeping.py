@@ -185,8 +185,8 @@ class HousekeepingThread:
         """Log that no thread can be started; the next append with work for one tries again."""
         if not self._is_missed:
             _log.warning(
-                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted by "
-                "time; call flush(), or raise the limit of threads",
+                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted "
+                "periodically; call flush(), or raise the limit of threads",
                 path=self._path,
                 error=error,
             )
