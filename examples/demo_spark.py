@@ -2,8 +2,8 @@
 
     python examples/demo_spark.py [FOLDER]      (./demo runs it after examples/demo_store.py, which makes FOLDER)
 
-Reads both stores as one table, applies a production filter, writes messages atomically, and leaves ``report.html`` in
-FOLDER for a browser. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
+Reads both stores as one table, applies a production filter, writes messages atomically, and leaves a page
+``report-spark.html`` in FOLDER. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(folder: Path, stores: list[str]) -> int:
+    from librmq.diagnosis import render_page
     from librmq.spark import register, session
     from librmq.spark.functions import match_sql
     from librmq.spark.overview import overview
@@ -91,14 +92,13 @@ def show(folder: Path, stores: list[str]) -> int:
         (sound, "verify finds no damage in the store that Spark made"),
     )
 
-    step(12, "A report on one page")
-    page = folder / "report.html"
-    page.write_text(overview(spark, stores, title="The stores of the demo").html(), encoding="utf-8")
-    command = Path(sys.executable).parent / "librmq"
-    code(f"{command} report {' '.join(stores)} --out {page}")
+    step(12, "A report by Spark")
+    page = folder / "report-spark.html"
+    page.write_text(render_page(overview(spark, stores, title="Two stores of the demo, by Spark")), encoding="utf-8")
+    code("render_page(overview(spark, [broker, continued]))")
     say(
-        f"[bold]{page}[/bold] shows lag, rates, uneven queues, duplicates, pending and dead messages, with plots. "
-        "Open it in a browser; it needs no network. docs/spark.md has the details."
+        f"[bold]{page}[/bold] is the page of librmq report, for stores that are too large for one machine. "
+        "docs/spark.md has the details."
     )
     CONSOLE.print()
     CONSOLE.print(Rule(style="cyan"))

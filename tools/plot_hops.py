@@ -1,4 +1,4 @@
-"""Draw docs/hops.svg: how many hops a delay takes by levels, and how late it comes. Needs the extra ``report``."""
+"""Draw docs/hops.svg: how many hops a delay takes by levels, and how late it comes. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from screen import Screen, Step, seconds_text
 
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
+DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
 QUICK_EXTRAS = frozenset(
     {"arrow", "bloom", "cli", "compression", "dev", "grpc", "metrics", "redis", "report", "sql", "test"}
@@ -50,16 +51,20 @@ class Program:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the examples that show the main job, then the same on Spark; return the exit status."""
-    for script in (DEMO, DEMO_ON_SPARK):
+    """Run the examples that show the main job, the same on Spark, and a report; return the exit status."""
+    scripts = (DEMO, DEMO_ON_SPARK, DEMO_REPORT)
+    for script in scripts:
         if not script.exists():
             raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
     screen = Screen()
     place = environment()
     place.prepare(DEMO_EXTRAS, screen)
     screen.line()
-    status = place.run([place.python, DEMO, *arguments], Path.cwd())
-    return status or place.run([place.python, DEMO_ON_SPARK, *arguments], Path.cwd())
+    for script in scripts:
+        status = place.run([place.python, script, *arguments], Path.cwd())
+        if status:
+            return status
+    return 0
 
 
 def check(arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, Final
 
-from librmq.clock import Clock
+from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, InputError
 from librmq.files.disk import DiskFiles
@@ -27,6 +27,7 @@ __all__ = [
     "parse_object",
     "parse_time",
     "read_config",
+    "read_ranges",
     "read_rows",
     "settle_config",
     "standard_input",
@@ -199,3 +200,13 @@ def files_and_config(
     files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
     check_kind(arguments.store, files, writable=writable, log_only=log_only)
     return files, settle_config(arguments.store, files, arguments.config)
+
+
+def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the options that choose a part of the stores, as settings of a report or a pipeline."""
+    clock = SystemClock()
+    found = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
+    for name in ("since", "until"):
+        text = getattr(arguments, name)
+        found[name] = None if text is None else str(parse_time(text, clock))
+    return {name: value for name, value in found.items() if value is not None}

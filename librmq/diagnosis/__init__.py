@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from librmq.diagnosis.letters import dead_letters as dead_letters
     from librmq.diagnosis.life import StoryEvent as StoryEvent
     from librmq.diagnosis.life import story as story
+    from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.policies import Skip as Skip
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
     from librmq.diagnosis.policies import skipped as skipped
     from librmq.diagnosis.stuck import HeldProgress as HeldProgress
     from librmq.diagnosis.stuck import held_progress as held_progress
+    from librmq.diagnosis.summary import report as report
+    from librmq.diagnosis.survey.comparison import Comparison as Comparison
+    from librmq.diagnosis.survey.comparison import compare as compare
+    from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.view import StoreView as StoreView
 
 _MODULES = {
@@ -63,6 +68,10 @@ _MODULES = {
     "life": ("StoryEvent", "story"),
     "policies": ("Skip", "SkippedQueue", "continue_as", "plan_skip", "replay", "set_aside", "skip", "skipped"),
     "stuck": ("HeldProgress", "held_progress"),
+    "page.render": ("render_page",),
+    "summary": ("report",),
+    "survey.comparison": ("Comparison", "compare"),
+    "survey.model": ("Report",),
     "view": ("StoreView",),
     "drain": ("Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"),
 }

@@ -15,10 +15,11 @@ import librmq
 from librmq.cli.commands import COMMANDS
 from tests.cli.stand import Shell, files_of
 
-NEEDS_SPARK = ("spark", "report", "doctor")
+NEEDS_SPARK = ("spark", "doctor")
 RUNS_ON = ("serve",)
 """Until it is stopped; it has tests of its own."""
 NEEDS_ARROW = ("export", "import")
+NEEDS_JINJA = ("report",)
 FINDS_NOTHING = ("timers", "dead-letters", "diagnose")
 """In the store of the examples."""
 
@@ -46,6 +47,8 @@ def test_an_unknown_command_is_answered_with_a_near_one(shell: Shell) -> None:
 def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> None:
     if name in NEEDS_ARROW and find_spec("pyarrow") is None:
         pytest.skip("needs the extra arrow")
+    if name in NEEDS_JINJA and find_spec("jinja2") is None:
+        pytest.skip("needs the extra report")
     shown = shell(name, "--help").out
     example = shown.rpartition("example: ")[2].strip()
     first, _, given = example.partition(" < ")

@@ -157,9 +157,9 @@ def test_the_file_to_write_is_named_by_either_option(
         seen.append(arguments)
         return 0
 
-    module = types.ModuleType("librmq.cli.spark")
-    module.spark = module.report = note  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "librmq.cli.spark", module)
+    module = types.ModuleType(f"librmq.cli.{words[0]}")
+    setattr(module, words[0], note)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main([*words, option, "x"]) == 0
     assert seen[0].out == "x"
 

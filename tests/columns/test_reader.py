@@ -24,7 +24,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.budget import step
-from tests.stores import from_disk
+from tests.stores import ROOT, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
 
@@ -253,6 +253,14 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     assert numbers(reader(tmp_path / "open", processes=2)) == list(range(50))
     assert from_disk(tmp_path / "crashed") == before
     store.close()
+
+
+def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
+    """To release pages that were read would lose what no file holds."""
+    files = in_memory(from_disk(path))
+    for _ in range(2):
+        assert numbers(reader(ROOT, files=files)) == USER
+        assert numbers(reader(ROOT, files=files, view="log")) == numbers(reader(path, view="log"))
 
 
 # ------------------------------------------------------------------------------------------------ several processes

@@ -1,59 +1,369 @@
-"""The page: texts of a store can't inject anything, and it needs no other files."""
+"""The report: its values are the findings' own, its page opens offline, hostile names do no harm."""
 
 from __future__ import annotations
 
+import json
 import re
-from datetime import UTC, datetime, timedelta
+import subprocess
+import sys
 from html.parser import HTMLParser
-from xml.etree import ElementTree
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
 
-from librmq.diagnosis.report import Page, Section, Tile, bars, lines
+import librmq.diagnosis.survey.messages as reading
+from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
+from librmq.clock import ManualClock
+from librmq.diagnosis import (
+    Report,
+    StoreView,
+    compare,
+    dead_letter_causes,
+    diagnose,
+    lag,
+    render_page,
+    report,
+)
+from librmq.errors import ConfigError, InputError
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.testing import Kit
+from tests.reference import folders
+from tests.stores import START_MS
 
 EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e\x1b[2J\x00消息"
+SIZES = StoreConfig.tiny(commitlog_file_size=1 << 20)
 
 
-def test_nothing_comes_from_elsewhere_and_texts_are_escaped() -> None:
-    now = datetime(2026, 11, 20, tzinfo=UTC)
-    plots = bars([(EVIL, 5.0), ("b", 3.0)], EVIL) + lines({EVIL: [(now, 1.0), (now + timedelta(hours=1), 2.0)]}, "m/s")
-    sections = [
-        Section(EVIL, EVIL, plots, ("name", "number", "time"), [(EVIL, 12345, now), (None, 0.5, now)], left_out=7),
-        Section("empty", "nothing here", nothing="There is none."),
-    ]
-    html = Page(EVIL, EVIL, [Tile(EVIL, "1", "bad")], sections).html()
+def made(path: Path, count: int = 30, *, queues: int = 3, topic: str = "orders") -> Path:
+    """Write a store with messages of a second each."""
+    clock = ManualClock(START_MS)
+    with MessageStore.open(path, SIZES, clock=clock) as store:
+        for number in range(count):
+            clock.advance(ms=1000)
+            store.append(Message(topic, b"secret body", keys=f"k{number % 7}", tags="ab"[number % 2]), number % queues)
+    return path
+
+
+def progress(path: Path, offsets: dict[str, dict[int, int]]) -> None:
+    tables = BrokerTables.open(str(path / "config"))
+    for name, of_queue in offsets.items():
+        tables.offsets.set(name, of_queue)
+    tables.persist(1)
+
+
+def damaged(path: Path) -> Path:
+    """Change a byte in the body of one message."""
+    with MessageStore.open(path, read_only=True) as opened:
+        message = list(opened)[7]
+    with open(path / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(message.physical_offset + message.raw.index(message.stored_body))
+        log.write(b"!")
+    return path
+
+
+class Html(HTMLParser):
+    """The texts of a page, its ids and links; every tag must be closed in order."""
+
+    VOID = ("meta", "path", "rect", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def section(html: str, anchor: str) -> str:
+    return html.partition(f'<section id="{anchor}">')[2].partition("</section>")[0]
+
+
+# --- the values
+
+
+@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-"), *folders("timer-")])
+def test_numbers_equal_the_findings_own(folder: Path) -> None:
+    for path in sorted(one for one in folder.glob("store*") if one.is_dir()):
+        with StoreView.open(path) as view:
+            found = report(view)
+            rows = {(row.group, row.topic): row for row in found.lags}
+            for row in lag(view).by_topic():
+                if (row.group, row.topic) in rows:
+                    one = rows[row.group, row.topic]
+                    assert (one.lag, one.oldest_timestamp_ms, one.expired) == (
+                        row.lag, row.oldest_timestamp_ms, row.expired
+                    )  # fmt: skip
+                    assert sum(one.lags) == one.lag
+            assert [tuple(one[1:]) for one in found.dead_letters] == [tuple(one) for one in dead_letter_causes(view)]
+            expected = [(one.kind, one.subject) for one in diagnose(view)]
+            assert [(one.kind, one.subject) for one in found.findings if one.kind != "damage"] == expected
+            counts = {name: state.max_offset - state.min_offset for name, state in view.ranges.items()}
+            assert {
+                (one.topic, queue_id): count
+                for one in found.topics
+                for queue_id, count in zip(one.queue_ids, one.queue_messages, strict=True)
+            } == {name: count for name, count in counts.items() if count}
+            assert Report.from_json(found.to_json()) == found
+            Html(render_page(found))
+
+
+def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    path = made(tmp_path / "store")
+    by_columns = [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})]
+    monkeypatch.setattr(reading, "has_columns", lambda: False)
+    assert [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})] == by_columns
+    assert [one.stores[0].messages for one in by_columns] == [30, 11]
+
+
+def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same keys are chosen by columns and by records."""
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 200)
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
+        for number in range(1600):
+            store.append(Message("T", b"x", keys="hot" if number % 2 else f"order-{number % 800}"))
+    found = report(tmp_path / "store")
+    (repeated,) = found.repeated
+    assert repeated.is_estimate
+    hot = found.keys[0]
+    assert (hot.key, hot.is_estimate) == ("hot", True)
+    assert 600 <= hot.messages <= 1000
+    assert "about" in section(render_page(found), "keys")
+    monkeypatch.setattr(reading, "has_columns", lambda: False)
+    assert report(tmp_path / "store").repeated == found.repeated
+
+
+def test_repeated_keys_count_within_the_window(tmp_path: Path) -> None:
+    path = made(tmp_path / "store", 20)
+    (row,) = report(path).repeated
+    assert (row.messages, row.keys, row.resent, row.shortest_s) == (13, 7, 0, 7.0)
+    assert report(path, window_s=6.9).repeated == ()
+    key = report(path).keys[0]
+    assert (key.key, key.messages, round(key.share, 2), key.is_estimate) == ("k0", 3, 0.15, False)
+
+
+def test_retries_letters_and_instances_of_a_broker(rmq: Kit) -> None:
+    def fail(message: Any) -> None:
+        if message.body == b"bad":
+            raise DeadLetter("no customer 4711")
+        raise ReconsumeLater
+
+    rmq.consumer("G").subscribe("orders", fail)
+    rmq.producer().send("orders", b"bad")
+    rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=45)
+    found = report(rmq.broker)
+    (retries,) = found.retries
+    assert (retries.group, retries.attempts[:3]) == ("G", (1, 1, 0))
+    (cause,) = found.dead_letters
+    assert (cause.group, cause.topic, cause.messages) == ("G", "orders", 1)
+    assert {row.instances for row in found.lags} == {1}
+    assert {(one.kind, one.topic, one.group) for one in found.waiting} == {("retry", "orders", "G")}
+    assert "no customer #" in section(render_page(found), "dead-letters")
+
+
+def test_what_a_folder_cannot_tell_is_unknown(tmp_path: Path) -> None:
+    path = made(tmp_path / "store")
+    progress(path, {"orders@g": {0: 4}})
+    found = report(path, check=False)
+    (row,) = found.lags
+    assert (row.lag, row.instances, row.consumer_offsets, row.without_progress) == (26, None, (4, None, None), 2)
+    assert found.stores[0].is_sound is None
+    html = render_page(found)
+    assert "not checked" in html
+    assert ">unknown</td>" in section(html, "lag")  # the time to drain
+    assert [one.kind for one in found.findings] == ["not-verified"]
+
+
+def test_an_empty_store(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", SIZES):
+        pass
+    found = report(tmp_path / "store")
+    assert (found.topics, found.findings) == ((), ())
+    html = render_page(found)
+    assert "Nothing needs attention." in html
+    assert "There are no messages." in html
+
+
+def test_a_store_that_another_process_writes(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", SIZES) as store:
+        store.append(Message("T", b"x"))
+        code = (
+            "import sys; from librmq.diagnosis import report; one = report(sys.argv[1]).stores[0]; "
+            "print(one.owner is not None, one.messages, one.is_sound, 'pyspark' in sys.modules)"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "store")]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert said == "True 1 True False\n"
+
+
+def test_damage_comes_first(tmp_path: Path) -> None:
+    path = damaged(made(tmp_path / "store"))
+    progress(path, {"orders@g": {0: 99}})
+    found = report(path)
+    assert (found.stores[0].is_sound, found.findings[0].kind) == (False, "damage")
+    html = render_page(found)
+    assert "body checksum" in section(html, "damage")
+    assert html.index("Look first at store store") < html.index("What to look at")
+
+
+def test_a_log_that_cannot_be_opened_still_gets_a_page(tmp_path: Path) -> None:
+    path = made(tmp_path / "store")
+    (path / "commitlog" / f"{0:020}").write_bytes(b"short")
+    found = report([path, made(tmp_path / "other")])
+    assert [one.is_sound for one in found.stores] == [False, True]
+    assert (found.findings[0].kind, found.findings[0].severity) == ("damage", "error")
+    assert found.stores[0].messages == 0
+    Html(render_page(found))
+
+
+def test_rows_of_several_stores_name_them(tmp_path: Path) -> None:
+    paths = [made(tmp_path / name / "store") for name in ("a", "b")]
+    found = report(paths)
+    assert [one.store for one in found.stores] == ["a", "b"]
+    topics = section(render_page(found), "rates")
+    assert topics.count(">a</td>") == topics.count(">b</td>") == 1
+    with pytest.raises(ConfigError, match="found one twice"):
+        report([paths[0], paths[0]])
+    with pytest.raises(ConfigError, match="found none"):
+        report([])
+
+
+def test_a_part_of_the_store(tmp_path: Path) -> None:
+    path = made(tmp_path / "store")
+    made(path, topic="%DLQ%g")
+    made(path, topic="%DLQ%h")
+    progress(path, {"orders@g": {0: 1}, "orders@h": {0: 1}})
+    found = report(path, only={"group": "h", "topic": "orders, %DLQ%h", "until": str(START_MS + 9_500)})
+    assert [one.messages for one in found.topics] == [9, 9]
+    assert {one.group for one in found.lags} == {one.group for one in found.dead_letters} == {"h"}
+    assert all("group g" not in one.subject for one in found.findings)
+    assert f"until {START_MS + 9500}." in render_page(found)
+    with pytest.raises(ConfigError, match="did you mean topic"):
+        report(path, only={"topics": "orders"})
+
+
+# --- the page
+
+
+def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    topic = EVIL.replace("/", "").replace("\x00", "")
+    clock = ManualClock(START_MS)
+    with MessageStore.open(path, SIZES, clock=clock) as store:
+        for number in range(20):
+            store.append(Message(topic, b"x", keys=topic.replace(" ", "-")), number % 2)
+    progress(path, {f"{topic}@{topic}": {0: 99}})
+    html = render_page(report(path, title=EVIL))
     assert "<script" not in html
-    assert "://" not in html
+    assert "http" not in html
     assert not re.search(r"\b(src|href)=\"(?!#)", html)
     assert not {"\u202e", "\x1b", "\x00"} & set(html)
-    assert html.count("\\u202e\\u001b[2J") >= 8  # in the title, a tile, a heading, both plots and the table
+    assert html.count("\\u202e\\u001b[2J") >= 8
     assert "消息" in html
-    assert "12,345" in html
-    assert "2026-11-20 00:00:00" in html
-    assert "and 7 more" in html
-    assert "There is none." in html
-
-    class Balanced(HTMLParser):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open: list[str] = []
-
-        def handle_starttag(self, tag: str, attrs: object) -> None:
-            if tag not in ("meta", "path", "use", "rect", "br"):
-                self.open.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            if tag in self.open:
-                assert self.open.pop() == tag
-
-    parser = Balanced()
-    parser.feed(html)
-    assert parser.open == []
+    Html(html)
 
 
-def test_plots_are_well_formed() -> None:
-    for plot in (bars([], "n"), bars([("a", 1e9)], "n"), lines({}, "n")):
-        ElementTree.fromstring(plot.replace("xlink:", ""))
+def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:
+    path = made(tmp_path / "store")
+    progress(path, {"orders@g": {0: 4}})
+    html = render_page(report(path))
+    page = Html(html)
+    assert "secret body" not in html
+    assert "http" not in html
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    links = {value for tag, name, value in page.attributes if tag == "a" and name == "href"}
+    assert links <= {f"#{one}" for one in ids}
+    plots = [one for one in html.split("<svg")[1:] if "aria-hidden" not in one.partition(">")[0]]
+    assert plots
+    assert all('role="img"' in one and "<title>" in one.partition("</svg>")[0] for one in plots)
+    assert "<text" not in html  # text is the page's own
+    assert "g on orders: 26 messages wait in 3 of 3 queues; most in queue 1: 10" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize(("topics", "queues"), [(1, 10_000), (5_000, 2)])
+def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
+    """Built as values: to write so many queues takes longer than to show them."""
+    row = ("g", 5 * queues, START_MS, 9.5, 0, 0, None, *(tuple(range(queues)),) * 3, (None,) * queues, (5,) * queues)
+    one = {"store": "s", "path": "/s", "owner": None, "now_ms": START_MS, "is_sound": True, "error": None,
+           "messages": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip
+    empty = json.loads(Report("t", {}, 1.0, None, 1000, ()).to_json()) | {"stores": [one]}
+    names = ("store", "group", "topic", "lag", "oldest_timestamp_ms", "oldest_age_s", "without_progress", "expired",
+             "instances", "queue_ids", "min_offsets", "max_offsets", "consumer_offsets", "lags")  # fmt: skip
+    empty["lags"] = [dict(zip(names, ("s", row[0], f"T{number}", *row[1:]), strict=True)) for number in range(topics)]
+    html = render_page(Report.from_json(json.dumps(empty)))
+    assert len(html) < 200_000
+    lags = section(html, "lag")
+    assert lags.count('class="cells"') == min(topics, 20)
+    assert "Queues by waiting messages" in lags
+    assert ("4,980 more rows" in lags) == (topics == 5_000)
+
+
+# --- comparison
+
+
+def test_a_comparison_tells_rates_and_what_is_new(tmp_path: Path) -> None:
+    path = made(tmp_path / "store", 30, queues=1)
+    progress(path, {"orders@g": {0: 10}, "orders@h": {0: 50}})
+    earlier = report(path)
+    clock = ManualClock(START_MS + 30_000)
+    with MessageStore.open(path, clock=clock) as store:
+        for _ in range(10):
+            clock.advance(ms=1000)
+            store.append(Message("orders", b"x"))
+    progress(path, {"orders@g": {0: 35}, "orders@h": {0: 40}, "orders@late": {0: 39}})
+    later = report(path)
+    found = compare(earlier, later)
+    assert [one.kind for one in found.removed] == ["progress-beyond-end"]
+    lags = {one.group: one for one in found.lags}
+    g = lags["g"]
+    assert (g.before, g.lag, g.seconds, g.stored_per_s, g.consumed_per_s) == (20, 5, 10.0, 1.0, 2.5)
+    assert g.drain_s == pytest.approx(5 / 1.5)
+    assert (lags["late"].before, lags["late"].drain_s) == (None, None)
+    html = render_page(later, earlier)
+    assert "3.33 s" in section(html, "lag")
+    assert "progress 50 is beyond" in section(html, "changes")
+    assert "1 are gone" in html
+    backwards = {one.group: one for one in compare(later, earlier).lags}
+    assert (backwards["g"].stored_per_s, backwards["g"].drain_s) == (None, None)  # no time has passed
+    assert backwards["late"].lag is None
+
+
+def test_json_of_something_else_is_refused() -> None:
+    for text in ("", "[]", '{"version": 1}', '{"version": 7}', '{"version": 1, "stores": [{}]}'):
+        with pytest.raises(InputError):
+            Report.from_json(text)
+
+
+def test_a_growing_backlog_never_drains(tmp_path: Path) -> None:
+    path = made(tmp_path / "store", 10, queues=1)
+    progress(path, {"orders@g": {0: 5}})
+    earlier = report(path)
+    clock = ManualClock(START_MS + 10_000)
+    with MessageStore.open(path, clock=clock) as store:
+        for _ in range(10):
+            clock.advance(ms=1000)
+            store.append(Message("orders", b"x"))
+    assert "grows" in section(render_page(report(path), earlier), "lag")

@@ -218,7 +218,7 @@ def test_texts_name_the_actor() -> None:
 
 
 def test_every_example_is_run() -> None:
-    here = {"demo_screen.py", "demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    here = {"demo_report.py", "demo_screen.py", "demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
     by_test_examples = {
         "broadcast_cache.py",
         "embed_broker.py",

@@ -99,7 +99,6 @@ def test_the_second_part_of_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("jinja2")
-    pytest.importorskip("matplotlib")
     shared_session()
     for name in ("broker", "continued"):
         shutil.copytree(store("store-basic"), tmp_path / name, copy_function=shutil.copyfile)
@@ -109,5 +108,5 @@ def test_the_second_part_of_the_demo(
     out = capsys.readouterr().out
     assert " NO " not in out
     assert out.count("yes ") == 2
-    assert "<svg" in (tmp_path / "report.html").read_text("utf-8")
+    assert "<svg" in (tmp_path / "report-spark.html").read_text("utf-8")
     assert main([str(tmp_path / "nothing")]) == 2

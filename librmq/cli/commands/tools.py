@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Final
 
 from librmq.cli.commands.options import GROUP, OUTPUT, TAG, TIMES, TOPIC, Command, option
@@ -15,15 +16,23 @@ _RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
 COMMANDS: Final = (
     Command(
         "report",
-        "spark",
-        "write a page with plots about stores, with Spark",
+        "report",
+        "write a page about stores: what to look at, lag, rates",
         "store --out report.html",
         (
             _STORES,
-            option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html)"),
+            option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html); JSON is beside"),
+            option("--compare", metavar="JSON", help="the JSON of an earlier report: also show changes and rates"),
+            option(
+                "--verify",
+                action=argparse.BooleanOptionalAction,
+                help="check every record of large stores too (default: up to 300,000 messages)",
+            ),
+            option("--spark", action="store_true", help="read the stores with Spark, which can be a cluster"),
             *_RANGES,
             _MASTER,
         ),
+        description="Writes one page that opens offline, and the same as JSON beside it (extras: report, arrow).",
         store=False,
     ),
     Command(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.config import to_timestamp_ms
-from librmq.errors import ConfigError
+from librmq.diagnosis.survey.scope import parse_time
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -50,7 +48,7 @@ def source_options(settings: Settings) -> dict[str, str]:
         ConfigError: A time is none.
     """
     return {
-        option: _milliseconds(name, settings[name]) if name in TIMES else settings[name]
+        option: str(parse_time(name, settings[name])) if name in TIMES else settings[name]
         for name, option in _OPTIONS.items()
         if name in settings
     }
@@ -68,14 +66,3 @@ def chosen(frame: DataFrame, settings: Settings) -> DataFrame:
         if names is not None and name in frame.columns:
             frame = frame.where(F.col(name).isin(names))
     return frame
-
-
-def _milliseconds(name: str, text: str) -> str:
-    if text.isascii() and text.isdigit():
-        return text
-    try:
-        return str(to_timestamp_ms(name, datetime.fromisoformat(text)))
-    except (ValueError, ConfigError):
-        raise ConfigError(
-            f"setting {name}: expected milliseconds, or a time like 2026-11-20T08:00+00:00, found {text!r:.80}"
-        ) from None

@@ -1,0 +1,82 @@
+"""Numbers, durations, sizes and times as people read them."""
+
+from __future__ import annotations
+
+import unicodedata
+from datetime import UTC, datetime
+from typing import Final
+
+__all__ = ["UNKNOWN", "duration", "moment", "number", "percent", "rate", "short", "size", "visible"]
+
+UNKNOWN: Final = "unknown"
+
+_DURATIONS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def number(value: float | None) -> str:
+    """Return ``12,345``, or three digits of a fraction."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return ``350 ms``, ``7.2 s``, ``3 min 20 s``, ``5 h 12 min`` or ``12 d 3 h``."""
+    if seconds is None:
+        return UNKNOWN
+    sign, seconds = "−" * (seconds < 0), abs(seconds)
+    if seconds >= 60:
+        whole = round(seconds)
+        for unit, name, below, below_name in _DURATIONS:
+            if whole >= unit:
+                rest = whole % unit // below
+                return f"{sign}{whole // unit:,} {name}" + f" {rest} {below_name}" * (rest > 0)
+    if seconds >= 1 or not seconds:
+        return f"{sign}{seconds:.3g} s"
+    return f"{sign}{seconds * 1000:.3g} ms" if seconds >= 0.001 else f"{sign}under 1 ms"
+
+
+def size(value: float | None) -> str:
+    """Return a number of bytes as ``1.5 MiB``."""
+    if value is None:
+        return UNKNOWN
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:,.0f} {unit}" if value >= 10 or unit == "B" else f"{value:,.1f} {unit}"
+
+
+def rate(per_s: float | None) -> str:
+    """Return a rate as ``120 a second``, ``3 a minute`` or ``2 an hour``."""
+    if per_s is None:
+        return UNKNOWN
+    for factor, name in ((1, "a second"), (60, "a minute"), (3600, "an hour")):
+        if per_s * factor >= 1 or name == "an hour":
+            return f"{number(float(per_s * factor))} {name}" if per_s else "none"
+    raise AssertionError
+
+
+def percent(share: float | None) -> str:
+    """Return a share as ``3.2 %``."""
+    return UNKNOWN if share is None else f"{share * 100:.3g} %"
+
+
+def moment(timestamp_ms: int | None) -> str:
+    """Return a time as ``2026-11-20 08:00:00`` in UTC; the number where no calendar has it."""
+    if timestamp_ms is None:
+        return UNKNOWN
+    try:
+        return f"{datetime.fromtimestamp(timestamp_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return f"{timestamp_ms} ms"
+
+
+def short(text: str, longest: int = 64) -> str:
+    """Return ``text`` with its middle left out if it is long."""
+    return text if len(text) <= longest else f"{text[: longest * 2 // 3]}…{text[-(longest // 3 - 1) :]}"
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with codes in place of characters that could hide or reorder text."""
+    return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)

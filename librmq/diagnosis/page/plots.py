@@ -1,0 +1,110 @@
+"""Plots as inline SVG without text in them: labels are text of the page beside them, and colours are its classes.
+
+Each stretches to the width of its place. What it shows stands in words in its title, for screen readers and hovering.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from markupsafe import Markup, escape
+
+__all__ = ["CELLS", "Scale", "area", "bar", "cells", "columns", "heat_level"]
+
+CELLS: Final = 60
+"""Most cells of a strip; with more queues a cell stands for several."""
+_DWARFED: Final = 50
+"""Ratio of the largest to the median from which a scale is logarithmic."""
+
+
+class Scale(NamedTuple):
+    """The length of bars that are compared with each other."""
+
+    most: float
+    is_log: bool
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Scale:
+        """Return a scale on which the smaller of these values stay visible too."""
+        positive = sorted(value for value in values if value > 0)
+        if not positive:
+            return cls(1, False)
+        return cls(positive[-1], positive[-1] > _DWARFED * positive[len(positive) // 2])
+
+    def share(self, value: float) -> float:
+        """Return the length of a bar between 0 and 1."""
+        if value <= 0:
+            return 0.0
+        found = math.log10(1 + value) / math.log10(1 + self.most) if self.is_log else value / self.most
+        return min(1.0, max(0.004, found))
+
+    def ticks(self) -> list[float]:
+        """Return the places of the grid between 0 and 1: powers of ten, or quarters."""
+        if not self.is_log:
+            return [0.25, 0.5, 0.75]
+        powers = range(1, int(math.log10(1 + self.most)) + 1)
+        return [found for power in powers if (found := self.share(10**power)) < 0.995]
+
+
+def _svg(kind: str, width: float, height: float, what: str, inside: str) -> Markup:
+    return Markup(
+        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none" role="img">'
+        f"<title>{escape(what)}</title>{inside}</svg>"
+    )
+
+
+def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
+    """Draw a horizontal bar on its grid; ``part`` of the value is drawn lighter."""
+    grid = "".join(f'<path class="grid" d="M{at * 1000:.1f} 0V10"/>' for at in scale.ticks())
+    whole = scale.share(value) * 1000
+    inside = f'<rect class="fill" y="1" width="{whole:.1f}" height="8"/>'
+    if part > 0:
+        inside += f'<rect class="soft" y="1" x="{whole - scale.share(part) * 1000:.1f}" ' \
+                  f'width="{scale.share(part) * 1000:.1f}" height="8"/>'  # fmt: skip
+    return _svg("bar", 1000, 10, what, grid + inside)
+
+
+def heat_level(value: float) -> int:
+    """Return the shade of a value: 0 for none, then one more for each power of ten from 1 on, at most 6."""
+    return 0 if value <= 0 else min(6, 1 + int(math.log10(max(1, value))))
+
+
+def cells(values: Sequence[int], what: str) -> Markup:
+    """Draw a square for each value, shaded by its power of ten; of many values the largest of each bin."""
+    count = min(len(values), CELLS)
+    bounds = [len(values) * at // count for at in range(count + 1)] if count else []
+    inside = []
+    for at in range(count):
+        level = heat_level(max(values[bounds[at] : bounds[at + 1]]))
+        inside.append(f'<rect class="h{level}" x="{at * 10}" width="9" height="9"/>')
+    width = max(1, count) * 10
+    return Markup(
+        f'<svg class="cells" viewBox="0 0 {width} 9" style="max-width:{width * 1.3:g}px" role="img">'
+        f"<title>{escape(what)}</title>{''.join(inside)}</svg>"
+    )
+
+
+def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()) -> Markup:
+    """Draw a column for each value, from a common ground line; those of ``warn`` in the colour of problems."""
+    most = max(values, default=0) or 1
+    inside = [f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>']
+    for at, value in enumerate(values):
+        if value > 0:
+            height = max(2.0, 38 * value / most)
+            kind = "bad" if at in warn else "fill"
+            inside.append(
+                f'<rect class="{kind}" x="{at * 10 + 1}" y="{39 - height:.1f}" width="8" height="{height:.1f}"/>'
+            )
+    return _svg("columns", max(1, len(values)) * 10, 40, what, "".join(inside))
+
+
+def area(values: Sequence[int], what: str) -> Markup:
+    """Draw values over equal intervals of time as an area under a stepped line."""
+    most = max(values, default=0) or 1
+    path = "M0 40"
+    for at, value in enumerate(values):
+        path += f"V{39 - 37 * value / most if value else 40:.1f}H{(at + 1) * 10}"
+    grid = f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>'
+    return _svg("area", max(1, len(values)) * 10, 40, what, f'{grid}<path class="under" d="{path}V40Z"/>')

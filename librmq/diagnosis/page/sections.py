@@ -1,0 +1,488 @@
+"""The sections of a page: what each says about a report, in words, plots and tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from librmq.diagnosis.page.parts import Column, PageTable, Section, table
+from librmq.diagnosis.page.people import duration, moment, number, percent, rate, short, size
+from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
+from librmq.diagnosis.survey.comparison import Comparison
+from librmq.diagnosis.survey.model import GroupLagChange, GroupTopicLag, Report, StoredTopic
+from librmq.diagnosis.view import is_user_topic
+from librmq.message.delay_levels import DEFAULT_LEVELS
+
+__all__ = ["sections"]
+
+_N: Final = "number"
+_UNEVEN: Final = 1.5
+_HOURS: Final = (6, 12, 24, 48, 72)
+_DELAYS: Final = ("<0", "1 ms", "10 ms", "0.1 s", "1 s", "10 s", "1 min", "10 min", "1 h", "more")
+_DUE: Final = ("overdue", "1 min", "10 min", "1 h", "6 h", "1 d", "7 d", "later")
+_KINDS: Final = {
+    "half": "half message",
+    "given_up": "half given up",
+    "delay": "delayed",
+    "timer": "timer",
+    "retry": "retry",
+}
+
+
+def sections(report: Report, comparison: Comparison | None) -> Iterator[Section]:
+    """Yield the sections in the order of the page."""
+    several = len(report.stores) > 1
+    if comparison is not None:
+        yield _changes(comparison, several)
+    yield _lag(report, comparison, several)
+    yield _topics(report, several)
+    yield _retries(report, several)
+    yield _dead_letters(report, several)
+    yield _waiting(report, several)
+    yield _delays(report, several)
+    yield _uneven(report, several)
+    yield _keys(report, several)
+    yield _repeated(report, several)
+    yield _retention(report, several)
+    yield _filters(report, several)
+    yield _damage(report, several)
+    yield _stores(report)
+
+
+# --------------------------------------------------------------------------------------------------------------- lag
+
+
+def _lag(report: Report, comparison: Comparison | None, several: bool) -> Section:
+    rows = sorted(report.lags, key=lambda row: (-row.lag, row[:3]))
+    late = [row for row in rows if row.lag]
+    if not late:
+        known = "No group has any progress here." if not rows else "No message waits for a group."
+        return Section("lag", "Lag", known)
+    scale = Scale.over([row.lag for row in late])
+    drains = {one[:3]: one for one in comparison.lags} if comparison is not None else {}
+    about = (
+        f"{number(sum(row.lag for row in late))} messages wait in {number(sum(map(_late_queues, late)))} of "
+        f"{number(sum(len(row.queue_ids) for row in rows))} queues. "
+        "Squares are queues, in the order of their numbers. One dark square is a stuck or slow queue; when all are "
+        f"dark, consumers are too few or too slow.{_scale(scale)}"
+        + ("" if comparison else " How fast a group consumes is unknown: --compare with an earlier report tells.")
+    )
+    shown = (
+        (
+            row.store, f"{row.group} ← {row.topic}", _lag_plot(row, scale), number(row.lag),
+            duration(row.oldest_age_s), _drain(drains.get(row[:3])), _notes(row),
+        )
+        for row in late
+    )  # fmt: skip
+    columns_ = (
+        Column("group ← topic"), Column("queues", "plot"), Column("waiting", _N), Column("oldest waits", _N),
+        Column("drains in", _N), Column(""),
+    )  # fmt: skip
+    found = [*table(columns_, shown, stores=several, legend=True)]
+    found += _by_decade(late)
+    return Section("lag", "Lag", about, found)
+
+
+def _late_queues(row: GroupTopicLag) -> int:
+    return sum(map(bool, row.lags))
+
+
+def _lag_plot(row: GroupTopicLag, scale: Scale) -> object:
+    worst = max(range(len(row.lags)), key=row.lags.__getitem__)
+    what = (
+        f"{row.group} on {row.topic}: {number(row.lag)} messages wait in {number(_late_queues(row))} of "
+        f"{number(len(row.lags))} queues; most in queue {row.queue_ids[worst]}: {number(row.lags[worst])}"
+    )
+    return bar(row.lag, scale, what) + cells(row.lags, what)
+
+
+def _notes(row: GroupTopicLag) -> str:
+    parts = []
+    worst = max(row.lags)
+    if len(row.lags) > 1 and worst > row.lag / 2 and row.lag > 1:
+        parts.append(f"{percent(worst / row.lag)} in queue {row.queue_ids[row.lags.index(worst)]}")
+    if row.without_progress:
+        parts.append(f"{row.without_progress} of {len(row.lags)} queues without progress")
+    if row.expired:
+        parts.append(f"{number(row.expired)} deleted unread")
+    if row.instances is not None:
+        parts.append(f"{row.instances} running")
+    return "; ".join(parts)
+
+
+def _drain(change: GroupLagChange | None) -> str:
+    if change is None or change.consumed_per_s is None or change.stored_per_s is None:
+        return "unknown"
+    if change.drain_s is None:
+        return "grows" if change.stored_per_s > change.consumed_per_s else "never"
+    return duration(change.drain_s)
+
+
+def _by_decade(late: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
+    """Show many queues by the size of their lag: the picture that stays readable with any number of them."""
+    lags = [each for row in late for each in row.lags]
+    if len(late) <= 20 and max(len(row.lags) for row in late) <= 60:
+        return ()
+    counts: dict[int, int] = defaultdict(int)
+    for each in lags:
+        counts[len(str(each)) if each else 0] += 1
+    names = ["none", *(f"{10**power:,}+" for power in range(max(counts)))]
+    values = [counts[power] for power in range(len(names))]
+    what = "Queues by waiting messages: " + ", ".join(
+        f"{name}: {number(value)}" for name, value in zip(names, values, strict=True)
+    )
+    axis = tuple(names)
+    row = ("", "all queues of these groups", columns(values, what), number(sum(values)))
+    return table((Column("by waiting messages"), Column("", "plot", axis), Column("queues", _N)), [row], stores=False)
+
+
+def _changes(comparison: Comparison, several: bool) -> Section:
+    rows = [one for one in comparison.lags if one.before != one.lag]
+    found = table(
+        (Column("group ← topic"), Column("before", _N), Column("now", _N), Column("change", _N), Column("stored", _N),
+         Column("consumed", _N), Column("drains in", _N)),
+        (
+            (one.store, f"{one.group} ← {one.topic}", number(one.before), number(one.lag),
+             "new" if one.before is None else "gone" if one.lag is None else f"{one.lag - one.before:+,}",
+             rate(one.stored_per_s), rate(one.consumed_per_s), "–" if one.lag is None else _drain(one))
+            for one in rows
+        ),
+        stores=several,
+    )  # fmt: skip
+    gone = table(
+        (Column("no longer found"), Column("about")),
+        ((one.store, one.what, one.subject) for one in comparison.removed),
+        stores=several,
+    )
+    since = min((one.now_ms for one in comparison.earlier.stores if one.now_ms is not None), default=None)
+    about = (
+        f"Since the report of {moment(since)}: {len(comparison.added)} new findings, {len(comparison.removed)} gone, "
+        f"{len(comparison.changed)} changed. Rates are between the two reports."
+    )
+    return Section("changes", "Changes", about, (*found, *gone))
+
+
+# ----------------------------------------------------------------------------------------------------------- traffic
+
+
+def _topics(report: Report, several: bool) -> Section:
+    rows = sorted(report.topics, key=lambda row: (-row.messages, row[:2]))
+    if not rows:
+        return Section("rates", "Topics and rates", "There are no messages.")
+    intervals = max(len(row.stored) for row in rows)
+    axis = [moment((report.begin_ms or 0) + report.interval_ms * intervals * part // 4) for part in range(5)]
+    axis = _time_axis(axis)
+    shown = (
+        (
+            row.store, row.topic, area(row.stored, _rate_text(row, report)),
+            rate(max(row.stored) / report.interval_ms * 1000), number(row.messages), size(row.bytes),
+            size(row.bytes / row.messages), moment(row.last_ms),
+        )
+        for row in rows
+    )  # fmt: skip
+    about = (
+        f"When messages were stored, in intervals of {duration(report.interval_ms / 1000)}. Each row has its own "
+        "scale, up to its peak. %RETRY% topics hold messages that a group gets again, %DLQ% those it gave up; "
+        "SCHEDULE_TOPIC and RMQ_SYS are the broker’s own."
+    )
+    names = (
+        Column("topic"), Column("stored over time", "plot", axis), Column("peak", _N), Column("messages", _N),
+        Column("size", _N), Column("mean", _N), Column("last stored", _N),
+    )  # fmt: skip
+    return Section("rates", "Topics and rates", about, table(names, shown, stores=several))
+
+
+def _time_axis(moments: Sequence[str]) -> list[str]:
+    """Return times without what they share: the date, or the seconds of longer spans."""
+    days = {text[:10] for text in moments}
+    if len(days) == 1:
+        return [text[11:] for text in moments[::2]]
+    return [text[5:16] for text in moments[::2]]
+
+
+def _rate_text(row: StoredTopic, report: Report) -> str:
+    peak = row.stored.index(max(row.stored))
+    at = moment((report.begin_ms or 0) + peak * report.interval_ms)
+    return (
+        f"{row.topic}: {number(row.messages)} messages from {moment(row.first_ms)} to {moment(row.last_ms)}; most at "
+        f"{at}, {rate(row.stored[peak] / report.interval_ms * 1000)}"
+    )
+
+
+def _retries(report: Report, several: bool) -> Section:
+    rows = sorted(report.retries, key=lambda row: (-sum(row.attempts), row[:2]))
+    if not rows:
+        return Section("retries", "Retries", "No message was written again for a group.")
+    levels = DEFAULT_LEVELS
+    most = max(at for row in rows for at, count in enumerate(row.attempts, 1) if count)
+    axis = [duration(levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000) for attempt in range(1, most + 1)]
+
+    def text(attempts: Sequence[int]) -> str:
+        told = ", ".join(f"{number(count)} at attempt {at}" for at, count in enumerate(attempts, 1) if count)
+        return f"Retries: {told}"
+
+    shown = (
+        (row.store, row.group, columns(row.attempts[:most], text(row.attempts)), number(sum(row.attempts)),
+         number(max(at for at, count in enumerate(row.attempts, 1) if count)))
+        for row in rows
+    )  # fmt: skip
+    about = (
+        "Messages that a group failed on and that were written again for it, by attempt. Below each attempt is the "
+        "delay before it with the usual levels. Many at the left fail once; a flat row fails always."
+    )
+    names = (Column("group"), Column("attempts", "plot", axis), Column("retries", _N), Column("highest attempt", _N))
+    return Section("retries", "Retries", about, table(names, shown, stores=several))
+
+
+def _dead_letters(report: Report, several: bool) -> Section:
+    rows = sorted(report.dead_letters, key=lambda row: (-row.messages, row[:4]))
+    if not rows:
+        return Section("dead-letters", "Dead letters", "There are no dead letters.")
+    scale = Scale.over([row.messages for row in rows])
+    shown = (
+        (row.store, f"{row.group} ← {row.topic}", row.cause,
+         bar(row.messages, scale, f"{number(row.messages)} dead letters of {row.group}: {row.cause}"),
+         number(row.messages), number(row.most_times), moment(row.first_ms), moment(row.last_ms))
+        for row in rows
+    )  # fmt: skip
+    about = f"Messages that a group gave up. No consumer gets them until they are sent again.{_scale(scale)}"
+    names = (
+        Column("group ← topic"), Column("cause"), Column("", "plot"), Column("messages", _N), Column("attempts", _N),
+        Column("first", _N), Column("last", _N),
+    )  # fmt: skip
+    return Section("dead-letters", "Dead letters by cause", about, table(names, shown, stores=several))
+
+
+def _waiting(report: Report, several: bool) -> Section:
+    rows = report.waiting
+    if not rows:
+        return Section("pending", "Pending", "Nothing is pending: no half message, delayed message, timer or retry.")
+
+    def text(due: Sequence[int]) -> str:
+        return "Due: " + ", ".join(
+            f"{number(count)} {'' if name in ('overdue', 'later') else 'within '}{name}"
+            for name, count in zip(_DUE, due, strict=True)
+            if count
+        )
+
+    overdue = frozenset((0,))
+    shown = (
+        (row.store, _KINDS.get(row.kind, row.kind), row.topic, row.group or "", columns(row.due, text(row.due), overdue)
+         if row.due else "never", number(row.messages), moment(row.first_due_ms), moment(row.last_due_ms),
+         number(row.most_checks) if row.kind in ("half", "given_up") else "")
+        for row in rows
+    )  # fmt: skip
+    about = (
+        "Half messages were neither committed nor rolled back: the broker asks their producers until it gives up. "
+        "Delayed messages, timers and retries wait for their time. In a store that is not in use, overdue ones wait "
+        "for a broker."
+    )
+    names = (
+        Column("kind"), Column("topic"), Column("group"), Column("due in", "plot", _DUE), Column("messages", _N),
+        Column("first due", _N), Column("last due", _N), Column("checks", _N),
+    )  # fmt: skip
+    return Section("pending", "Pending", about, table(names, shown, stores=several))
+
+
+def _delays(report: Report, several: bool) -> Section:
+    rows = [row for row in report.delays if sum(row.counts)]
+    if not rows:
+        return Section("delays", "From born to stored", "No message of a producer is stored here.")
+
+    def text(topic: str, counts: Sequence[int]) -> str:
+        told = ", ".join(f"{name}: {number(count)}" for name, count in zip(_DELAYS, counts, strict=True) if count)
+        return f"{topic}, messages by delay up to {told}"
+
+    behind = frozenset((0,))
+    shown = (
+        (row.store, row.topic, columns(row.counts, text(row.topic, row.counts), behind), _share_below(row.counts, 0.5),
+         _share_below(row.counts, 0.99), duration(row.most_ms / 1000))
+        for row in rows
+    )  # fmt: skip
+    about = (
+        "Time from the send on the producer’s clock to the storing on the broker’s. Below 0 the clocks disagree. "
+        "Delayed messages and transactions count from their send."
+    )
+    names = (
+        Column("topic"), Column("delay", "plot", _DELAYS), Column("half within", _N), Column("99 % within", _N),
+        Column("longest", _N),
+    )  # fmt: skip
+    return Section("delays", "From born to stored", about, table(names, shown, stores=several))
+
+
+def _share_below(counts: Sequence[int], share: float) -> str:
+    total, below = sum(counts), 0
+    for name, count in zip(_DELAYS, counts, strict=True):
+        below += count
+        if below >= share * total:
+            return {"<0": "0", "more": "over 1 h"}.get(name, name)
+    return _DELAYS[-1]
+
+
+# -------------------------------------------------------------------------------------------------------------- skew
+
+
+def _uneven(report: Report, several: bool) -> Section:
+    rows = []
+    for row in report.topics:
+        mean = row.messages / max(1, len(row.queue_ids))
+        most = max(row.queue_messages)
+        if is_user_topic(row.topic) and len(row.queue_ids) > 1 and most > _UNEVEN * mean:
+            rows.append((most / mean, most, row))
+    if not rows:
+        return Section("queues", "Uneven queues", "All queues of a topic hold about the same.")
+    rows.sort(key=lambda one: (-one[0], one[2][:2]))
+    shown = (
+        (row.store, row.topic, cells(row.queue_messages, f"{row.topic}: messages by queue"),
+         str(row.queue_ids[row.queue_messages.index(most)]), number(most), percent(most / row.messages),
+         f"{ratio:.3g} ×")
+        for ratio, most, row in rows
+    )  # fmt: skip
+    about = (
+        "Topics whose largest queue holds far more than the mean. A queue has one consumer at a time, so it limits how "
+        "fast the topic is consumed. A key that is sent often is the usual cause."
+    )
+    names = (
+        Column("topic"), Column("messages by queue", "plot"), Column("largest queue", _N), Column("messages", _N),
+        Column("of the topic", _N), Column("of the mean", _N),
+    )  # fmt: skip
+    return Section("queues", "Uneven queues", about, table(names, shown, stores=several, legend=True))
+
+
+def _about(value: float, is_estimate: bool) -> str:
+    return f"about {number(value)}" if is_estimate else number(value)
+
+
+def _keys(report: Report, several: bool) -> Section:
+    rows = sorted(report.keys, key=lambda row: (-row.messages, row[:3]))
+    if not rows:
+        return Section("keys", "Frequent keys", "No key occurs twice.")
+    scale = Scale.over([row.messages for row in rows])
+    shown = (
+        (row.store, short(row.key), row.topic,
+         bar(row.messages, scale, f"{short(row.key)} in {row.topic}: {number(row.messages)} messages"),
+         _about(row.messages, row.is_estimate), percent(row.share))
+        for row in rows
+    )  # fmt: skip
+    names = (
+        Column("key"), Column("topic"), Column("", "plot"), Column("messages", _N), Column("of the topic’s keys", _N),
+    )  # fmt: skip
+    about = f"Business keys with the most messages.{_scale(scale)}{_estimates(rows[0].is_estimate)}"
+    return Section("keys", "Frequent keys", about, table(names, shown, stores=several))
+
+
+def _repeated(report: Report, several: bool) -> Section:
+    rows = sorted(report.repeated, key=lambda row: (-row.messages, row[:2]))
+    if not rows:
+        return Section("repeated", "Repeated keys", "No key came twice within the window.")
+    shown = (
+        (row.store, row.topic, _about(row.messages, row.is_estimate), _about(row.resent, row.is_estimate),
+         _about(row.keys, row.is_estimate), duration(row.shortest_s))
+        for row in rows
+    )  # fmt: skip
+    about = (
+        f"Messages whose key another message of the topic had in the {duration(report.window_s)} before. One key may "
+        "belong to several messages; where it must not, this is what a consumer has to recognise. Those sent again "
+        f"have the same unique id too: a client or broker repeated them.{_estimates(rows[0].is_estimate)}"
+    )
+    names = (
+        Column("topic"), Column("messages", _N), Column("sent again", _N), Column("keys", _N),
+        Column("shortest distance", _N),
+    )  # fmt: skip
+    return Section("repeated", "Repeated keys", about, table(names, shown, stores=several))
+
+
+def _estimates(is_estimate: bool) -> str:
+    return " The store is large, so a sample was counted and these are estimates." if is_estimate else ""
+
+
+def _scale(scale: Scale) -> str:
+    return " Bars are on a logarithmic scale: each line of the grid is ten times the one before." * scale.is_log
+
+
+# --------------------------------------------------------------------------------------------------------- the store
+
+
+def _retention(report: Report, several: bool) -> Section:
+    rows = []
+    for one in report.stores:
+        files = [each for each in report.log_files if each.store == one.store]
+        for hours in _HOURS:
+            if one.now_ms is not None:
+                limit = one.now_ms - hours * 3_600_000
+                gone = [each for each in files[:-1] if each.last_ms is not None and each.last_ms < limit]
+                if gone or hours == _HOURS[-1]:
+                    freed = sum(each.bytes for each in gone)
+                    rows.append((
+                        one.store, f"{hours} h", number(len(gone)), size(freed),
+                        number(sum(each.messages for each in gone)), number(sum(each.unread for each in gone)),
+                    ))  # fmt: skip
+    total = sum(each.bytes for each in report.log_files)
+    oldest = min((one.first_ms for one in report.stores if one.first_ms is not None), default=None)
+    about = (
+        f"The log has {size(total)} in {number(len(report.log_files))} files; the oldest message is of "
+        f"{moment(oldest)}. This is what a retention of so many hours would delete, in whole files, and how much of it "
+        "some group has not consumed."
+    )
+    names = (
+        Column("hours kept"), Column("files deleted", _N), Column("freed", _N), Column("messages", _N),
+        Column("of these unread", _N),
+    )  # fmt: skip
+    if not rows:
+        return Section("retention", "Retention", "The log is empty.")
+    return Section("retention", "Retention", about, table(names, rows, stores=several, most=60))
+
+
+def _filters(report: Report, several: bool) -> Section:
+    rows = sorted(report.filters, key=lambda row: (row.matched_bytes - row.bytes, row[:3]))
+    if not rows:
+        return Section("filters", "Filters", "No group filters by SQL.")
+    shown = (
+        (row.store, f"{row.group} ← {row.topic}", row.expression, number(row.messages), number(row.matched),
+         size(row.bytes - row.matched_bytes))
+        for row in rows
+    )  # fmt: skip
+    about = (
+        "SQL filters that groups have registered, how many of their topic’s messages they match, and what the broker "
+        "does not have to send because of them."
+    )
+    names = (
+        Column("group ← topic"), Column("expression"), Column("messages", _N), Column("matched", _N),
+        Column("not sent", _N),
+    )  # fmt: skip
+    return Section("filters", "Filters", about, table(names, shown, stores=several))
+
+
+def _damage(report: Report, several: bool) -> Section:
+    if not report.damage:
+        checked = [one for one in report.stores if one.is_sound is not None]
+        said = "verify finds no damage." if len(checked) == len(report.stores) else "verify did not run on every store."
+        return Section("damage", "Damage", said)
+    about = (
+        "What librmq verify finds wrong. Records that cannot be read are in none of the numbers. librmq recover mends "
+        "what a crash leaves; librmq salvage saves what can be read of the rest."
+    )
+    names = (Column("file"), Column("offset", _N), Column("kind"), Column("what"))
+    shown = ((row.store, row.file, number(row.offset), row.kind, row.what) for row in report.damage)
+    return Section("damage", "Damage", about, table(names, shown, stores=several))
+
+
+def _stores(report: Report) -> Section:
+    shown = (
+        ("", one.store, one.path, one.owner or "not in use", _sound(one.is_sound), number(one.messages),
+         size(one.bytes), moment(one.first_ms), moment(one.last_ms), moment(one.now_ms))
+        for one in report.stores
+    )  # fmt: skip
+    names = (
+        Column("store"), Column("folder"), Column("written by"), Column("verify"), Column("messages", _N),
+        Column("size", _N), Column("first stored", _N), Column("last stored", _N), Column("now", _N),
+    )  # fmt: skip
+    about = (
+        "Ages count from “now”: of a store in use the time of the report, else of its last message. All times are UTC."
+    )
+    return Section("stores", "Stores", about, table(names, shown, stores=False, most=200))
+
+
+def _sound(is_sound: bool | None) -> str:
+    return {True: "sound", False: "damaged", None: "not checked"}[is_sound]

@@ -1,0 +1,139 @@
+"""The report about stores or brokers: values that become a page and JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from librmq.diagnosis.findings import Thresholds
+from librmq.diagnosis.survey.model import Report, ReportedFinding, ReportPart
+from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
+from librmq.diagnosis.survey.stores import broken_store, find_time_range, passes_over, survey_store
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import ConfigError, CorruptionError
+from librmq.runtime.headway import advance
+
+__all__ = ["WINDOW_S", "join_parts", "report", "short_names"]
+
+_SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
+WINDOW_S: Final = 3600.0
+
+
+def report(
+    sources: Source | Sequence[Source],
+    *,
+    title: str | None = None,
+    only: Mapping[str, str | None] | None = None,
+    thresholds: Thresholds | None = None,
+    window_s: float = WINDOW_S,
+    check: bool | None = None,
+) -> Report:
+    """Return a report about a store, a running broker, or several as the brokers of one cluster.
+
+    `render_page` makes a page of it, ``to_json`` its JSON. One pass reads the headers and keys of all messages. Memory
+    does not grow with their number: beyond 200,000 messages, figures about keys are estimates and say so.
+
+    Args:
+        sources: Folders of stores, running brokers, or views.
+        title: The heading.
+        only: The part to report about: ``topic`` and ``group`` (names separated by commas), ``tags`` (such as
+            ``"created || paid"``), ``since`` and ``until`` (store times in milliseconds, ``until`` exclusive).
+        thresholds: Limits beyond which something is a finding.
+        window_s: Seconds between messages of one key that count as repeated.
+        check: Whether to run ``verify``; by default for stores of up to 300,000 messages.
+
+    Raises:
+        NotAStoreError: A folder holds no store.
+        ConfigError: There is no source, or one occurs twice.
+        FilterSyntaxError: ``tags`` does not compile.
+    """
+    each: list[Source] = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    if not each:
+        raise ConfigError("report: expected a store, found none")
+    wanted = ReportScope.of(only or {})
+    limits = thresholds or Thresholds()
+    names = short_names([_path(one) for one in each])
+    with ExitStack() as stack:
+        views = {_path(one): stack.enter_context(_open(one)) for one in each}
+        advance(0, sum(passes_over(view, check) for view in views.values() if isinstance(view, StoreView)))
+        ranges = [found for view in views.values() if isinstance(view, StoreView)
+                  if (found := find_time_range(view, wanted))]  # fmt: skip
+        axis = TimeAxis.over(min(one[0] for one in ranges), max(one[1] for one in ranges)) if ranges else None
+
+        def part(path: str, view: StoreView | CorruptionError) -> ReportPart:
+            if isinstance(view, CorruptionError):
+                return broken_store(path, names[path], view)
+            try:
+                return survey_store(
+                    view, names[path], wanted, axis or TimeAxis(0, 1000, 1), limits=limits, window_s=window_s,
+                    check=check,
+                )  # fmt: skip
+            except CorruptionError as error:
+                return broken_store(path, names[path], error)
+
+        parts = [part(path, view) for path, view in views.items()]
+    return join_parts(parts, axis, wanted, title=title, window_s=window_s)
+
+
+def join_parts(
+    parts: Sequence[ReportPart], axis: TimeAxis | None, wanted: ReportScope, *, title: str | None, window_s: float
+) -> Report:
+    """Return one report of the parts of several stores."""
+    names = ", ".join(part.summary.store for part in parts)
+    rows: dict[str, Any] = {
+        name: tuple(row for part in parts for row in getattr(part, name))
+        for name in ReportPart._fields
+        if name not in ("summary", "findings")
+    }
+    findings = sorted((one for part in parts for one in part.findings), key=_place)
+    return Report(
+        title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
+        dict(wanted.names),
+        window_s,
+        None if axis is None else axis.begin_ms,
+        1000 if axis is None else axis.interval_ms,
+        tuple(part.summary for part in parts),
+        findings=tuple(findings),
+        **rows,
+    )
+
+
+def _place(one: ReportedFinding) -> tuple[object, ...]:
+    return _SEVERITIES.get(one.severity, 3), one.kind != "damage", one.kind, one.store, one.subject
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the part of each path that tells it from the others, such as ``broker-a`` for ``/data/broker-a/store``.
+
+    Raises:
+        ConfigError: A path occurs twice.
+    """
+    ends = [os.path.abspath(path).rstrip("/").split("/") for path in paths]
+    if len(set(map(tuple, ends))) < len(ends):
+        raise ConfigError(f"report: expected different stores, found one twice among {', '.join(paths)}")
+    while len(ends) > 1 and all(len(end) > 1 for end in ends) and len({end[-1] for end in ends}) == 1:
+        ends = [end[:-1] for end in ends]
+    parts = 1
+    while len({tuple(end[-parts:]) for end in ends}) < len(ends):
+        parts += 1
+    return {path: "/".join(end[-parts:]) or path for path, end in zip(paths, ends, strict=True)}
+
+
+def _path(source: Source) -> str:
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    return source.store.path
+
+
+@contextmanager
+def _open(source: Source) -> Iterator[StoreView | CorruptionError]:
+    """View a source; a store that is too damaged to open gives its error."""
+    with ExitStack() as stack:
+        found: StoreView | CorruptionError
+        try:
+            found = stack.enter_context(viewed(source))
+        except CorruptionError as error:
+            found = error
+        yield found

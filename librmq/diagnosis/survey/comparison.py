@@ -1,0 +1,79 @@
+"""What has changed since an earlier report: findings that are new, gone or worse, lag, rates, the time to drain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from librmq.diagnosis.survey.model import GroupLagChange, GroupTopicLag, Report, ReportedFinding
+
+__all__ = ["Comparison", "compare"]
+
+
+class Comparison(NamedTuple):
+    """The changes between two reports."""
+
+    earlier: Report
+    added: tuple[ReportedFinding, ...]
+    removed: tuple[ReportedFinding, ...]
+    changed: tuple[tuple[ReportedFinding, ReportedFinding], ...]
+    """The earlier and the present finding of the same kind about the same subject."""
+    lags: tuple[GroupLagChange, ...]
+    """The largest growth first."""
+
+
+def compare(earlier: Report, later: Report) -> Comparison:
+    """Return what has changed. Findings are the same if store, kind and subject are."""
+    before, now = _by_subject(earlier), _by_subject(later)
+    return Comparison(
+        earlier,
+        tuple(one for key, one in now.items() if key not in before),
+        tuple(one for key, one in before.items() if key not in now),
+        tuple(
+            (before[key], one)
+            for key, one in now.items()
+            if key in before and (one.severity, one.what) != (before[key].severity, before[key].what)
+        ),
+        tuple(sorted(_lag_changes(earlier, later), key=lambda one: ((one.before or 0) - (one.lag or 0), one[:3]))),
+    )
+
+
+def _by_subject(report: Report) -> dict[tuple[str, ...], ReportedFinding]:
+    found: dict[tuple[str, ...], ReportedFinding] = {}
+    for one in report.findings:
+        cause = str(one.evidence.get("cause", ""))  # several causes can have one subject
+        found[one.store, one.kind, one.subject, cause] = one
+    return found
+
+
+def _lag_changes(earlier: Report, later: Report) -> Iterator[GroupLagChange]:
+    before = {one[:3]: one for one in earlier.lags}
+    times = {one.store: one.now_ms for one in earlier.stores}
+    seconds = {
+        one.store: (one.now_ms - (times[one.store] or 0)) / 1000
+        for one in later.stores
+        if one.now_ms is not None and times.get(one.store) is not None
+    }
+    for row in later.lags:
+        yield _lag_change(before.pop(row[:3], None), row, seconds.get(row.store))
+    for old in before.values():
+        yield GroupLagChange(*old[:3], old.lag, None, None, None, None, None)
+
+
+def _lag_change(old: GroupTopicLag | None, row: GroupTopicLag, seconds: float | None) -> GroupLagChange:
+    if old is None or seconds is None or seconds <= 0:
+        return GroupLagChange(*row[:3], None if old is None else old.lag, row.lag, seconds, None, None, None)
+    offsets = zip(old.queue_ids, old.min_offsets, old.max_offsets, old.consumer_offsets, strict=True)
+    known = {queue_id: rest for queue_id, *rest in offsets}
+    stored, consumed, has_progress = 0, 0, False
+    for queue_id, end, offset in zip(row.queue_ids, row.max_offsets, row.consumer_offsets, strict=True):
+        if queue_id in known:
+            begin, end_then, offset_then = known[queue_id]
+            stored += max(0, end - (end_then or 0))
+            if offset is not None:
+                has_progress = True
+                consumed += max(0, offset - max(offset_then or 0, begin or 0))
+    gain = (consumed - stored) / seconds if has_progress else 0.0
+    drain_s = 0.0 if not row.lag else row.lag / gain if gain > 0 else None
+    consumed_per_s = consumed / seconds if has_progress else None
+    return GroupLagChange(*row[:3], old.lag, row.lag, seconds, stored / seconds, consumed_per_s, drain_s)

@@ -1,0 +1,95 @@
+"""Frequent keys, and keys that come again within a window, in memory of a fixed size.
+
+All keys are counted up to some number of messages. Of more messages a share is taken: for frequent keys a share of the
+messages, for repeated keys the messages of a share of the keys. Both results are then estimates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from librmq.diagnosis.survey.model import FrequentKey, RepeatedKeys
+from librmq.message.record import split_keys
+
+__all__ = ["KeyCounts", "share_of"]
+
+MOST_KEYED: Final = 200_000
+_MOST_FREQUENT: Final = 15
+_MULTIPLIER: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
+
+
+def share_of(number: Any, shares: int) -> Any:  # noqa: ANN401 (a whole number, or an array of unsigned ones)
+    """Return in which of the ``shares`` (a power of two) a number is: a key's last eight bytes, or a place."""
+    return (number * _MULTIPLIER & _WORD) >> 32 & shares - 1
+
+
+class _Repeats:
+    __slots__ = ("keys", "messages", "resent", "shortest_ms")
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.resent = 0
+        self.keys: set[str] = set()
+        self.shortest_ms: int | None = None
+
+
+class KeyCounts:
+    """The keys of a store's messages, in the order of the log."""
+
+    def __init__(self, expected: int, window_s: float) -> None:
+        """Expect so many messages; beyond `MOST_KEYED` only a share is counted."""
+        self.shares = 1 << max(0, (expected - 1) // MOST_KEYED).bit_length()
+        """The number of shares of which one is counted, a power of two."""
+        self._window_ms = round(window_s * 1000)
+        self._frequent: dict[str, Counter[str]] = {}
+        self._keyed: Counter[str] = Counter()
+        self._last: dict[tuple[str, str], tuple[int, str | None]] = {}
+        self._repeats: dict[str, _Repeats] = {}
+
+    def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
+        """Count the keys of messages in one share of the places."""
+        for topic, text in zip(topics, keys, strict=True):
+            found = list(dict.fromkeys(split_keys(text)))
+            self._keyed[topic] += len(found)
+            self._frequent.setdefault(topic, Counter()).update(found)
+
+    def look_back(
+        self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
+    ) -> None:
+        """Compare the messages in one share of the keys with those before them."""
+        last, window_ms = self._last, self._window_ms
+        for topic, text, own, at_ms in zip(topics, keys, unique, times_ms, strict=True):
+            for key in dict.fromkeys(split_keys(text)):
+                before = last.get((topic, key))
+                last[topic, key] = at_ms, own
+                if before is not None and at_ms - before[0] <= window_ms:
+                    found = self._repeats.setdefault(topic, _Repeats())
+                    found.messages += 1
+                    found.resent += own is not None and own == before[1]
+                    found.keys.add(key)
+                    after_ms = max(0, at_ms - before[0])
+                    found.shortest_ms = after_ms if found.shortest_ms is None else min(after_ms, found.shortest_ms)
+
+    def frequent(self, store: str) -> Iterator[FrequentKey]:
+        """Yield the most frequent keys of all topics that several messages have."""
+        each = [
+            (count, topic, key)
+            for topic, counts in self._frequent.items()
+            for key, count in counts.most_common(5)
+            if count > 1
+        ]
+        for count, topic, key in sorted(each, key=lambda one: (-one[0], *one[1:]))[:_MOST_FREQUENT]:
+            share = count / self._keyed[topic]
+            yield FrequentKey(store, topic, key, count * self.shares, share, self.shares > 1)
+
+    def repeated(self, store: str) -> Iterator[RepeatedKeys]:
+        """Yield the repeated keys of each topic."""
+        for topic, found in sorted(self._repeats.items()):
+            n = self.shares
+            shortest_s = (found.shortest_ms or 0) / 1000
+            yield RepeatedKeys(
+                store, topic, found.messages * n, found.resent * n, len(found.keys) * n, shortest_s, n > 1
+            )

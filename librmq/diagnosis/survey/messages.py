@@ -1,0 +1,217 @@
+"""One pass over a store's messages for a report: by columns where pyarrow is installed, else record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from librmq.diagnosis.survey.key_counts import share_of
+from librmq.diagnosis.survey.model import DamagedPlace, FilterMatch
+from librmq.diagnosis.survey.scope import ReportScope
+from librmq.diagnosis.survey.traffic import Headers, Traffic
+from librmq.diagnosis.view import StoreView, is_user_topic
+from librmq.errors import CorruptionError
+from librmq.message.message import StoredMessage
+from librmq.runtime.headway import advance
+from librmq.store.engine.dispatch import has_queue_entry
+
+if TYPE_CHECKING:
+    from librmq.columns import ReaderKeywords
+
+__all__ = ["count_filter", "has_columns", "read_messages"]
+
+_COLUMNS: Final = (
+    "topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey",
+    "_corrupt_record",
+)  # fmt: skip
+_ROWS: Final = 8192
+_LAST: Final = 8
+
+
+def has_columns() -> bool:
+    """Return whether pyarrow is installed."""
+    return find_spec("pyarrow") is not None
+
+
+def read_messages(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+    """Add the messages of a store to ``traffic``; return the places that cannot be read."""
+    if has_columns():
+        return _by_columns(view, name, wanted, traffic)
+    return _by_messages(view, name, wanted, traffic)
+
+
+def count_filter(
+    view: StoreView, name: str, wanted: ReportScope, group: str, topic: str, expression: str
+) -> FilterMatch:
+    """Return what a registered SQL filter matches."""
+    if has_columns():
+        every, matched = (_counted(view, wanted, topic, sql) for sql in (None, expression))
+    else:
+        from librmq.filter import SqlFilter
+
+        matches = SqlFilter(expression).matches
+        every = matched = (0, 0)
+        for message in _messages(view, wanted):
+            if message.topic == topic:
+                every = every[0] + 1, every[1] + message.size
+                if matches(message.properties):
+                    matched = matched[0] + 1, matched[1] + message.size
+    return FilterMatch(name, group, topic, expression, every[0], matched[0], every[1], matched[1])
+
+
+# ---------------------------------------------------------------------------------------------------- by columns
+
+
+def _settings(view: StoreView, wanted: ReportScope) -> ReaderKeywords:
+    topics = {topic for topic in view.topics if wanted.has_topic(topic)}
+    found: ReaderKeywords = {"topic": topics, "tags": wanted.tags, "checksums": False, "files": view.store.files}
+    if wanted.has_times:
+        found["since"] = wanted.begin_ms or 0
+        found["until"] = wanted.end_ms
+    return found
+
+
+def _by_columns(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+    from librmq.columns import reader
+
+    settings = _settings(view, wanted)
+    settings["columns"], settings["mode"] = _COLUMNS, "PERMISSIVE"
+    damage: list[DamagedPlace] = []
+    for batch in reader(view.store.path, **settings) if settings["topic"] else ():
+        told = batch.column("_corrupt_record")
+        if told.null_count < len(told):
+            damage += [DamagedPlace(name, "", 0, "unreadable", one) for one in told.drop_null().to_pylist()]
+            batch = batch.filter(told.is_null())
+        _add_batch(batch, traffic)
+    return damage
+
+
+def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch of Arrow)
+    import pyarrow as pa
+
+    topic = batch.column("topic").dictionary_encode()
+    topics = topic.dictionary.to_pylist()
+
+    def numbers(name: str) -> Any:  # noqa: ANN401 (an array of numpy)
+        return batch.column(name).cast(pa.int64()).to_numpy(zero_copy_only=False)
+
+    codes = topic.indices.cast(pa.int64()).to_numpy()
+    times_ms = numbers("storeTimestamp") // 1000
+    sizes = numbers("size")
+    advance(int(sizes.sum()))
+    traffic.add(
+        Headers(
+            topics, codes, numbers("queueId"), sizes, times_ms, numbers("bornTimestamp") // 1000,
+            numbers("reconsumeTimes"),
+        )
+    )  # fmt: skip
+    keys = batch.column("keys")
+    is_user = np.array([is_user_topic(one) for one in topics], np.bool_)
+    keyed = np.flatnonzero(is_user[codes] & ~keys.is_null().to_numpy(zero_copy_only=False)) if topics else codes
+    shares = traffic.keys.shares
+    each = keyed
+    if shares > 1:
+        places = (traffic.done - len(codes) + keyed).astype(np.uint64)
+        each = keyed[share_of(places, shares) == 0]
+    traffic.keys.count([topics[code] for code in codes[each].tolist()], keys.take(pa.array(each)).to_pylist())
+    if shares > 1:
+        keyed = keyed[share_of(_last_bytes(keys)[keyed], shares) == 0]
+    traffic.keys.look_back(
+        [topics[code] for code in codes[keyed].tolist()],
+        keys.take(pa.array(keyed)).to_pylist(),
+        batch.column("uniqueKey").take(pa.array(keyed)).to_pylist(),
+        times_ms[keyed].tolist(),
+    )
+
+
+def _last_bytes(column: Any) -> Any:  # noqa: ANN401 (arrays of Arrow and numpy)
+    """Return the last eight bytes of each text as a number."""
+    _, offsets, data = column.buffers()
+    bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    raw = np.frombuffer(data if data else b"\0", np.uint8)
+    found = np.zeros(len(column), np.uint64)
+    for back in range(_LAST, 0, -1):
+        at = bounds[1:] - back
+        here = np.where(at >= bounds[:-1], raw[np.maximum(at, 0)], 0).astype(np.uint64)
+        found = found << np.uint64(8) | here
+    return found
+
+
+def _counted(view: StoreView, wanted: ReportScope, topic: str, sql: str | None) -> tuple[int, int]:
+    from librmq.columns import reader
+
+    settings = _settings(view, wanted)
+    settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "DROPMALFORMED"
+    count = size = 0
+    for batch in reader(view.store.path, **settings):
+        count += batch.num_rows
+        size += int(batch.column("size").to_numpy(zero_copy_only=False).sum())
+    return count, size
+
+
+# --------------------------------------------------------------------------------------------------- one by one
+
+
+def _messages(view: StoreView, wanted: ReportScope) -> Iterator[StoredMessage]:
+    """Yield the wanted messages that are in a queue, in log order."""
+    from librmq.filter import TagFilter
+
+    tags = TagFilter(wanted.tags)
+    for message in view.store:
+        state = view.ranges.get((message.topic, message.queue_id))
+        if (
+            state is not None
+            and has_queue_entry(message.sys_flag)
+            and message.queue_offset >= state.min_offset
+            and wanted.has_topic(message.topic)
+            and wanted.has_time(message.store_timestamp_ms)
+            and (tags.takes_all or tags.matches(message.tags))
+        ):
+            yield message
+
+
+def _by_messages(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+    messages = _messages(view, wanted)
+    shares = traffic.keys.shares
+    while True:
+        found: list[StoredMessage] = []
+        try:
+            found.extend(islice(messages, _ROWS))
+        except CorruptionError as error:
+            _add_messages(found, traffic)
+            return [DamagedPlace(name, error.file, error.offset, "unreadable", str(error))]
+        if not found:
+            return []
+        at = traffic.done
+        _add_messages(found, traffic)
+        keyed = [(place, one) for place, one in enumerate(found, at) if one.keys and is_user_topic(one.topic)]
+        each = [one for place, one in keyed if share_of(place, shares) == 0]
+        traffic.keys.count([one.topic for one in each], [" ".join(one.keys) for one in each])
+        same = [one for _, one in keyed if _in_share(one, shares)]
+        traffic.keys.look_back(
+            [one.topic for one in same],
+            [" ".join(one.keys) for one in same],
+            [one.unique_key for one in same],
+            [one.store_timestamp_ms for one in same],
+        )
+
+
+def _in_share(message: StoredMessage, shares: int) -> bool:
+    return bool(share_of(int.from_bytes(" ".join(message.keys).encode()[-_LAST:]), shares) == 0)
+
+
+def _add_messages(messages: list[StoredMessage], traffic: Traffic) -> None:
+    codes: dict[str, int] = {}
+    rows = [
+        (
+            codes.setdefault(one.topic, len(codes)), one.queue_id, one.size, one.store_timestamp_ms,
+            one.born_timestamp_ms, one.reconsume_times,
+        )
+        for one in messages
+    ]  # fmt: skip
+    columns = np.array(rows, np.int64).reshape(-1, 6).T
+    traffic.add(Headers(list(codes), *columns))

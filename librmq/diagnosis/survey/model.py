@@ -1,0 +1,332 @@
+"""The values of a report: flat rows that each name their store, so that they go to JSON and come back equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, NamedTuple, Self
+
+from librmq.errors import InputError
+
+__all__ = [
+    "ATTEMPTS",
+    "DELAY_BOUNDS_MS",
+    "DUE_BOUNDS_MS",
+    "BornToStored",
+    "DamagedPlace",
+    "FilterMatch",
+    "FrequentKey",
+    "GroupLagChange",
+    "GroupTopicLag",
+    "LogFileUse",
+    "RepeatedKeys",
+    "Report",
+    "ReportPart",
+    "ReportedCause",
+    "ReportedFinding",
+    "RetriedMessages",
+    "StoreSummary",
+    "StoredTopic",
+    "WaitingMessages",
+]
+
+VERSION: Final = 1
+
+DELAY_BOUNDS_MS: Final = (0, 1, 10, 100, 1_000, 10_000, 60_000, 600_000, 3_600_000)
+"""Bounds between the bins of `BornToStored`; the first bin holds messages that were stored before they were born."""
+DUE_BOUNDS_MS: Final = (0, 60_000, 600_000, 3_600_000, 6 * 3_600_000, 86_400_000, 7 * 86_400_000)
+"""Bounds between the bins of `WaitingMessages`, from now; the first bin is overdue."""
+ATTEMPTS: Final = 17
+"""Bins of `RetriedMessages`: attempts 1 to 16, and later ones."""
+
+
+class StoreSummary(NamedTuple):
+    """A store of the report."""
+
+    store: str
+    """The shortest end of its path that tells it from the others."""
+    path: str
+    owner: str | None
+    """The process that has it open for writing."""
+    now_ms: int | None
+    """The time for ages."""
+    is_sound: bool | None
+    """The result of ``verify``; None if it did not run."""
+    error: str | None
+    """Why the store cannot be read further than to its damage."""
+    messages: int
+    bytes: int
+    """Size of the records of these messages."""
+    first_ms: int | None
+    last_ms: int | None
+    """Store times of the first and the last message."""
+
+
+class DamagedPlace(NamedTuple):
+    """A place that ``verify`` calls damaged."""
+
+    store: str
+    file: str
+    offset: int
+    kind: str
+    what: str
+
+
+class ReportedFinding(NamedTuple):
+    """A finding about a store."""
+
+    store: str
+    kind: str
+    severity: str
+    subject: str
+    what: str
+    evidence: Mapping[str, Any]
+    next_step: str
+
+
+class GroupTopicLag(NamedTuple):
+    """The lag of a group in a topic, and in each of its queues."""
+
+    store: str
+    group: str
+    topic: str
+    lag: int
+    oldest_timestamp_ms: int | None
+    oldest_age_s: float | None
+    without_progress: int
+    """Queues without progress, which count from their begin."""
+    expired: int
+    """Messages that retention deleted before the group consumed them."""
+    instances: int | None
+    """Running instances of the group; None for a folder, which does not tell."""
+    queue_ids: tuple[int, ...]
+    min_offsets: tuple[int, ...]
+    max_offsets: tuple[int, ...]
+    consumer_offsets: tuple[int | None, ...]
+    lags: tuple[int, ...]
+
+
+class StoredTopic(NamedTuple):
+    """The messages of a topic, over time and by queue."""
+
+    store: str
+    topic: str
+    messages: int
+    bytes: int
+    first_ms: int
+    last_ms: int
+    stored: tuple[int, ...]
+    """Messages in each interval of the report."""
+    queue_ids: tuple[int, ...]
+    queue_messages: tuple[int, ...]
+
+
+class BornToStored(NamedTuple):
+    """The time between birth and storing of a topic's messages, in bins of `DELAY_BOUNDS_MS`."""
+
+    store: str
+    topic: str
+    counts: tuple[int, ...]
+    most_ms: int
+
+
+class RetriedMessages(NamedTuple):
+    """Messages that were written again for a group, by attempt."""
+
+    store: str
+    group: str
+    attempts: tuple[int, ...]
+    """Messages for the first, the second … retry; the last number counts all later ones."""
+
+
+class ReportedCause(NamedTuple):
+    """Dead letters of a group by cause."""
+
+    store: str
+    group: str
+    topic: str
+    cause: str
+    messages: int
+    first_ms: int
+    last_ms: int
+    most_times: int
+    physical_offset: int
+    """The place of the last one."""
+
+
+class FrequentKey(NamedTuple):
+    """A key that many messages of a topic have."""
+
+    store: str
+    topic: str
+    key: str
+    messages: int
+    share: float
+    is_estimate: bool
+    """Whether only a sample of the messages was counted."""
+
+
+class RepeatedKeys(NamedTuple):
+    """Messages of a topic whose key an earlier message had within the window."""
+
+    store: str
+    topic: str
+    messages: int
+    resent: int
+    """Those with the unique id of the earlier one: a client or a broker repeated them."""
+    keys: int
+    shortest_s: float
+    is_estimate: bool
+
+
+class WaitingMessages(NamedTuple):
+    """Waiting messages of one kind: halves, delayed messages, timers, retries."""
+
+    store: str
+    kind: str
+    topic: str
+    group: str | None
+    """The producer group of halves, the consumer group of retries."""
+    messages: int
+    first_due_ms: int | None
+    last_due_ms: int | None
+    most_checks: int
+    due: tuple[int, ...]
+    """Messages by the time until they are due, in bins of `DUE_BOUNDS_MS`."""
+
+
+class LogFileUse(NamedTuple):
+    """A file of the log: when it was written, and what groups have left to consume in it."""
+
+    store: str
+    physical_offset: int
+    bytes: int
+    messages: int
+    unread: int
+    """Messages that some group has not consumed."""
+    last_ms: int | None
+    """Store time of its last message."""
+
+
+class FilterMatch(NamedTuple):
+    """A registered SQL filter: what it matches, and what the broker need not send because of it."""
+
+    store: str
+    group: str
+    topic: str
+    expression: str
+    messages: int
+    matched: int
+    bytes: int
+    matched_bytes: int
+
+
+class GroupLagChange(NamedTuple):
+    """How the lag of a group in a topic has changed since an earlier report."""
+
+    store: str
+    group: str
+    topic: str
+    before: int | None
+    """None if the earlier report had no such row."""
+    lag: int | None
+    seconds: float | None
+    stored_per_s: float | None
+    consumed_per_s: float | None
+    drain_s: float | None
+    """Time until nothing waits at these rates; None if never or unknown."""
+
+
+class ReportPart(NamedTuple):
+    """Everything about one store."""
+
+    summary: StoreSummary
+    damage: tuple[DamagedPlace, ...] = ()
+    findings: tuple[ReportedFinding, ...] = ()
+    lags: tuple[GroupTopicLag, ...] = ()
+    topics: tuple[StoredTopic, ...] = ()
+    delays: tuple[BornToStored, ...] = ()
+    retries: tuple[RetriedMessages, ...] = ()
+    dead_letters: tuple[ReportedCause, ...] = ()
+    keys: tuple[FrequentKey, ...] = ()
+    repeated: tuple[RepeatedKeys, ...] = ()
+    waiting: tuple[WaitingMessages, ...] = ()
+    log_files: tuple[LogFileUse, ...] = ()
+    filters: tuple[FilterMatch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a report says about one store or several."""
+
+    title: str
+    only: Mapping[str, str]
+    """The settings that limit the report, such as ``topic``."""
+    window_s: float
+    """Seconds between messages of one key that count as repeated."""
+    begin_ms: int | None
+    """Begin of the first interval of `StoredTopic.stored`; None without messages."""
+    interval_ms: int
+    stores: tuple[StoreSummary, ...]
+    damage: tuple[DamagedPlace, ...] = ()
+    findings: tuple[ReportedFinding, ...] = ()
+    lags: tuple[GroupTopicLag, ...] = ()
+    topics: tuple[StoredTopic, ...] = ()
+    delays: tuple[BornToStored, ...] = ()
+    retries: tuple[RetriedMessages, ...] = ()
+    dead_letters: tuple[ReportedCause, ...] = ()
+    keys: tuple[FrequentKey, ...] = ()
+    repeated: tuple[RepeatedKeys, ...] = ()
+    waiting: tuple[WaitingMessages, ...] = ()
+    log_files: tuple[LogFileUse, ...] = ()
+    filters: tuple[FilterMatch, ...] = ()
+    version: int = field(default=VERSION)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, which `from_json` reads."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in ROWS:
+            found[name] = [row._asdict() for row in found[name]]
+        return json.dumps({**found, "only": dict(self.only)}, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the report in a text of `to_json`.
+
+        Raises:
+            InputError: The text holds no report of this version.
+        """
+        try:
+            found: dict[str, Any] = json.loads(text)
+            if found["version"] != VERSION:
+                raise InputError(f"report of version {found['version']!r:.20}: expected version {VERSION}")
+            for name, kind in ROWS.items():
+                found[name] = tuple(kind(**{key: _frozen(value) for key, value in row.items()}) for row in found[name])
+            return cls(**found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"no report of librmq: {type(error).__name__}: {error}") from None
+
+
+def _frozen(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+ROWS: Final[dict[str, Callable[..., Any]]] = {
+    "stores": StoreSummary,
+    "damage": DamagedPlace,
+    "findings": ReportedFinding,
+    "lags": GroupTopicLag,
+    "topics": StoredTopic,
+    "delays": BornToStored,
+    "retries": RetriedMessages,
+    "dead_letters": ReportedCause,
+    "keys": FrequentKey,
+    "repeated": RepeatedKeys,
+    "waiting": WaitingMessages,
+    "log_files": LogFileUse,
+    "filters": FilterMatch,
+}
+"""The kind of the rows in each part of a report."""

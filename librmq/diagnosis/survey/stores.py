@@ -1,0 +1,292 @@
+"""Everything that a report says about one store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from librmq.diagnosis.backlog import Lag, lag
+from librmq.diagnosis.checkup import diagnose
+from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
+from librmq.diagnosis.pending import PendingMessage, pending_messages
+from librmq.diagnosis.survey.key_counts import KeyCounts
+from librmq.diagnosis.survey.log_use import log_file_uses
+from librmq.diagnosis.survey.messages import count_filter, read_messages
+from librmq.diagnosis.survey.model import (
+    DUE_BOUNDS_MS,
+    DamagedPlace,
+    FilterMatch,
+    GroupTopicLag,
+    ReportedCause,
+    ReportedFinding,
+    ReportPart,
+    StoreSummary,
+    WaitingMessages,
+)
+from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
+from librmq.diagnosis.survey.traffic import Traffic
+from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.errors import CorruptionError
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import RETRY_PREFIX
+from librmq.store.recovery.verify import verify
+
+__all__ = [
+    "VERIFIED",
+    "broken_store",
+    "find_time_range",
+    "passes_over",
+    "survey_findings",
+    "survey_store",
+]
+
+VERIFIED: Final = 300_000
+"""Messages up to which a report runs ``verify`` unless it is told to: it reads each record one by one."""
+
+
+def find_time_range(view: StoreView, wanted: ReportScope) -> tuple[int, int] | None:
+    """Return the store times of the first and the last wanted message; None without messages."""
+    times = []
+    for name, state in view.ranges.items():
+        if wanted.has_topic(name[0]):
+            with suppress(CorruptionError):
+                queue = view.store.queues[name]
+                for at in (state.min_offset, state.max_offset - 1):
+                    entry = queue.entry(at)
+                    found = entry and view.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+                    if found is not None:
+                        times.append(found)
+    if not times:
+        return None
+    last = max(times) if wanted.end_ms is None else min(max(times), wanted.end_ms - 1)
+    return min(max(min(times), wanted.begin_ms or 0), last), last
+
+
+def _count(view: StoreView) -> int:
+    return sum(state.max_offset - state.min_offset for state in view.ranges.values())
+
+
+def _is_checked(view: StoreView, check: bool | None) -> bool:
+    return _count(view) <= VERIFIED if check is None else check
+
+
+def passes_over(view: StoreView, check: bool | None) -> int:
+    """Return the bytes of the log that a report walks over: ``verify`` takes two passes."""
+    return (view.store.log.end - view.store.log.begin) * (3 if _is_checked(view, check) else 1)
+
+
+def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[DamagedPlace, ...]:
+    """Return what ``verify`` finds, with files relative to the store."""
+    found = verify(path, files=None if view is None else view.store.files)
+    return tuple(
+        DamagedPlace(name, os.path.relpath(one.file, path), one.offset, one.kind, one.what) for one in found.damage
+    )
+
+
+def broken_store(path: str, name: str, error: CorruptionError) -> ReportPart:
+    """Return what can be said of a store that cannot be opened."""
+    damage = _verify(path, name)
+    summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None)
+    return ReportPart(summary, damage, _damage_findings(name, damage, str(error)))
+
+
+def survey_store(
+    view: StoreView,
+    name: str,
+    wanted: ReportScope,
+    axis: TimeAxis,
+    *,
+    limits: Thresholds,
+    window_s: float,
+    check: bool | None,
+) -> ReportPart:
+    """Return everything about a store.
+
+    Args:
+        view: The store.
+        name: Its name in the report.
+        wanted: The part of it that the report is about.
+        axis: The intervals of rates.
+        limits: Limits beyond which something is a finding.
+        window_s: Seconds between messages of one key that count as repeated.
+        check: Whether to run ``verify``; None for up to `VERIFIED` messages.
+    """
+    count = _count(view)
+    part = survey_findings(view, name, wanted, limits=limits, check=_is_checked(view, check))
+    traffic = Traffic(axis, KeyCounts(count, window_s))
+    unreadable = read_messages(view, name, wanted, traffic)
+    damage = part.damage if part.damage else tuple(unreadable)
+    findings = part.findings
+    if damage and not part.damage:
+        findings = (*_damage_findings(name, damage, None), *findings)
+    topics = tuple(traffic.topics(name))
+    summary = part.summary._replace(
+        is_sound=False if damage else part.summary.is_sound,
+        messages=sum(one.messages for one in topics),
+        bytes=sum(one.bytes for one in topics),
+        first_ms=min((one.first_ms for one in topics), default=None),
+        last_ms=max((one.last_ms for one in topics), default=None),
+    )
+    return part._replace(
+        summary=summary,
+        damage=damage,
+        findings=findings,
+        topics=topics,
+        delays=tuple(traffic.delays(name)),
+        retries=tuple(one for one in traffic.retries(name) if wanted.has_group(one.group)),
+        keys=tuple(traffic.keys.frequent(name)),
+        repeated=tuple(traffic.keys.repeated(name)),
+        filters=tuple(_filters(view, name, wanted)),
+    )
+
+
+def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: Thresholds, check: bool) -> ReportPart:
+    """Return the part of a report for which not every message has to be read."""
+    path = view.store.path
+    damage: tuple[DamagedPlace, ...] = ()
+    if check:
+        damage = _verify(path, name, view)
+    found = lag(view)
+    findings = [_reported(name, one) for one in diagnose(view, limits) if wanted.has_subject(one.subject)]
+    unchecked = () if check else (_unchecked(name),)
+    return ReportPart(
+        StoreSummary(
+            name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None
+        ),
+        damage,
+        (*_damage_findings(name, damage, None), *findings, *unchecked),
+        lags=tuple(_lags(view, name, wanted, found)),
+        dead_letters=tuple(_causes(view, name, wanted)),
+        waiting=tuple(_waiting(view, name, wanted)),
+        log_files=tuple(log_file_uses(view, name, found)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- findings
+
+
+def _reported(name: str, one: Finding) -> ReportedFinding:
+    evidence = json.loads(json.dumps(dict(one.evidence), default=str))  # as it comes back from JSON
+    return ReportedFinding(name, one.kind, one.severity, one.subject, one.what, evidence, one.next_step)
+
+
+def _damage_findings(name: str, damage: Sequence[DamagedPlace], error: str | None) -> tuple[ReportedFinding, ...]:
+    if not damage and error is None:
+        return ()
+    what = f"verify finds {counted(len(damage), 'damaged place')}" if damage else "The store cannot be read"
+    first = f"{damage[0].file} at {damage[0].offset}: {damage[0].what}" if damage else error
+    return (
+        ReportedFinding(
+            name, "damage", "error", f"store {name}", f"{what}; the first: {first}.",
+            {"places": len(damage), "kinds": sorted({one.kind for one in damage}), "error": error},
+            "Copy the folder first: librmq snapshot STORE COPY. Then librmq recover mends what a crash leaves, and "
+            "librmq salvage saves what can be read of the rest.",
+        ),
+    )  # fmt: skip
+
+
+def _unchecked(name: str) -> ReportedFinding:
+    return ReportedFinding(
+        name, "not-verified", "info", f"store {name}",
+        f"verify did not run: it reads every record, which takes long from {VERIFIED:,} messages on.",
+        {"limit": VERIFIED}, "Run librmq verify STORE, or the report with --verify.",
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- the parts
+
+
+def _lags(view: StoreView, name: str, wanted: ReportScope, found: Lag) -> Iterator[GroupTopicLag]:
+    instances: dict[str, int | None] = {}
+    begins = [*found.begins.tolist(), len(found)]
+    for at, one in enumerate(found.by_topic()):
+        if (
+            is_own_group(one.group)
+            or one.topic == SCHEDULE_TOPIC
+            or not wanted.has_group(one.group)
+            or not wanted.has_topic(one.topic)
+        ):
+            continue
+        if one.group not in instances:
+            instances[one.group] = _instances(view, one.group)
+        rows = slice(begins[at], begins[at + 1])
+        offsets = found.consumer_offsets[rows].tolist()
+        known = found.has_progress[rows].tolist()
+        columns = (found.queue_ids[rows], found.min_offsets[rows], found.max_offsets[rows])
+        ids, begin, end = (tuple(column.tolist()) for column in columns)
+        yield GroupTopicLag(
+            name, one.group, one.topic, one.lag, one.oldest_timestamp_ms, view.age_s(one.oldest_timestamp_ms),
+            one.without_progress, one.expired, instances[one.group], ids, begin, end,
+            tuple(offset if is_known else None for offset, is_known in zip(offsets, known, strict=True)),
+            tuple(found.lags[rows].tolist()),
+        )  # fmt: skip
+
+
+def _instances(view: StoreView, group: str) -> int | None:
+    if view.broker is None:
+        return None
+    connections = view.broker.connections(group)
+    return 0 if connections is None else len(connections.told)
+
+
+def _causes(view: StoreView, name: str, wanted: ReportScope) -> Iterator[ReportedCause]:
+    causes = (
+        sum_up_causes(one for one in dead_letters(view) if wanted.has_time(one.store_timestamp_ms))
+        if wanted.has_times
+        else dead_letter_causes(view)
+    )
+    for one in causes:
+        if wanted.has_group(one.group) and wanted.has_topic(one.original_topic):
+            yield ReportedCause(name, *one)
+
+
+def _waiting(view: StoreView, name: str, wanted: ReportScope) -> Iterator[WaitingMessages]:
+    found: dict[tuple[str, str, str | None], WaitingMessages] = {}
+    due: dict[tuple[str, str, str | None], Any] = {}
+    now_ms = view.now_ms or 0
+    for one in pending_messages(view.store, view.tables):
+        group = _group_of(view, one)
+        if not wanted.has_topic(one.topic) or (group is not None and not wanted.has_group(group)):
+            continue
+        key: tuple[str, str, str | None] = one.kind, one.topic, group
+        row = found.get(key) or WaitingMessages(name, *key, 0, one.due_ms, one.due_ms, 0, ())
+        if one.due_ms is not None:
+            bins = due.setdefault(key, np.zeros(len(DUE_BOUNDS_MS) + 1, np.int64))
+            bins[np.searchsorted(DUE_BOUNDS_MS, one.due_ms - now_ms, side="right")] += 1
+            row = row._replace(
+                first_due_ms=min(row.first_due_ms or one.due_ms, one.due_ms),
+                last_due_ms=max(row.last_due_ms or one.due_ms, one.due_ms),
+            )
+        found[key] = row._replace(messages=row.messages + 1, most_checks=max(row.most_checks, one.checks))
+    for key, row in sorted(found.items(), key=lambda one: (-one[1].messages, str(one[0]))):
+        yield row._replace(due=tuple(due[key].tolist()) if key in due else ())
+
+
+def _group_of(view: StoreView, one: PendingMessage) -> str | None:
+    if one.kind == "retry":
+        return one.target_topic.removeprefix(RETRY_PREFIX)
+    if one.kind not in ("half", "given_up"):
+        return None
+    message = view.store.message_at(one.physical_offset)
+    return None if message is None else message.properties.get(record.PROPERTY_PRODUCER_GROUP)
+
+
+def _filters(view: StoreView, name: str, wanted: ReportScope) -> Iterator[FilterMatch]:
+    for group, topic, expression in registered_filters(view):
+        if wanted.has_group(group) and wanted.has_topic(topic):
+            yield count_filter(view, name, wanted, group, topic, expression)
+
+
+def registered_filters(view: StoreView) -> Iterator[tuple[str, str, str]]:
+    """Yield group, topic and expression of each registered SQL filter."""
+    if view.tables.filters:
+        for one in view.tables.registrations(0):
+            if one.filter is not None:
+                yield one.group, one.topic, one.expression
