@@ -27,6 +27,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import os
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ __all__ = [
     "Seconds",
     "StoreConfig",
     "check_kind",
+    "check_path",
     "parse_hours",
     "suggest",
     "to_seconds",
@@ -153,6 +155,19 @@ def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
     if value is not None and not isinstance(value, kind):
         such_as = f" such as {example}" if example else ""
         raise wrong_kind(name, value, f"a {kind.__name__}{such_as}")
+
+
+def check_path(name: str, path: object, expected: str) -> None:
+    """Refuse what names no folder.
+
+    Raises:
+        ConfigError: It is empty, or has a null character.
+        TypeError: It is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise wrong_kind(name, path, expected)
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ConfigError(f"{name}: expected {expected}, found {os.fspath(path)!r:.80}")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from librmq.broker.life import BrokerLife
 from librmq.broker.parts import BrokerParts
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
-from librmq.config import StoreConfig, check_kind, to_seconds
+from librmq.config import StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (
     BrokerError,
     ConfigError,
@@ -530,10 +530,7 @@ class Broker:
 
 def _check_names(path: object, name: object, cluster_name: object) -> None:
     """Refuse a path that names no folder, and names that a route or a file could not carry."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: expected the folder of a store, found {path!r:.80}")
-    if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ConfigError(f"path: expected the folder of a store, found {os.fspath(path)!r:.80}")
+    check_path("path", path, "the folder of a store")
     for what, value in (("name", name), ("cluster_name", cluster_name)):
         if not isinstance(value, str) or not value or not value.isprintable():
             raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")

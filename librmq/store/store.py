@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig, check_kind, to_seconds, to_timestamp_ms, wrong_kind
+from librmq.config import StoreConfig, check_kind, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import ConfigError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
@@ -102,10 +101,7 @@ class MessageStore:
                 ``thorough``, and `librmq.store.recovery.salvage` keeps them.
             TypeError: An argument has a wrong type.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise wrong_kind("path", path, "the folder of a store")
-        if not os.fspath(path):
-            raise ConfigError(f"path: expected the folder of a store, found {path!r}")
+        check_path("path", path, "the folder of a store")
         check_kind("config", config, StoreConfig, "StoreConfig()")
         for name, value, needed, example in (
             ("files", files, "flush_folder", "MemoryFiles()"),
@@ -455,6 +451,8 @@ class MessageStore:
 
         A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
+        if not isinstance(now_ms, int):
+            raise wrong_kind("now_ms", now_ms, "milliseconds since 1970")
         return self._handle.run_due(now_ms)
 
     def check_room(self) -> None:
@@ -475,6 +473,8 @@ class MessageStore:
         offset 0. RocketMQ 4.9 also deletes queues whose messages are still in the log; the next recovery rebuilds them.
         """
         self._handle.check_writable()
+        if isinstance(topics, str | bytes) or not isinstance(topics, Container):
+            raise wrong_kind("topics", topics, "a set of names")
         return clean_unused_topics(self.path, self.files, self.appender, topics)
 
     def recover(self) -> list[Damage]:
@@ -494,7 +494,7 @@ class MessageStore:
         self._handle.check_open()
         return snapshot(
             self.path,
-            os.fspath(target),
+            os.fspath(target) if isinstance(target, os.PathLike) else target,
             self.config,
             copy=copy,
             files=self.files,

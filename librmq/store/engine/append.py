@@ -34,8 +34,11 @@ from librmq.store.engine.prepared import (
     AppendResult,
     CopyTarget,
     Prepared,
+    check_fields,
+    check_queue_id,
     check_sizes,
     checked_host_flags,
+    host_bytes,
     place_copies,
     prepare_again,
     prepare_batch,
@@ -133,54 +136,54 @@ class Appender:
             raise wrong_kind("message", message, "a Message") from None
         if delays is not None:
             raise MessageIllegalError("delay, deliver_at: a broker resolves them; a store takes a delay_level")
-        properties: Mapping[str, str] = message.properties
-        waits_ms: int | None = None
-        if properties_raw is None:
-            if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, record_format.TRANSACTION_COMMIT):
-                text = properties["DELAY"]
-                level, name, level_ms = self._delays.get(text) or self._delay(text)
-                if level > 0:
-                    properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
-                    topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
-            raw = record_format.encode_properties(properties)
-        else:
-            raw = properties_raw
-            properties = properties or record_format.decode_properties(raw)
-        lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
-        body_size = len(body)
-        if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
-            body, sys_flag = (
-                record_format.compress_body(body),
-                sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
-            )
-            body_size = len(body)
-        if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
-            check_sizes(body_size, len(raw), self._max_body_size)
-        get = properties.get
-        unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
-        tags_code = record_format.tags_code(tags) if tags else 0
-        if topic == SCHEDULE_TOPIC and waits_ms is None:
-            level, _, level_ms = self._delay(properties.get("DELAY", ""))
-            waits_ms = level_ms if level > 0 else None
-        stored_at = born_at = self._host
-        counted = True
-        if store_host is not None:
-            stored_at = store_host if type(store_host) is bytes else record_format.encode_host(store_host)
-        if born_host is not None:
-            born_at = born_host if type(born_host) is bytes else record_format.encode_host(born_host)
-        hosts_size = len(born_at) + len(stored_at)
-        if sys_flag or hosts_size > _TWO_HOSTS:
-            sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
-            counted = has_queue_entry(sys_flag)
-            if not is_indexed(sys_flag):
-                unique_key = keys = None
-        checksum = zlib.crc32(body) & 0x7FFFFFFF
-        tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
-        size = 72 + hosts_size + len(tail)
-        lock = self.lock
-        if lock.mutex.locked():
-            lock.check_reentry()
         try:
+            properties: Mapping[str, str] = message.properties
+            waits_ms: int | None = None
+            if properties_raw is None:
+                if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, record_format.TRANSACTION_COMMIT):
+                    text = properties["DELAY"]
+                    level, name, level_ms = self._delays.get(text) or self._delay(text)
+                    if level > 0:
+                        properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
+                        topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
+                raw = record_format.encode_properties(properties)
+            else:
+                raw = properties_raw
+                properties = properties or record_format.decode_properties(raw)
+            lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
+            body_size = len(body)
+            if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
+                body, sys_flag = (
+                    record_format.compress_body(body),
+                    sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
+                )
+                body_size = len(body)
+            if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
+                check_sizes(body_size, len(raw), self._max_body_size)
+            get = properties.get
+            unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
+            tags_code = record_format.tags_code(tags) if tags else 0
+            if topic == SCHEDULE_TOPIC and waits_ms is None:
+                level, _, level_ms = self._delay(properties.get("DELAY", ""))
+                waits_ms = level_ms if level > 0 else None
+            stored_at = born_at = self._host
+            counted = True
+            if store_host is not None:
+                stored_at = host_bytes(store_host)
+            if born_host is not None:
+                born_at = host_bytes(born_host)
+            hosts_size = len(born_at) + len(stored_at)
+            if sys_flag or hosts_size > _TWO_HOSTS:
+                sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
+                counted = has_queue_entry(sys_flag)
+                if not is_indexed(sys_flag):
+                    unique_key = keys = None
+            checksum = zlib.crc32(body) & 0x7FFFFFFF
+            tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
+            size = 72 + hosts_size + len(tail)
+            lock = self.lock
+            if lock.mutex.locked():
+                lock.check_reentry()
             with lock.mutex:
                 lock_holder = lock
                 if not self.accepts:
@@ -222,6 +225,9 @@ class Appender:
                 records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                 dispatcher.writing_at = -1
                 del lock_holder  # `check_reentry` looks for it
+        except TypeError:
+            check_fields(queue_id, sys_flag)
+            raise
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         end = physical_offset + size
@@ -305,10 +311,13 @@ class Appender:
             check_batch(messages)
         except (AttributeError, TypeError):
             raise wrong_kind("messages", messages, "a list of Message") from None
+        check_fields(queue_id, sys_flag)
+        if properties is not None and not isinstance(properties, Mapping):
+            raise wrong_kind("properties", properties, "a mapping of names to texts")
         if sys_flag & _TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
-        stored_at = self._host if store_host is None else record_format.encode_host(store_host)
-        born_at = self._host if born_host is None else record_format.encode_host(born_host)
+        stored_at = self._host if store_host is None else host_bytes(store_host)
+        born_at = self._host if born_host is None else host_bytes(born_host)
         sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
         topic = messages[0].topic
         lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
@@ -440,8 +449,7 @@ class Appender:
             MessageIllegalError: No queue can have this topic or queue id.
         """
         validate_topic(topic)
-        if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
-            raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
+        check_queue_id(queue_id)
         self.lock.check_reentry()
         with critical, self.lock.mutex:
             if not self.accepts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY
@@ -27,8 +27,11 @@ __all__ = [
     "PlacedCopies",
     "Prepared",
     "PreparedBatch",
+    "check_fields",
+    "check_queue_id",
     "check_sizes",
     "checked_host_flags",
+    "host_bytes",
     "place_copies",
     "prepare_again",
     "prepare_batch",
@@ -275,3 +278,31 @@ def checked_host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> in
     if sys_flag & record_format.HOSTS_V6 & ~flags:
         raise MessageIllegalError(f"sys flag {sys_flag:#x} claims an IPv6 host; found an IPv4 host")
     return flags
+
+
+def host_bytes(host: record_format.Host | bytes) -> bytes:
+    """Return a host as in a record: 8 bytes, 20 for IPv6; refuse anything else."""
+    if type(host) is bytes and len(host) in (8, 20):
+        return host
+    try:
+        return record_format.encode_host(host)
+    except TypeError:  # it can't be hashed
+        raise MessageIllegalError(f"expected an IP address and a port of 32 bits, found {host!r:.80}") from None
+
+
+def check_queue_id(queue_id: Any) -> None:  # noqa: ANN401 (what a caller gave)
+    """Refuse what is no queue id, such as a text."""
+    if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
+        raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r:.80}")
+
+
+def check_fields(queue_id: object, sys_flag: object) -> None:
+    """Refuse fields of a record of a wrong kind.
+
+    Raises:
+        MessageIllegalError: ``queue_id`` is none.
+        TypeError: ``sys_flag`` is no whole number.
+    """
+    check_queue_id(queue_id)
+    if not hasattr(sys_flag, "__index__"):
+        raise wrong_kind("sys_flag", sys_flag, "a whole number")

@@ -64,7 +64,11 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         Raises:
             TypeError: No queue can have this name.
         """
-        queue = self._open.get(name)
+        try:
+            queue = self._open.get(name)
+        except TypeError:  # it can't be hashed
+            _check(name)
+            raise
         if queue is None:
             if name in self._known:
                 return self[name]

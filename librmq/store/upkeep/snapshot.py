@@ -25,7 +25,7 @@ import numpy as np
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, check_path
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -106,6 +106,8 @@ def snapshot(
         CorruptionError: The log is damaged.
         StoreIOError: For example, the disk is full, or ``target`` is not empty.
     """
+    check_path("path", path, "the folder of a store")
+    check_path("target", target, "the folder of a new store")
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
     config = config or directory.infer_config(path, files)
@@ -166,6 +168,8 @@ def rescue(
     transactions is adjusted to the new numbers. A Spark job with a ``jobId`` stays committed if its first record was
     saved, or, after its end, any record; otherwise it can write its messages again.
     """
+    check_path("path", path, "the folder of a store")
+    check_path("target", target, "the folder of a new store")
     files, clock = files or DiskFiles(), clock or SystemClock()
     config = config or directory.infer_config(path, files)
     count = gaps = 0
