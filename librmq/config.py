@@ -274,6 +274,9 @@ _TIMER: Final = {
 }
 
 
+_BROKER_RETENTION: Final = {"max_total_size": None, "file_reserved_hours": 72}
+
+
 def parse_hours(text: str) -> frozenset[int]:
     """Return the hours of the day that ``delete_when`` names.
 
@@ -294,10 +297,17 @@ class NamedConfig(Config):
     named: frozenset[str]
 
     def __new__(cls, **settings: Any) -> Self:  # noqa: ANN401 checked by the class
-        """Note the names; ``dataclasses.replace`` names all."""
-        self = super().__new__(cls)
-        object.__setattr__(self, "named", frozenset(settings))
-        return self
+        """Note the names. ``dataclasses.replace`` gives all settings; of those, others than a preset's count."""
+        named = set(settings)
+        if len(settings) == len(cls.names()):
+            named = {name for name, value in settings.items() if value != _default(cls, name)}
+            named -= cls._unnamed(settings)
+        return _name(super().__new__(cls), named)
+
+    @classmethod
+    def _unnamed(cls, settings: Mapping[str, Any]) -> set[str]:
+        """Return the names of settings that a preset has changed."""
+        return set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _with_names, (type(self), {name: getattr(self, name) for name in self.names()}, self.named)
@@ -312,6 +322,10 @@ _N = TypeVar("_N", bound=NamedConfig)
 def _name(config: _N, named: Iterable[str]) -> _N:
     object.__setattr__(config, "named", frozenset(named))
     return config
+
+
+def _default(kind: type[NamedConfig], name: str) -> object:
+    return kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
 
 
 def _with_names(kind: type[_N], settings: Mapping[str, Any], named: Iterable[str]) -> _N:
@@ -406,7 +420,12 @@ class StoreConfig(NamedConfig):
             "max_index_num": 20_000_000,
             **changes,
         }
-        return _with_names(cls, {"max_total_size": None, "file_reserved_hours": 72, **sizes}, sizes)
+        return _with_names(cls, {**_BROKER_RETENTION, **sizes}, sizes)
+
+    @classmethod
+    def _unnamed(cls, settings: Mapping[str, Any]) -> set[str]:
+        has_preset = all(settings[name] == value for name, value in _BROKER_RETENTION.items())
+        return set(_BROKER_RETENTION) if has_preset else set()
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class

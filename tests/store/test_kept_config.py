@@ -125,8 +125,10 @@ SIZES: dict[str, Any] = {
         StoreConfig.broker(durability="sync", **SIZES),
         StoreConfig().with_settings({"durability": "sync"}),
         pickle.loads(pickle.dumps(StoreConfig(durability="sync"))),
+        dataclasses.replace(StoreConfig(), durability="sync"),
+        dataclasses.replace(StoreConfig.broker(**SIZES), durability="sync"),
     ],
-    ids=["defaults", "broker", "with settings", "pickled"],
+    ids=["defaults", "broker", "with settings", "pickled", "replaced", "replaced broker"],
 )
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_store_keeps_its_own_where_nothing_is_named(given: StoreConfig, kept: bool) -> None:
@@ -186,4 +188,6 @@ def test_a_configuration_knows_what_was_named() -> None:
     assert config.named == {"durability", "compress_from"}
     again = pickle.loads(pickle.dumps(config))
     assert (again, again.named, hash(again)) == (config, config.named, hash(config))
+    assert dataclasses.replace(StoreConfig(), max_total_size=1 << 30).named == {"max_total_size"}
+    assert "file_reserved_hours" in dataclasses.replace(StoreConfig.broker(), file_reserved_hours=5).named
     assert StoreConfig() == StoreConfig(durability="async")
