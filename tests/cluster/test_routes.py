@@ -91,6 +91,21 @@ def test_a_killed_broker_stays_in_the_route_for_up_to_150_s() -> None:
     assert names(routes) == ["a"]
 
 
+def test_looks_and_expiry_of_a_route_can_be_chosen() -> None:
+    """Killed after a second, a broker expires after 10 s more; clients look at the 12th second."""
+    runner = ManualRunner()
+    a, b = broker("a", runner), broker("b", runner)
+    for one in (a, b):
+        one.create_topic("T", 2)
+    routes = RouteTable(a, b, poll_s=4, expiry_s=10)
+    runner.advance(1_000)
+    b.abandon()
+    runner.advance(10_999)
+    assert names(routes) == ["a", "b"]
+    runner.advance(1)
+    assert names(routes) == ["a"]
+
+
 def test_a_broker_that_is_back_soon_was_never_gone() -> None:
     runner, files = ManualRunner(), MemoryFiles()
     a, b = broker("a", runner), broker("b", runner, files)

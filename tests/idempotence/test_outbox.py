@@ -144,10 +144,17 @@ def test_a_unique_id_is_kept(embedded: Post) -> None:
 
 
 def test_adding_to_an_async_session(embedded: Post) -> None:
+    """With an order key, too: the second message of one waits for the first."""
+    refused = {"kept"}
+    embedded.producer.then = lambda message: (
+        SendStatus.FLUSH_DISK_TIMEOUT if message.body.decode() in refused else SendStatus.SEND_OK
+    )
+
     async def add() -> None:
         engine = create_async_engine(embedded.engine.url.set(drivername="sqlite+aiosqlite"), poolclass=NullPool)
         async with AsyncSession(engine) as session:
-            await embedded.outbox.add_async(session, Message("orders", b"kept"))
+            await embedded.outbox.add_async(session, Message("orders", b"kept"), order_key="a")
+            await embedded.outbox.add_async(session, Message("orders", b"second"), order_key="a")
             await session.commit()
             await embedded.outbox.add_async(session, Message("orders", b"undone"))
         await engine.dispose()
@@ -155,6 +162,10 @@ def test_adding_to_an_async_session(embedded: Post) -> None:
     asyncio.run(add())
     embedded.run(embedded.sender())
     assert embedded.producer.bodies == ["kept"]
+    refused.clear()
+    embedded.clock.advance(seconds=1)
+    embedded.run(embedded.sender())
+    assert embedded.producer.bodies == ["kept", "kept", "second"]
 
 
 @pytest.mark.parametrize(

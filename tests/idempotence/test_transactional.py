@@ -279,4 +279,15 @@ def test_the_table_can_be_chosen(tmp_path: Path, name: str) -> None:
             transactional(session, message_of(name), group="billing", table="seen") as first,
         ):
             assert first is expected
+    assert purge_messages(engine, 1 << 60, table="seen") == 1
+    with Session(engine) as session, transactional(session, message_of(name), group="billing", table="seen") as first:
+        assert first
     engine.dispose()
+
+
+def test_applications_with_one_table_are_kept_apart(database: Callable[[str], Database], name: str) -> None:
+    with closing(database("sqlite").connect()) as connection:
+        for application, expected in (("shop", True), ("shop", False), ("", True), ("store", True)):
+            message = message_of(name)
+            with transactional(connection, message, group="billing", application=application) as first:
+                assert first is expected

@@ -144,11 +144,9 @@ def snapshot(
     return Snapshot(target, begin, found_end, copied, linked)
 
 
-def restore(
-    path: str, target: str, config: StoreConfig | None = None, *, files: Files | None = None, clock: Clock | None = None
-) -> Snapshot:
+def restore(path: str, target: str, config: StoreConfig | None = None, *, files: Files | None = None) -> Snapshot:
     """Create a store in ``target`` from the snapshot in ``path``: copy and check every file; the snapshot stays."""
-    return snapshot(path, target, config, copy=True, files=files, clock=clock)
+    return snapshot(path, target, config, copy=True, files=files)
 
 
 def rescue(
@@ -157,7 +155,6 @@ def rescue(
     config: StoreConfig | None = None,
     *,
     files: Files | None = None,
-    clock: Clock | None = None,
     tell: Callable[[Gap], object] = lambda gap: None,
 ) -> Rescued:
     """Create a store in ``target``, which is empty or does not exist, from every sound record of the store in ``path``.
@@ -170,7 +167,7 @@ def rescue(
     """
     check_path("path", path, "the folder of a store")
     check_path("target", target, "the folder of a new store")
-    files, clock = files or DiskFiles(), clock or SystemClock()
+    files, clock = files or DiskFiles(), SystemClock()
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with _growing(target, files) as part:
