@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Self
 from librmq.errors import BodyChecksumError, CorruptionError, MessageIllegalError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Buffer, Files
+from librmq.files.seam import Buffer, Files, without_zeros
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.runtime.headway import advance
@@ -205,6 +205,40 @@ class CommitLog:
         self._sequence.put(self._file_start, self.end - self._file_start, data)
         self.last_write = self.end
         self.end += size
+
+    def begin_at(self, physical_offset: int) -> None:
+        """Let a log without files begin at ``physical_offset``, the start of a file; for the copy of another log."""
+        self._make(physical_offset)
+        self.end = self._flushed = physical_offset
+        self._resume()
+
+    def append_copy(self, data: bytes) -> list[LogItem]:
+        """Append bytes of another log as they are, whole records and blanks of one file; return them as `scan` does.
+
+        Raises:
+            CorruptionError: they are no whole records of one file; nothing is appended.
+            StoreIOError: there is no space; nothing is appended.
+        """
+        size = len(data)
+        if self._file_start < 0 or self.end == self._file_end:
+            self._roll(size)
+        start, at, used = self._file_start, self.end - self._file_start, without_zeros(data)
+        if at + len(used) > self._reserved:
+            self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
+        assert self._buffer is not None
+        try:
+            self._buffer[at : at + len(used)] = used
+            items = list(self._items(self._buffer, start, at, at + size, True))
+            if sum(item[1] for item in items) != size:
+                what = f"expected whole records in {size} copied bytes"
+                raise CorruptionError(self._sequence.path(start), self.end, "record", what)
+        except (CorruptionError, IndexError):
+            self._buffer[at : at + len(used)] = bytes(len(used))
+            raise
+        self._sequence.mark_dirty(start)
+        self.last_write = self.end
+        self.end += size
+        return items
 
     def _next_file(self) -> int:
         """Return the start of the file after this one."""

@@ -38,7 +38,8 @@
         ├── DiskFullError           the disk is too full for more messages; nothing was written
         ├── StoreFullError          messages that are not consumed yet take all the room; nothing was written
         ├── StoreClosedError        a handle was used after it was closed, or after a fork
-        ├── ReadOnlyError           a read-only handle was asked to write
+        ├── ReadOnlyError           a read-only handle, or a replica, was asked to write
+        ├── ReplicaError            a folder can't copy this master; nothing was changed
         ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is reopened
         └── StoreIOError            the operating system refused a call; names call and file    (OSError)
 """
@@ -81,6 +82,7 @@ __all__ = [
     "ReadOnlyError",
     "ReceiptError",
     "RecordError",
+    "ReplicaError",
     "RmqError",
     "RunnerClosedError",
     "RunnerError",
@@ -306,7 +308,11 @@ class StoreClosedError(StoreError):
 
 
 class ReadOnlyError(StoreError):
-    """A read-only handle was asked to write."""
+    """A read-only handle, or a replica, was asked to write."""
+
+
+class ReplicaError(StoreError):
+    """A folder can't copy this master: the error says why. Nothing was changed."""
 
 
 class FlushFailedError(StoreError):

@@ -58,6 +58,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "transactions": _counter("{transaction}", "topic outcome", "transactions ended: commit, rollback, discard"),
     "transaction_checks": _counter("{check}", "topic", "checks of transactions sent to producers"),
     "clients": _gauge("{client}", "group", "clients in a group now"),
+    "replicas": _gauge("{replica}", "", "replicas that follow the broker now"),
+    "replica_lag_bytes": _gauge("By", "", "bytes of its master's log that a replica lacks now"),
     "held_pulls": _gauge("{pull}", "", "pulls waiting for a message now"),
     # consumers
     "pulls": _counter("{pull}", "topic group status", "pulls by status"),

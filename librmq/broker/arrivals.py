@@ -6,7 +6,7 @@ transactions) and the flush of the store. Code that stores a message calls `Arri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from librmq.broker.long_polling import HeldPulls
@@ -62,6 +62,15 @@ class Arrivals:
                 self._wake_flush()
         else:
             self.delivered(topic, queue_id, properties, result)
+
+    def copied(self, queues: Iterable[tuple[str, int]]) -> None:
+        """Note messages that a replica has copied into these queues."""
+        for queue in queues:
+            if queue in self._held:
+                with self._runner.lock:
+                    self._held_pulls.answer(queue)
+        if self._wake_flush is not None:
+            self._wake_flush()
 
     def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
         """Note a message that is in its queue, whatever delay its properties name."""

@@ -48,6 +48,7 @@ from librmq.protocol import (
     PERM_WRITE,
     ChannelClosed,
     CleanUnusedTopics,
+    CopiedTables,
     CreateTopic,
     DeleteTopic,
     Endpoint,
@@ -458,6 +459,18 @@ class Broker:
         with self._life.errors():
             self._life.check_open()
         return list(self.messages(dead_letter_topic(group)))
+
+    # ---- replication
+
+    def copied(self, queues: Iterable[tuple[str, int]]) -> None:
+        """Answer pulls that wait for messages of these queues, which `MessageStore.copy_log` has added to a replica."""
+        self._parts.deliveries.arrivals.copied(queues)
+
+    def copy_tables(self, tables: CopiedTables) -> None:
+        """Take a master's topics, groups and progress as those of a replica. `librmq.replica.Replica` calls it."""
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
+            self._context.copy_tables(tables)
 
     # ---- turns and life
 

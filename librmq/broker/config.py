@@ -6,7 +6,7 @@ Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from librmq.config import Between, Config, Seconds
 from librmq.delay import DelayConfig
@@ -36,6 +36,17 @@ class BrokerConfig(Config):
     """Time that a send may wait for other writes before it is refused as busy."""
     save_offsets_every_s: Annotated[float, Seconds()] = 5
     """Time from the first unsaved change of progress to saving all of it."""
+    replication: Literal["async", "sync"] = "async"
+    """When a send is answered: with ``sync`` when a replica has the message too, or with a status that says why not."""
+    replica_timeout_s: Annotated[float, Seconds()] = 3
+    """Time that a send waits for a replica, before its status is FLUSH_SLAVE_TIMEOUT."""
+    replica_max_lag: Annotated[int, Between(0)] = 256 << 20
+    """Bytes that the nearest replica may lack, before the status of a send is SLAVE_NOT_AVAILABLE."""
+    replica_expiry_s: Annotated[float, Seconds()] = 20
+    """Time after which a replica is gone that does not ask for waiting bytes."""
+    replica_of: str | None = None
+    """Name of the master whose log this broker's store copies: it answers reads only. `librmq.replica.Replica` opens
+    it so."""
     delay: DelayConfig = field(default_factory=DelayConfig)
     """Times at which delayed messages are checked and their progress is saved."""
     transactions: TransactionConfig = field(default_factory=TransactionConfig)

@@ -12,6 +12,7 @@ from librmq.broker.persistence import Persistence, TableWriter
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
 from librmq.metrics import Metrics
+from librmq.protocol import CopiedTables
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
@@ -87,3 +88,11 @@ class BrokerContext:
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
         holding = steps.step("answers held pulls", self.held_pulls.run_due)
+
+    def copy_tables(self, tables: CopiedTables) -> None:
+        """Take a master's tables. Under the runner's lock."""
+        self.topics.replace(tables.topics)
+        self.groups.replace(tables.groups)
+        self.offsets.merge(tables.offsets)
+        if self.tables.delays.replace(tables.delays):
+            self.writing.save(self.tables.delays, self.runner.now_ms())

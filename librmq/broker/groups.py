@@ -5,9 +5,9 @@ Mirrors ``SubscriptionGroupManager``. Called under the runner's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.topics import validate_group
@@ -63,6 +63,14 @@ class Groups:
             table.rows.setdefault(name, group_row(name))
         self.known: dict[str, Group] = {name: self._group(name) for name in table.rows}
         """By name."""
+
+    def replace(self, rows: Mapping[str, Any]) -> None:
+        """Take the groups of a master in place of all."""
+        if self._table.replace(rows):
+            self.known.update({name: self._group(name) for name in rows})
+            for name in self.known.keys() - rows.keys():
+                del self.known[name]
+            self._save(self._table, self._now_ms())
 
     def _group(self, name: str) -> Group:
         row = self._table.rows[name]

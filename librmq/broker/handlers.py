@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
@@ -14,8 +15,10 @@ from librmq.broker.locks import QueueLocks
 from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
+from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
+from librmq.errors import BrokerError
 from librmq.protocol import (
     Acknowledge,
     CancelReceive,
@@ -24,12 +27,16 @@ from librmq.protocol import (
     CheckSubscription,
     CleanUnusedTopics,
     ConsumerIds,
+    CopyTables,
     CreateTopic,
     DeleteTopic,
+    DescribeLog,
     EndTransaction,
+    FollowLog,
     ForwardToDeadLetters,
     GroupSubscriptions,
     Heartbeat,
+    LeaveLog,
     LockQueues,
     MaxOffset,
     MinOffset,
@@ -40,6 +47,7 @@ from librmq.protocol import (
     Receive,
     Request,
     ResetGroup,
+    ResponseCode,
     SendBack,
     SendBatch,
     SendMessage,
@@ -55,6 +63,22 @@ __all__ = ["Handlers"]
 
 A = TypeVar("A")
 Q = TypeVar("Q", bound=Request[Any])
+
+
+_WRITES: Final = (
+    *(SendMessage, SendBatch, SendBack, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
+    *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
+    *(CreateTopic, DeleteTopic, CleanUnusedTopics, SetGroup),
+    *(DescribeLog, FollowLog, LeaveLog, CopyTables),
+)
+"""Requests that a replica refuses."""
+
+
+def _refuse(name: str, master: str, request: Request[Any]) -> None:
+    raise BrokerError(
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        f"{name} is a replica of {master} and takes no {type(request).__name__}: ask {master}, or promote the replica",
+    )
 
 
 class Handlers:
@@ -75,8 +99,9 @@ class Handlers:
         delayed = DelayedSends(
             store.levels, context.runner.now_ms, deliveries.timers, has_relay=deliveries.relay is not None
         )
-        sending = self.sending = SendHandler(context, deliveries.arrivals, delayed, context.writing.write)
-        pulling = PullHandler(context, sending)
+        replication = self.replication = Replication(context, check_open)
+        sending = self.sending = SendHandler(context, deliveries.arrivals, delayed, context.writing.write, replication)
+        pulling = PullHandler(context, sending, replication)
         locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
         clients = Clients(context, locks, context.saving.filters_changed)
         progress = self.progress = Progress(context)
@@ -115,6 +140,14 @@ class Handlers:
         answer(SetGroup, durable(administration.set_group))
         answer(ViewMessage, administration.view_message)
         answer(QueryMessages, administration.query_messages)
+        answer(DescribeLog, replication.describe)
+        answer(FollowLog, replication.follow)
+        answer(LeaveLog, replication.leave)
+        answer(CopyTables, locked(replication.tables))
+        master = context.config.replica_of
+        if master is not None:
+            for kind in _WRITES:
+                self.by_request[kind] = partial(_refuse, context.name, master)
 
     def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
         self.by_request[kind] = handler

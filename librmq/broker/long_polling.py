@@ -110,6 +110,12 @@ class HeldPulls:
             return now_ms
         return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
 
+    def answer(self, queue: _QueueName) -> None:
+        """Answer all held pulls of a queue, whatever they match."""
+        for holder, hold in list(self.by_queue.get(queue, {}).items()):
+            self.remove(queue, holder)
+            hold.notify()
+
     def answer_passed(self) -> None:
         """Answer the pulls that other messages have passed now, so that progress passes them too."""
         for _, _, queue, holder, hold in list(self._due):

@@ -77,6 +77,17 @@ class GroupOffsets:
             self._changed()
             self.has_changed = True
 
+    def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
+        """Take the progress of a master, by ``topic@group``; progress that only this table has stays."""
+        for name, row in rows.items():
+            if self._table.rows.get(name) != row:
+                topic, _, group = name.rpartition("@")
+                self._of.pop((group, topic), None)
+                self._table.rows[name] = dict(row)
+                if not self.has_changed:
+                    self._changed()
+                    self.has_changed = True
+
     def forget(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):

@@ -45,8 +45,15 @@ class BrokerParts:
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
         registrations = tables.registrations(runner.now_ms())
         store = self.store = MessageStore.open(
-            path, store_config, files=files, clock=runner.clock, background=not by_hand, filters=registrations
+            path,
+            store_config,
+            files=files,
+            clock=runner.clock,
+            background=not by_hand,
+            filters=registrations,
+            replica_of=config.replica_of,
         )
+        self._is_replica = config.replica_of is not None
         try:
             context = self.context = BrokerContext(
                 steps, cluster_name, config, store, metrics, tables, registrations, life.changed
@@ -58,11 +65,12 @@ class BrokerParts:
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
             self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open)
             self._show_gauges()
-            with runner.lock:
-                self.deliveries.start()
-                self.handlers.receives.start()
-                if (HALF_TOPIC, 0) in store.queues:
-                    self.transactions.prepared()
+            if not self._is_replica:
+                with runner.lock:
+                    self.deliveries.start()
+                    self.handlers.receives.start()
+                    if (HALF_TOPIC, 0) in store.queues:
+                        self.transactions.prepared()
             life.begin()
         except BaseException:
             store.close()
@@ -79,7 +87,7 @@ class BrokerParts:
         """Forget held pulls and hide the gauges. Under the runner's lock."""
         self.context.held_pulls.by_queue.clear()
         if self._metrics is not None:
-            for name in ("held_pulls", "log_bytes", "disk_used"):
+            for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
                 self._metrics.gauge(name, None)
 
     def save(self) -> None:
@@ -87,9 +95,10 @@ class BrokerParts:
         now_ms = self._runner.now_ms()
         with self._runner.lock, ExitStack() as saves:
             saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
-            saves.callback(self.transactions.save)
-            saves.callback(self.handlers.receives.save_all)
-            self.deliveries.save()
+            if not self._is_replica:
+                saves.callback(self.transactions.save)
+                saves.callback(self.handlers.receives.save_all)
+                self.deliveries.save()
 
     def end_writing(self) -> None:
         """End all writes; return when none is running."""
@@ -101,5 +110,6 @@ class BrokerParts:
         if metrics is not None:
             store, held = self.store, self.context.held_pulls.by_queue
             metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("replicas", lambda: self.handlers.replication.count)
             metrics.gauge("log_bytes", lambda: store.log.end)
             metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))

@@ -51,6 +51,7 @@ class TableWriter:
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
         self._one_at_a_time = threading.Lock()
+        self._watchers: list[Callable[[], None]] = []
         self._why_over: str | None = None
         self.run_due = FlushAside(
             "topics, groups, progress and filters",
@@ -72,6 +73,7 @@ class TableWriter:
             StoreClosedError: After the end, when another process can own the files.
         """
         self._check_goes_on()
+        self.changed()
         if rests_on_log:
             self._rests_on_log.add(table)
         if self._waits:
@@ -79,6 +81,17 @@ class TableWriter:
         else:
             self._latest[table] = table.snapshot(now_ms)
             self._wake()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
+        self._watchers.append(changed)
+
+    def changed(self) -> None:
+        """Tell the watchers that a table has changed. Under the runner's lock."""
+        if self._watchers:
+            watchers, self._watchers = self._watchers, []
+            for changed in watchers:
+                changed()
 
     def write(self) -> None:
         """Return when everything saved before the call is durable. Thread-safe.
@@ -163,6 +176,7 @@ class Persistence:
         )
 
     def _offsets_changed(self) -> None:
+        self._writing.changed()
         self._wake_for(self._offsets_saver)
 
     def filters_changed(self) -> None:

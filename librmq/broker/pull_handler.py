@@ -6,10 +6,11 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.context import BrokerContext
+from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
 from librmq.errors import BrokerError, RmqError
@@ -41,7 +42,7 @@ _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO
 class PullHandler:
     """The reading side of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, sending: SendHandler) -> None:
+    def __init__(self, context: BrokerContext, sending: SendHandler, replication: Replication) -> None:
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
@@ -51,6 +52,8 @@ class PullHandler:
         self._registrations = context.registrations
         self._held_pulls = context.held_pulls
         self._sending = sending
+        self._replication = replication
+        self._is_replica = context.config.replica_of is not None
         self._broker_name = context.name
         self._metrics = context.metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
@@ -63,7 +66,7 @@ class PullHandler:
         is_held = False
         with self._runner.lock:
             selection = self._check(request)
-            if request.commit_offset is not None:
+            if request.commit_offset is not None and not self._is_replica:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
             if notify is not None:
                 arrived = held_pulls.asked_again(name, holder, selection)
@@ -80,18 +83,35 @@ class PullHandler:
                     held_pulls.remove(name, holder)
             result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
             status = _status(result, queue_offset)
-            if notify is not None and request.stay and status is PullStatus.FOUND:
-                end = result.next_offset
-                if end == result.max_offset:
-                    held_pulls.add(name, holder, selection, notify)
-                    is_held = store.queue_range(topic, queue_id)[1] == end
-                    if not is_held:
-                        held_pulls.remove(name, holder)
+            if self._is_replica and queue_offset > result.max_offset:
+                return self._wait_for_copy(request, selection, result)
+            end = result.next_offset
+            if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
+                held_pulls.add(name, holder, selection, notify)
+                is_held = store.queue_range(topic, queue_id)[1] == end
+                if not is_held:
+                    held_pulls.remove(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
-        if self._metrics is not None and result.messages:
+        if result.messages:
             self._count(request, len(result.messages), result.total_size)
-        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held)
+        suggests = self._replication.has_followers and self._is_far_behind(result.messages)
+        return PullResponse(
+            status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
+        )
+
+    def _is_far_behind(self, messages: Sequence[StoredMessage]) -> bool:
+        """Return whether the last message that a pull read counts as on disk, so that a replica should serve it."""
+        return bool(messages) and self._store.counts_as_on_disk(messages[-1].physical_offset)
+
+    def _wait_for_copy(self, request: PullMessage, selection: Selection, result: ReadResult) -> PullResponse:
+        """Answer a pull from beyond the copied messages, which the master has: their offset is not illegal."""
+        status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
+        if request.notify is not None:
+            name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
+            self._held_pulls.add(name, holder, selection, request.notify)
+            status = PullStatus.HELD
+        return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
     def _give_last(
         self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
@@ -109,14 +129,13 @@ class PullHandler:
         if end != arrived.queue_offset + 1:
             self._held_pulls.remove(name, holder)
             return None
-        if self._metrics is not None:
-            self._count(request, 1, arrived.size)
+        self._count(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
 
     def _count(self, request: PullMessage, messages: int, size: int) -> None:
-        assert self._metrics is not None
-        self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
-        self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
+        if self._metrics is not None:
+            self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
+            self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse a pull that can't be served; return the group's selection."""

@@ -13,6 +13,7 @@ from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import FailedMessages
 from librmq.broker.delayed_sends import DelayedSends, names_time
+from librmq.broker.replication import Replication
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
 from librmq.java.numbers import java_int
@@ -53,6 +54,7 @@ class SendHandler:
         arrivals: Arrivals,
         delayed_sends: DelayedSends,
         write_tables: Callable[[], None],
+        replication: Replication,
     ) -> None:
         """``write_tables()`` returns when new topics are durable."""
         store, config = context.store, context.config
@@ -68,6 +70,8 @@ class SendHandler:
         self._odd_levels: set[tuple[str, int]] = set()
         self._write_tables = write_tables
         self._waits = store.config.durability == "sync"
+        self._replication = replication
+        self._confirms = self._waits or replication.is_sync
         self._keeps_unconsumed = store.config.keep_unconsumed
         self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * config.busy_after_s)
@@ -158,13 +162,19 @@ class SendHandler:
         return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
 
     def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
-        """Wait for the device if durability and message require it."""
-        if self._waits and (wait is None or wait.lower() == "true"):
+        """Wait for the device and for a replica, if settings and message require it."""
+        if not self._confirms or (wait is not None and wait.lower() != "true"):
+            return _OK
+        status = _OK
+        if self._waits:
             try:
                 self._store.wait_for(result)
             except FlushFailedError:
-                return SendStatus.FLUSH_DISK_TIMEOUT  # the message is in the log, but may not survive the machine
-        return _OK
+                status = SendStatus.FLUSH_DISK_TIMEOUT  # the message is in the log, but may not survive the machine
+        if self._replication.is_sync:
+            replicated = self._replication.confirm(result.physical_offset + result.size)
+            status = status if replicated is _OK else replicated
+        return status
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
         with self._runner.lock:

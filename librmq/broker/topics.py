@@ -6,7 +6,7 @@ Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.k
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
@@ -104,6 +104,15 @@ class Topics:
             table.rows.setdefault(name, topic_row(name, count, count, permission))
         self.known: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
         """By name."""
+
+    def replace(self, rows: Mapping[str, Any]) -> None:
+        """Take the topics of a master in place of all."""
+        if self._table.replace(rows):
+            self.known.update({name: self._topic(name) for name in rows})
+            for name in self.known.keys() - rows.keys():
+                del self.known[name]
+            self._save(self._table, self._now_ms())
+            self._changed()
 
     def _topic(self, name: str) -> Topic:
         return Topic(name, self._table.rows[name], name not in self._own)

@@ -70,5 +70,12 @@ from librmq.protocol.receiving import ForwardToDeadLetters as ForwardToDeadLette
 from librmq.protocol.receiving import Receive as Receive
 from librmq.protocol.receiving import Received as Received
 from librmq.protocol.receiving import ReceiveResponse as ReceiveResponse
+from librmq.protocol.replication import CopiedTables as CopiedTables
+from librmq.protocol.replication import CopyTables as CopyTables
+from librmq.protocol.replication import DescribeLog as DescribeLog
+from librmq.protocol.replication import FollowLog as FollowLog
+from librmq.protocol.replication import LeaveLog as LeaveLog
+from librmq.protocol.replication import LogBytes as LogBytes
+from librmq.protocol.replication import LogDescription as LogDescription
 from librmq.protocol.request import Request as Request
 from librmq.protocol.request import ResponseCode as ResponseCode

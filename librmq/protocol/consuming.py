@@ -159,6 +159,8 @@ class PullResponse:
     messages: Sequence[StoredMessage] = ()
     is_held: bool = False
     """Whether the broker will call `PullMessage.notify`: with HELD, or as `PullMessage.stay` says."""
+    suggests_replica: bool = False
+    """Whether the next pull should ask a replica: this one read so far back that the messages are not in memory."""
 
 
 @value

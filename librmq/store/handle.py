@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import FlushFailedError, ReadOnlyError, StoreClosedError, StoreIOError
+from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreClosedError, StoreIOError
 from librmq.files.damage import Damage
 from librmq.files.disk import TemporaryFolder
 from librmq.files.seam import FileLock, Files, make_folders
@@ -20,6 +21,7 @@ from librmq.store.engine.append import Appender
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
+from librmq.store.engine.log_copy import CopiedRecords, LogCopier
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import Transfer
@@ -28,6 +30,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.kept_config import write_kept_config
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.format.replica_mark import read_mark, write_mark
 from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.clean_shutdown import write_closed_state
 from librmq.store.recovery.open import describe_recovery, load
@@ -56,13 +59,23 @@ class StoreHandle:
     housekeeping: Housekeeping
 
     def __init__(
-        self, path: str, files: Files, clock: Clock, bitmap_of: BitmapOf | None, *, read_only: bool, in_background: bool
+        self,
+        path: str,
+        files: Files,
+        clock: Clock,
+        bitmap_of: BitmapOf | None,
+        *,
+        read_only: bool,
+        in_background: bool,
+        replica_of: str | None = None,
     ) -> None:
         """Prepare a handle that accepts no calls until `open`."""
         self.path = path
         self.files = files
         self.clock = clock
         self.read_only = read_only
+        self.replica_of = replica_of
+        """Name of the master whose log this store copies; it takes no appends."""
         self.readers: Readers | None = None
         """Tells retention which messages are not consumed."""
         self.recovered: list[Damage] = []
@@ -83,6 +96,11 @@ class StoreHandle:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
         kind = directory.check_kind(path, files, writable=not self.read_only)
+        mark = None if self.read_only else read_mark(path, files)
+        if mark is not None and self.replica_of is None:
+            raise ReadOnlyError(_no_writes(path, mark))
+        if mark is None and self.replica_of is not None and directory.recognise(path, files).has_log:
+            raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
         was_killed, begin_ms = False, 0
         try:
             if not self.read_only:
@@ -100,6 +118,8 @@ class StoreHandle:
                 self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files)
+                if self.replica_of not in (None, mark):
+                    write_mark(path, str(self.replica_of), files)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(
@@ -161,6 +181,7 @@ class StoreHandle:
             self.clock.now_ms(),
         )
         appender.take(parts, self.durability.commit, self.housekeeping)
+        self._copier = LogCopier(parts)
 
     def _check_lock(self) -> None:
         if self._file_lock is not None:
@@ -169,7 +190,7 @@ class StoreHandle:
     def _take_calls(self) -> None:
         """Accept calls of users from now on."""
         self.closed = None
-        self.appender.accepts = not self.read_only
+        self.appender.accepts = not self.read_only and self.replica_of is None
         if self._in_background:
             self.thread.allow()
 
@@ -215,7 +236,7 @@ class StoreHandle:
         finally:
             appender, commit = self.appender, self.durability.commit
             with appender.lock.mutex:
-                refused = self.closed is not None or commit.failure is not None
+                refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
                 appender.accepts = not refused and not self.retention.refuses_writes
                 if commit.failure is not None:  # a flush failed during the step
                     appender.accepts = False
@@ -242,8 +263,50 @@ class StoreHandle:
             del lock_holder  # `check_reentry` looks for it
         return verdict
 
+    def copy_log(self, physical_offset: int, data: bytes) -> CopiedRecords:
+        """Append bytes of the master's log; see `MessageStore.copy_log`."""
+        appender = self.appender
+        self._check_copies()
+        appender.lock.check_reentry()
+        with critical, appender.lock.mutex:
+            lock_holder = appender.lock
+            if self.closed is not None:
+                raise self.unusable()
+            if not self.log.sequence.starts:
+                self.log.begin_at(physical_offset)
+            if physical_offset != self.log.end:
+                raise ValueError(f"physical_offset: expected the log's end {self.log.end}, found {physical_offset}")
+            copied = self._copier.append(data)
+            del lock_holder  # `check_reentry` looks for it
+        if not copied.is_regular:  # for example, a topic was deleted and made again
+            self.recover()
+            copied = copied._replace(queues=frozenset(self.queues))
+        appender.copied(copied.end)
+        return copied
+
+    def clear_copy(self) -> None:
+        """Delete all content of a replica, which then begins where its next `copy_log` says."""
+        self._check_copies()
+        self._replace_parts(self._delete_content)
+
+    def _check_copies(self) -> None:
+        self.check_open()
+        if self.replica_of is None:
+            raise ReplicaError(f"{self.path}: expected a replica, found a store of its own")
+
+    def _delete_content(self) -> None:
+        for name in (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX, directory.CHECKPOINT):
+            self.files.delete(os.path.join(self.path, name))
+        folder = os.path.join(self.path, directory.COMMITLOG)
+        for entry in reversed(self.files.list(folder)):  # so that a crash leaves no gap
+            self.files.delete(os.path.join(folder, entry.name))
+
     def recover(self) -> list[Damage]:
         """Reopen the parts and make them agree with the whole log; see `MessageStore.recover`."""
+        return self._replace_parts()
+
+    def _replace_parts(self, between: Callable[[], None] | None = None) -> list[Damage]:
+        """Close the parts, call ``between()``, and open them by a thorough recovery; return its findings."""
         appender = self.appender
         appender.lock.check_reentry()
         self.thread.stop()
@@ -257,6 +320,8 @@ class StoreHandle:
                 self._close_parts()
             before = len(self.recovered)
             try:
+                if between is not None:
+                    between()
                 self._load(RecoveryMode.LIVING)
                 self._take_calls()
             except BaseException:
@@ -367,7 +432,16 @@ class StoreHandle:
         """Return the error of a handle that is closed or read-only."""
         if self.closed is not None:
             return StoreClosedError(f"{self.path}: this handle {self.closed}")
+        if self.replica_of is not None:
+            return ReadOnlyError(_no_writes(self.path, self.replica_of))
         return ReadOnlyError(f"{self.path}: this handle is read-only")
+
+
+def _no_writes(path: str, of: str) -> str:
+    return (
+        f"{path}: this store is a replica of {of} and takes no writes: write to {of}, read with read_only=True, "
+        "or make it a store of its own by librmq.replica.promote"
+    )
 
 
 _open_handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()

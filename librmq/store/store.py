@@ -22,6 +22,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import Acknowledgement
+from librmq.store.engine.log_copy import CopiedRecords
 from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
@@ -73,6 +74,7 @@ class MessageStore:
         background: bool | None = None,
         filters: Registrations | None = None,
         wait: float | timedelta = 0,
+        replica_of: str | None = None,
     ) -> Self:
         """Open the store in ``path``; if nothing is there and ``read_only`` is off, create a new one.
 
@@ -92,8 +94,12 @@ class MessageStore:
             filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They
                 can change while it is open.
             wait: Seconds to wait for another writer to release the store.
+            replica_of: Name of the master whose log this store copies. It takes no appends, only `copy_log`;
+                `librmq.replica.Replica` opens it so.
 
         Raises:
+            ReadOnlyError: The store is a replica, and ``replica_of`` was not given.
+            ReplicaError: ``replica_of`` was given, and the store is one of its own.
             NotAStoreError: The directory contains something else, or another kind of store.
             ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is not a duration.
             StoreLockedError: Another handle writes to the store; the message names its process.
@@ -124,6 +130,7 @@ class MessageStore:
             None if filters is None else filters.bitmap,
             read_only=read_only,
             in_background=not read_only and (clock is None if background is None else background),
+            replica_of=replica_of,
         )
         store.appender = handle.appender
         store.append = handle.appender.append  # type: ignore[method-assign]  # without a call more for each message
@@ -236,6 +243,32 @@ class MessageStore:
         except AttributeError:
             raise wrong_kind("result", result, "the result of an Acknowledgement") from None
         self._handle.durability.commit.reach(end)
+
+    # --------------------------------------------------------------------------------------------------- replication
+
+    def watch(self, physical_offset: int, appended: Callable[[], None]) -> None:
+        """Call ``appended()`` once, when the log ends after ``physical_offset``; at once if it does.
+
+        An append calls it in its thread, so it must be short.
+        """
+        self._handle.check_open()
+        self.appender.watch(physical_offset, appended)
+
+    def copy_log(self, physical_offset: int, data: bytes) -> CopiedRecords:
+        """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.
+
+        ``physical_offset`` is the log's end, or in an empty store the start of a log file.
+
+        Raises:
+            CorruptionError: The bytes are no records; nothing was appended.
+            ReplicaError: The store is no replica.
+            StoreIOError: There is no space.
+        """
+        return self._handle.copy_log(physical_offset, data)
+
+    def clear_copy(self) -> None:
+        """Delete all messages of this replica, which then begins where the next `copy_log` says."""
+        self._handle.clear_copy()
 
     # ---------------------------------------------------------------------------------------------------------- read
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -79,10 +80,13 @@ class Appender:
         self.now_ms = clock.now_ms
         self.refusal = refusal
         self._wake = wake
+        self._watchers: list[Callable[[], None]] = []
+        self._watching = threading.Lock()
 
     def forget(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
         self.parts, self.accepts = None, False
+        self._watchers, self._watching = [], threading.Lock()
         self.lock.forget()
 
     def configure(self, config: StoreConfig, levels: DelayLevels) -> None:
@@ -103,6 +107,8 @@ class Appender:
         self.parts = parts
         self.log, self.dispatcher, self.lanes = parts.log, parts.dispatcher, parts.lanes
         self._commit, self._housekeeping = commit, housekeeping
+        if self._watchers:
+            housekeeping.watch(0)
 
     def __reduce__(self) -> str:
         raise TypeError("a store and its methods can't be pickled, because one process owns a store; open it there")
@@ -439,8 +445,30 @@ class Appender:
         wait = wait and self._sync
         if not wait or end >= self._housekeeping.alarm:
             self._wake()
+        if end >= self._housekeeping.watched:
+            self._tell_watchers()
         if wait:
             self._commit.reach(end)
+
+    def copied(self, end: int) -> None:
+        """Do for copied records up to ``end`` what an append does for its own: wait for the device, wake threads."""
+        if self._sync or end >= self._housekeeping.alarm:
+            self._acknowledge(end, wait=True)
+
+    def watch(self, physical_offset: int, appended: Callable[[], None]) -> None:
+        """Call ``appended()`` once when the log ends after ``physical_offset``, in the thread of an append."""
+        with self._watching:
+            self._watchers.append(appended)
+            self._housekeeping.watch(physical_offset)
+        if self.log.end > physical_offset:
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        with self._watching:
+            watchers, self._watchers = self._watchers, []
+            self._housekeeping.watched = sys.maxsize
+        for appended in watchers:
+            appended()
 
     def lane(self, topic: str, queue_id: int) -> Lane:
         """Return the lane of a queue, which its first append makes.

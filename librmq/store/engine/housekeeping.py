@@ -65,14 +65,21 @@ class Housekeeping:
         self._said = ""
         self._expired_end = -1  # the end of the log's files at the last check of expiry
         self.alarm = -1
+        self.watched = sys.maxsize
+        """An append that ends after this place calls the watchers; `alarm` is never beyond it."""
 
     def expire_soon(self) -> None:
         """Check retention in the next `run_due`, because kept files may have become deletable."""
         self._expire_at_ms = self._derived_at_ms
 
+    def watch(self, physical_offset: int) -> None:
+        """Let the first append that ends after ``physical_offset`` wake the watchers."""
+        self.watched = physical_offset
+        self.alarm = min(self.alarm, physical_offset)
+
     def run_due(self, now_ms: int) -> int | None:
         """Do due work, and return the time of the next call (ms), None if only an append can bring work."""
-        self.alarm = sys.maxsize  # later appends are noticed below
+        self.alarm = self.watched  # later appends are noticed below
         self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # in case the clock was set back
         self._derived_at_ms = min(self._derived_at_ms, now_ms)
         log = self._log
@@ -97,8 +104,9 @@ class Housekeeping:
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
-        self.alarm = min(log_alarm, log.end + ahead // 2)
-        if log.end >= self.alarm or (queues_due is None and self._entries()):
+        alarm = self.alarm = min(log_alarm, log.end + ahead // 2)
+        self.watch(self.watched)
+        if log.end >= alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came while the alarm was off
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 

@@ -202,6 +202,16 @@ class ConfigTable:
         self._written.pop(key, None)
         self._changes += 1
 
+    def replace(self, rows: Mapping[Any, object]) -> bool:
+        """Take other rows in place of all; return whether they differ."""
+        if rows == self.rows:
+            return False
+        self.rows.clear()
+        self.rows.update(rows)
+        self._written.clear()
+        self._changes += 1
+        return True
+
     def persist(self, now_ms: int) -> None:
         """Write the file if its content changes; durable when it returns. ``now_ms`` goes into a new data version."""
         self.write(self.snapshot(now_ms))

@@ -1,0 +1,164 @@
+"""The master's side of replication: bytes of the log for replicas, and sends that wait for one of them.
+
+Mirrors ``HAService``, ``HAConnection`` and ``CommitLog.submitReplicaRequest``. A replica asks for the bytes from a
+place on, which acknowledges all before it. With ``replication="sync"`` a send first lets the replicas follow in its
+own thread, so that senders share what one of them copies, and then waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from librmq.broker.context import BrokerContext
+from librmq.clock import moves_by_itself
+from librmq.protocol import (
+    CopiedTables,
+    CopyTables,
+    DescribeLog,
+    FollowLog,
+    LeaveLog,
+    LogBytes,
+    LogDescription,
+    SendStatus,
+)
+
+__all__ = ["Replication"]
+
+_OK: Final = SendStatus.SEND_OK
+
+
+class _Follower:
+    """A replica, as its master knows it."""
+
+    __slots__ = ("acknowledged", "behind_since_ms", "follow")
+
+    def __init__(self) -> None:
+        self.acknowledged = 0
+        self.follow: Callable[[], None] | None = None
+        self.behind_since_ms: int | None = None
+        """When there was more for it than it has asked for since; None while it has all."""
+
+
+class Replication:
+    """The replicas of one broker. Thread-safe."""
+
+    def __init__(self, context: BrokerContext, check_open: Callable[[], None]) -> None:
+        """``check_open()`` raises once the broker is closed."""
+        config = context.config
+        self._check_open = check_open
+        self._context = context
+        self._store = context.store
+        self._clock = context.runner.clock
+        self._now_ms = context.runner.now_ms
+        self._timeout_s = config.replica_timeout_s
+        self._expiry_ms = round(1000 * config.replica_expiry_s)
+        self._max_lag = config.replica_max_lag
+        self.is_sync = config.replication == "sync"
+        """Whether sends wait for a replica."""
+        self._followers: dict[str, _Follower] = {}
+        self._guard = threading.Lock()
+        self._acknowledged = threading.Event()
+
+    # ---- requests of replicas
+
+    def describe(self, _: DescribeLog) -> LogDescription:
+        """Return what a replica must know before it follows."""
+        self._check_open()
+        store = self._store
+        files = None if store.files.is_shared else store.files
+        place = files, os.path.realpath(store.path)
+        return LogDescription(self._context.name, place, store.config, store.log.begin, store.log.end)
+
+    def follow(self, request: FollowLog) -> LogBytes:
+        """Note what a replica has, and return the bytes that follow."""
+        self._check_open()
+        log, at = self._store.log, request.physical_offset
+        end = log.end
+        if at > end:  # which the replica sees by the end
+            return LogBytes(b"", log.begin, end)
+        if request.replica:
+            self._acknowledge(request)
+        data = b"" if at < log.begin else log.data_at(at, min(request.size, end - at))
+        is_held = not data and at >= log.begin and request.notify is not None
+        if is_held:
+            self._store.watch(at, lambda: self._more(request))
+        return LogBytes(data, log.begin, end, is_held)
+
+    def _acknowledge(self, request: FollowLog) -> None:
+        with self._guard:
+            follower = self._followers.get(request.replica)
+            if follower is None:
+                follower = self._followers[request.replica] = _Follower()
+            follower.acknowledged, follower.follow = request.physical_offset, request.follow
+            follower.behind_since_ms = None
+            waited_for, self._acknowledged = self._acknowledged, threading.Event()
+        waited_for.set()
+
+    def _more(self, request: FollowLog) -> None:
+        follower = self._followers.get(request.replica)
+        if follower is not None and follower.behind_since_ms is None:
+            follower.behind_since_ms = self._now_ms()
+        assert request.notify is not None
+        request.notify()
+
+    def leave(self, request: LeaveLog) -> None:
+        """Forget a replica."""
+        with self._guard:
+            self._followers.pop(request.replica, None)
+
+    def tables(self, request: CopyTables) -> CopiedTables:
+        """Return the tables as they are now. Under the runner's lock."""
+        tables = self._context.tables
+        if request.notify is not None:
+            self._context.writing.watch(request.notify)
+        offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
+        return CopiedTables(dict(tables.topics.rows), dict(tables.groups.rows), offsets, dict(tables.delays.rows))
+
+    # ---- sends
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether any replica has asked and not left."""
+        return bool(self._followers)
+
+    @property
+    def count(self) -> int:
+        """Number of replicas that follow."""
+        return len(self._available())
+
+    def lag(self) -> int:
+        """Return the bytes that the nearest replica lacks; 0 without replicas."""
+        return min((max(0, self._store.log.end - one.acknowledged) for one in self._available()), default=0)
+
+    def confirm(self, end: int) -> SendStatus:
+        """Return when a replica has the log up to ``end``, or the status of a send for which none has it in time."""
+        deadline = self._clock.monotonic() + self._timeout_s
+        followers = self._available()
+        if not any(end - one.acknowledged <= self._max_lag for one in followers):
+            return SendStatus.SLAVE_NOT_AVAILABLE
+        for follower in followers:
+            if follower.acknowledged < end and follower.follow is not None:
+                follower.follow()
+            if follower.acknowledged >= end and self._clock.monotonic() <= deadline:
+                return _OK
+        while True:
+            acknowledged = self._acknowledged
+            if any(one.acknowledged >= end for one in followers) and self._clock.monotonic() <= deadline:
+                return _OK
+            left = deadline - self._clock.monotonic()
+            if left <= 0 or not moves_by_itself(self._clock):  # then nothing happens meanwhile
+                return SendStatus.FLUSH_SLAVE_TIMEOUT
+            self._clock.wait(acknowledged, left)
+
+    def _available(self) -> list[_Follower]:
+        """Return the replicas that are level, or have asked a short time ago."""
+        now_ms = self._now_ms()
+        with self._guard:
+            return [
+                one
+                for one in self._followers.values()
+                if one.behind_since_ms is None or now_ms - one.behind_since_ms < self._expiry_ms
+            ]

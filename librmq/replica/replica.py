@@ -1,0 +1,414 @@
+"""A replica: a store that copies its master's log as it grows, and a broker that answers reads from it.
+
+::
+
+    master                          replica
+    log      ── FollowLog ───────>  log, byte for byte; queues and index derived from it, as the master's are
+    tables   ── CopyTables ──────>  topics, groups, progress of consumers and delays; every 10 s if they have changed
+
+Mirrors ``HAClient`` and ``SlaveSynchronize``. The tables follow apart from the log, so after a failover consumers get
+again what they consumed since the last copy of their progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Final, Self, cast
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.config import check_kind
+from librmq.errors import BrokerUnreachableError, ReplicaError, RmqError, StoreClosedError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
+from librmq.metrics import Metrics
+from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
+from librmq.replica.admission import check_bytes, check_folder
+from librmq.replica.config import ReplicaConfig
+from librmq.replica.stored_master import StoredMaster
+from librmq.runtime.runner import Runner, Step, Work
+from librmq.runtime.threads import ThreadRunner
+from librmq.store import MessageStore
+from librmq.store.engine.log_copy import whole_size
+from librmq.store.format import directory
+from librmq.store.format.replica_mark import clear_mark, read_mark
+
+__all__ = ["Replica", "promote"]
+
+_log = logging.getLogger("librmq.replica")
+
+_MOST_AT_ONCE: Final = 8 << 20
+"""Bytes that one turn copies."""
+_LONGEST_RETRY_MS: Final = 60_000
+
+
+class Replica:
+    """The copy of a master's store in a folder, which follows until it is closed. Thread-safe.
+
+    Made by `open`; a context manager that closes it.
+    """
+
+    broker: Broker
+    """Answers reads under the master's name: pulls, queries, progress. It refuses writes."""
+    path: str
+    runner: Runner
+    dead: bool
+    """Whether it was closed."""
+    failure: ReplicaError | None
+    """Why the replica has stopped following; None while it follows."""
+    _own_runner: ThreadRunner | None
+    _files: Files
+    _config: ReplicaConfig
+    _metrics: Metrics | None
+    _master: Endpoint
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("open a replica by Replica.open(path, of=broker)")
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        of: Broker | Endpoint | str | os.PathLike[str],
+        config: ReplicaConfig | None = None,
+        runner: Runner | None = None,
+        files: Files | None = None,
+        metrics: Metrics | None = None,
+    ) -> Self:
+        """Open the replica in ``path``, a new folder or one that has copied this master before, and let it follow.
+
+        Args:
+            path: The folder of the copy.
+            of: The master: a broker of this process, a link to one, or the folder of a store that any process writes.
+            config: Times and sizes.
+            runner: Runs its turns. None is that of a `Broker`; for a folder it makes threads of its own.
+            files: The file system; None is that of a `Broker`, or the disk.
+            metrics: Gets the gauges of the copy.
+
+        Raises:
+            ReplicaError: the folder can't copy this master: it is the master's, has a store of its own or the copy of
+                another one, or is ahead of the master. Nothing was changed.
+            BrokerUnreachableError: the master is closed.
+            StoreLockedError: another process has the copy open for writing.
+        """
+        check_kind("config", config, ReplicaConfig)
+        check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
+        if isinstance(of, Broker):
+            runner, files = runner or of.runner, files or of.store.files
+        own = None
+        if runner is None:
+            own = runner = ThreadRunner()
+        files = files or DiskFiles()
+        replica = object.__new__(cls)
+        replica.path, replica.runner, replica._own_runner = os.fspath(path), runner, own
+        replica._files, replica._config, replica._metrics = files, config or ReplicaConfig(), metrics
+        try:
+            master = _endpoint(of, files, runner)
+            described = master.call(DescribeLog())
+            check_folder(replica.path, files, runner.clock, master, described)
+            replica._begin(master, described)
+        except BaseException:
+            if own is not None:
+                own.shutdown()
+            raise
+        return replica
+
+    def _begin(self, master: Endpoint, described: LogDescription) -> None:
+        self.broker = Broker.open(
+            self.path,
+            BrokerConfig(replica_of=described.name),
+            name=described.name,
+            store_config=described.config,
+            runner=self.runner,
+            files=self._files,
+            metrics=self._metrics,
+        )
+        self.dead, self.failure = False, None
+        self._master = master
+        self._master_end = described.end
+        self._id = os.path.realpath(self.path)
+        self._following = threading.Lock()
+        self._retry_ms = self._first_retry_ms = round(1000 * self._config.retry_after_s)
+        self._tables_ms = round(1000 * self._config.copy_tables_every_s)
+        self._begun_ms = self.runner.now_ms()
+        self._first = described.begin
+        self._is_held = self._is_asked = self._are_tables_watched = self._has_tables = False
+        self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
+        self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
+        if self._metrics is not None:
+            self._metrics.gauge("replica_lag_bytes", lambda: self.lag_bytes)
+        try:
+            reached = self._copy_log(_MOST_AT_ONCE) and self._copy_tables()
+        except BaseException:
+            self.abandon()
+            raise
+        with self.runner.lock:
+            self._followed(reached, None)
+            self._tables_copied(reached, None)
+
+    # ---- what it has
+
+    @property
+    def store(self) -> MessageStore:
+        """The copy, for reading."""
+        return self.broker.store
+
+    @property
+    def end(self) -> int:
+        """Physical offset up to which it has the master's log."""
+        return self.store.log.end
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes that it lacks, as of its last question to the master."""
+        return max(0, self._master_end - self.end)
+
+    def follow(self) -> bool:
+        """Copy all that the master has now, and its tables; return whether the master could be reached.
+
+        Raises:
+            ReplicaError: the replica has stopped following.
+        """
+        reached = self._copy_log(None) and self._copy_tables()
+        if self.failure is not None:
+            raise self.failure
+        return reached
+
+    def reconnect(self, of: Broker | Endpoint) -> None:
+        """Follow a master that was reopened.
+
+        Raises:
+            ReplicaError: it is another store, or has lost messages that the replica has. The replica stays as it is.
+            BrokerUnreachableError: it is closed.
+        """
+        described = of.call(DescribeLog())
+        with self._following:
+            check_bytes(self.path, self.store.log, of, described)
+            self._master, self.failure, self._are_tables_watched = of, None, False
+            self._master_end, self._retry_ms = described.end, self._first_retry_ms
+        with self.runner.lock:
+            self.runner.wake(self._step)
+            self.runner.wake(self._tables_step)
+
+    # ---- following the log
+
+    def _submit_follow(self, _: int) -> int | None:
+        self.runner.submit(Work(self._step.label, self._follow_in_turn, self._followed, self))
+        return None
+
+    def _follow_in_turn(self) -> bool:
+        return self._copy_log(_MOST_AT_ONCE)
+
+    def _followed(self, reached: bool | None, error: Exception | None) -> None:
+        """Schedule the next copy. Under the runner's lock."""
+        if error is not None:
+            _log.error("%s: the replica could not copy: %s", self.path, error)
+        if self.failure is not None:
+            return
+        now_ms = self.runner.now_ms()
+        if not reached:
+            self.runner.wake(self._step, now_ms + self._retry_ms)
+            self._retry_ms = min(2 * self._retry_ms, max(_LONGEST_RETRY_MS, self._first_retry_ms))
+            return
+        self._retry_ms = self._first_retry_ms
+        if not self._has_tables:
+            self.runner.wake(self._tables_step)
+        if not self._is_held:
+            wait_ms = 0 if self.lag_bytes else round(1000 * self._config.look_every_s)
+            self.runner.wake(self._step, now_ms + wait_ms)
+
+    def _notified(self) -> None:
+        """Note that the master has more. In the thread of an append."""
+        runner = self.runner
+        with runner.lock:
+            if not self.dead:
+                runner.wake(self._step, runner.now_ms() + round(1000 * self._config.follow_after_s))
+
+    def _follow_for_send(self) -> None:
+        """Copy at once, in the thread of a send that waits for it, or let the thread do it that copies already."""
+        self._is_asked = True
+        while self._is_asked and self._following.acquire(blocking=False):
+            try:
+                self._is_asked = False
+                queues, _ = self._copy(None)
+            except RmqError as error:  # the send gets a status
+                _log.error("%s: the replica could not copy: %s", self.path, error)
+                return
+            finally:
+                self._following.release()
+            self.broker.copied(queues)
+
+    def _copy_log(self, limit: int | None) -> bool:
+        """Copy up to ``limit`` bytes, None for all; return whether the master could be reached."""
+        with self._following:
+            queues, reached = self._copy(limit)
+        self.broker.copied(queues)  # without the lock, because a holder of the runner's may wait for it
+        if self._is_asked:
+            self._follow_for_send()
+        return reached
+
+    def _copy(self, limit: int | None) -> tuple[set[tuple[str, int]], bool]:
+        """Copy up to ``limit`` bytes; return the queues that got messages, and whether the master could be reached."""
+        store, size, copied = self.store, self._config.chunk_size, 0
+        queues: set[tuple[str, int]] = set()
+        while self.failure is None and (limit is None or copied < limit):
+            at = self._place()
+            try:
+                answer = self._master.call(FollowLog(self._id, at, size, self._notified, self._follow_for_send))
+            except (BrokerUnreachableError, StoreClosedError) as error:
+                _log.info("%s: %s", self.path, error)
+                return queues, False
+            self._master_end, self._is_held = answer.end, answer.is_held
+            if not self._is_placed(at, answer):
+                continue
+            left = store.log.file_size - at % store.log.file_size
+            whole, needed = whole_size(answer.data, left)
+            if whole:
+                queues |= store.copy_log(at, answer.data[:whole]).queues
+                copied, size = copied + whole, self._config.chunk_size
+            elif answer.data and size < left:  # a longer record
+                size = min(max(needed, 2 * size), left)
+            else:
+                break
+        return queues, True
+
+    def _place(self) -> int:
+        """Return the physical offset of the next bytes."""
+        log = self.store.log
+        return log.end if log.sequence.starts else self._first
+
+    def _is_placed(self, at: int, answer: LogBytes) -> bool:
+        """Return whether the answer is for this place; otherwise stop following, or begin at another place."""
+        if at > answer.end:
+            self.failure = ReplicaError(
+                f"{self.path}: the replica is {at - answer.end} bytes ahead of its master, whose log ends at "
+                f"{answer.end}: it has stopped following"
+            )
+            _log.error("%s", self.failure)
+            return False
+        if at >= answer.begin:
+            return True
+        if self.store.log.sequence.starts:
+            _log.warning(
+                "%s: the replica ended at %d, before the first file of its master: it starts again at %d",
+                self.path, at, answer.begin,
+            )  # fmt: skip
+            self.store.clear_copy()
+        self._first = answer.begin
+        return False
+
+    # ---- following the tables
+
+    def _submit_tables(self, _: int) -> int | None:
+        self.runner.submit(Work(self._tables_step.label, self._copy_tables, self._tables_copied, self))
+        return None
+
+    def _copy_tables(self) -> bool:
+        """Copy the master's tables; return whether it could be reached."""
+        notify = None if self._are_tables_watched else self._tables_changed
+        self._are_tables_watched = True
+        try:
+            self.broker.copy_tables(self._master.call(CopyTables(notify)))
+        except (BrokerUnreachableError, StoreClosedError) as error:
+            _log.info("%s: %s", self.path, error)
+            self._are_tables_watched = self._has_tables = False
+            return False
+        self._has_tables = True
+        return True
+
+    def _tables_copied(self, reached: bool | None, error: Exception | None) -> None:
+        """Schedule the next copy of a master that can't notify. Under the runner's lock."""
+        if error is not None:
+            _log.error("%s: the tables of the master could not be copied: %s", self.path, error)
+        if error is not None or (reached and isinstance(self._master, StoredMaster)):
+            self.runner.wake(self._tables_step, self._next_tables_ms())
+
+    def _tables_changed(self) -> None:
+        """Note that a table of the master has changed. Under the master's lock."""
+        self._are_tables_watched = False
+        with self.runner.lock:
+            if not self.dead:
+                self.runner.wake(self._tables_step, self._next_tables_ms())
+
+    def _next_tables_ms(self) -> int:
+        now_ms, every_ms = self.runner.now_ms(), max(1, self._tables_ms)
+        return now_ms - (now_ms - self._begun_ms) % every_ms + every_ms
+
+    # ---- its end
+
+    def promote(self) -> None:
+        """Close the replica and make its store one of its own, for `Broker.open` to take writes."""
+        self.close()
+        promote(self.path, files=self._files)
+
+    def close(self) -> None:
+        """Stop following, and close the copy. A repetition does nothing."""
+        if self._end():
+            with self._following:
+                self._leave()
+                self.broker.close()
+            self._release()
+
+    def abandon(self) -> None:
+        """Release everything without saving, like a killed process; the next `open` recovers the copy."""
+        if self._end():
+            with self._following:
+                self.broker.abandon()
+            self._release()
+
+    def _end(self) -> bool:
+        """Take no more turns; return False after an earlier end."""
+        with self.runner.lock:
+            was_dead, self.dead = self.dead, True
+        return not was_dead
+
+    def _leave(self) -> None:
+        try:
+            self._master.call(LeaveLog(self._id))
+        except RmqError as error:
+            _log.info("%s: %s", self.path, error)
+
+    def _release(self) -> None:
+        if self._metrics is not None:
+            self._metrics.gauge("replica_lag_bytes", None)
+        if isinstance(self._master, StoredMaster):
+            self._master.close()
+        if self._own_runner is not None:
+            self._own_runner.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.dead else "stopped" if self.failure else f"{self.lag_bytes} bytes behind"
+        return f"<Replica of {self.broker.name!r} in {self.path!r}, {state}>"
+
+
+def _endpoint(of: object, files: Files, runner: Runner) -> Endpoint:
+    if isinstance(of, str | os.PathLike):
+        return StoredMaster(of, files=files, clock=runner.clock)
+    if not hasattr(of, "call"):
+        raise TypeError(f"of: expected a broker or the folder of a store, found {of!r:.80}")
+    return cast(Endpoint, of)
+
+
+def promote(path: str | os.PathLike[str], *, files: Files | None = None) -> None:
+    """Make the closed replica in ``path`` a store of its own, which takes writes and follows no master.
+
+    Raises:
+        ReplicaError: it is no replica.
+        StoreLockedError: it is open.
+    """
+    folder, files = os.fspath(path), files or DiskFiles()
+    if read_mark(folder, files) is None:
+        raise ReplicaError(f"{folder}: expected a replica, found none")
+    lock = files.lock(directory.lock_path(folder))
+    try:
+        clear_mark(folder, files)
+    finally:
+        lock.release()
