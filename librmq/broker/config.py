@@ -45,7 +45,7 @@ class BrokerConfig(Config):
     replica_expiry_s: Annotated[float, Seconds()] = 20
     """Time after which a replica is gone that does not ask for waiting bytes."""
     replica_of: str | None = None
-    """Name of the master whose log this broker's store copies: it answers reads only. `librmq.replica.Replica` opens
+    """Name of the master whose log this broker's store copies: it answers reads only. `librmq.cluster.Replica` opens
     it so."""
     delay: DelayConfig = field(default_factory=DelayConfig)
     """Times at which delayed messages are checked and their progress is saved."""

@@ -440,7 +440,7 @@ class StoreHandle:
 def _no_writes(path: str, of: str) -> str:
     return (
         f"{path}: this store is a replica of {of} and takes no writes: write to {of}, read with read_only=True, "
-        "or make it a store of its own by librmq.replica.promote"
+        "or make it a store of its own by librmq.cluster.promote_replica"
     )
 
 

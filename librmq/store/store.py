@@ -95,7 +95,7 @@ class MessageStore:
                 can change while it is open.
             wait: Seconds to wait for another writer to release the store.
             replica_of: Name of the master whose log this store copies. It takes no appends, only `copy_log`;
-                `librmq.replica.Replica` opens it so.
+                `librmq.cluster.Replica` opens it so.
 
         Raises:
             ReadOnlyError: The store is a replica, and ``replica_of`` was not given.

@@ -21,7 +21,16 @@ EXPORTS = {
         "select_by_hash",
         "select_by_remainder",
     ],
-    "cluster": ["Cluster", "RouteTable", "SiteRoute", "site_of"],
+    "cluster": [
+        "Cluster",
+        "Replica",
+        "ReplicaConfig",
+        "RouteTable",
+        "SiteRoute",
+        "StoredMaster",
+        "promote_replica",
+        "site_of",
+    ],
     "consumer": [
         "BlockedQueue",
         "ConsumeContext",

@@ -61,7 +61,7 @@ def check_bytes(path: str, log: CommitLog, master: Endpoint, described: LogDescr
         raise ReplicaError(
             f"{path}: the replica is {end - described.end} bytes ahead of {described.name}, whose log ends at "
             f"{described.end}: the master has lost its end, so make the replica a store of its own by "
-            f"librmq.replica.promote, or delete its folder to copy the master again"
+            f"librmq.cluster.promote_replica, or delete its folder to copy the master again"
         )
     if end <= max(described.begin, log.begin):
         return  # the bytes are gone on one side

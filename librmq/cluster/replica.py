@@ -12,7 +12,6 @@ again what they consumed since the last copy of their progress.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from typing import Final, Self, cast
@@ -24,9 +23,10 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
-from librmq.replica.admission import check_bytes, check_folder
-from librmq.replica.config import ReplicaConfig
-from librmq.replica.stored_master import StoredMaster
+from librmq.cluster.replica_admission import check_bytes, check_folder
+from librmq.cluster.replica_config import ReplicaConfig
+from librmq.cluster.stored_master import StoredMaster
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
@@ -34,9 +34,9 @@ from librmq.store.engine.log_copy import whole_size
 from librmq.store.format import directory
 from librmq.store.format.replica_mark import clear_mark, read_mark
 
-__all__ = ["Replica", "promote"]
+__all__ = ["Replica", "promote_replica"]
 
-_log = logging.getLogger("librmq.replica")
+_log = EventLog("librmq.cluster")
 
 _MOST_AT_ONCE: Final = 8 << 20
 """Bytes that one turn copies."""
@@ -134,6 +134,7 @@ class Replica:
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()
         self._first = described.begin
+        self._is_reached = True
         self._is_held = self._is_asked = self._are_tables_watched = self._has_tables = False
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
         self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
@@ -204,7 +205,7 @@ class Replica:
     def _followed(self, reached: bool | None, error: Exception | None) -> None:
         """Schedule the next copy. Under the runner's lock."""
         if error is not None:
-            _log.error("%s: the replica could not copy: %s", self.path, error)
+            _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
         if self.failure is not None:
             return
         now_ms = self.runner.now_ms()
@@ -234,7 +235,7 @@ class Replica:
                 self._is_asked = False
                 queues, _ = self._copy(None)
             except RmqError as error:  # the send gets a status
-                _log.error("%s: the replica could not copy: %s", self.path, error)
+                _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
                 return
             finally:
                 self._following.release()
@@ -258,8 +259,11 @@ class Replica:
             try:
                 answer = self._master.call(FollowLog(self._id, at, size, self._notified, self._follow_for_send))
             except (BrokerUnreachableError, StoreClosedError) as error:
-                _log.info("%s: %s", self.path, error)
+                self._lost(error)
                 return queues, False
+            if not self._is_reached:
+                self._is_reached = True
+                _log.info("%(path)s: the replica follows its master again", path=self.path)
             self._master_end, self._is_held = answer.end, answer.is_held
             if not self._is_placed(at, answer):
                 continue
@@ -274,6 +278,12 @@ class Replica:
                 break
         return queues, True
 
+    def _lost(self, error: RmqError) -> None:
+        """Log that the master cannot be reached, once until it can."""
+        if self._is_reached:
+            self._is_reached = False
+            _log.warning("%(path)s: the replica cannot reach its master: %(error)s", path=self.path, error=error)
+
     def _place(self) -> int:
         """Return the physical offset of the next bytes."""
         log = self.store.log
@@ -284,17 +294,19 @@ class Replica:
         if at > answer.end:
             self.failure = ReplicaError(
                 f"{self.path}: the replica is {at - answer.end} bytes ahead of its master, whose log ends at "
-                f"{answer.end}: it has stopped following"
+                f"{answer.end}: the master has lost its end"
             )
-            _log.error("%s", self.failure)
+            _log.error("the replica has stopped following: %(error)s", path=self.path, error=self.failure)
             return False
         if at >= answer.begin:
             return True
         if self.store.log.sequence.starts:
             _log.warning(
-                "%s: the replica ended at %d, before the first file of its master: it starts again at %d",
-                self.path, at, answer.begin,
-            )  # fmt: skip
+                "%(path)s: it ended at %(end)d, before the first file of its master; it starts again at %(begin)d",
+                path=self.path,
+                end=at,
+                begin=answer.begin,
+            )
             self.store.clear_copy()
         self._first = answer.begin
         return False
@@ -312,7 +324,7 @@ class Replica:
         try:
             self.broker.copy_tables(self._master.call(CopyTables(notify)))
         except (BrokerUnreachableError, StoreClosedError) as error:
-            _log.info("%s: %s", self.path, error)
+            self._lost(error)
             self._are_tables_watched = self._has_tables = False
             return False
         self._has_tables = True
@@ -321,7 +333,7 @@ class Replica:
     def _tables_copied(self, reached: bool | None, error: Exception | None) -> None:
         """Schedule the next copy of a master that can't notify. Under the runner's lock."""
         if error is not None:
-            _log.error("%s: the tables of the master could not be copied: %s", self.path, error)
+            _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
         if error is not None or (reached and isinstance(self._master, StoredMaster)):
             self.runner.wake(self._tables_step, self._next_tables_ms())
 
@@ -341,7 +353,7 @@ class Replica:
     def promote(self) -> None:
         """Close the replica and make its store one of its own, for `Broker.open` to take writes."""
         self.close()
-        promote(self.path, files=self._files)
+        promote_replica(self.path, files=self._files)
 
     def close(self) -> None:
         """Stop following, and close the copy. A repetition does nothing."""
@@ -368,7 +380,9 @@ class Replica:
         try:
             self._master.call(LeaveLog(self._id))
         except RmqError as error:
-            _log.info("%s: %s", self.path, error)
+            _log.info(
+                "%(path)s: the master was not told that its replica leaves: %(error)s", path=self.path, error=error
+            )
 
     def _release(self) -> None:
         if self._metrics is not None:
@@ -397,7 +411,7 @@ def _endpoint(of: object, files: Files, runner: Runner) -> Endpoint:
     return cast(Endpoint, of)
 
 
-def promote(path: str | os.PathLike[str], *, files: Files | None = None) -> None:
+def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None) -> None:
     """Make the closed replica in ``path`` a store of its own, which takes writes and follows no master.
 
     Raises:

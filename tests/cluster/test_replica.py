@@ -1,0 +1,484 @@
+"""A replica: what it copies, what it refuses, what sends and reads get from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
+from librmq.errors import (
+    BrokerError,
+    CorruptionError,
+    NotAStoreError,
+    ReadOnlyError,
+    ReplicaError,
+    StoreLockedError,
+)
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
+from librmq.message import record
+from librmq.metrics import Metrics
+from librmq.protocol import PullStatus, SendStatus, UpdateOffset
+from librmq.cluster import Replica, promote_replica
+from librmq.store.format import directory
+from librmq.store.recovery.verify import verify
+from librmq.testing.replica_link import ReplicaLink
+from tests.broker.parties import manual, opened, pull, send
+from tests.reference import store_folders
+from tests.stores import contents
+
+COPY = "/copy"
+
+
+def copy_of(broker: Broker, **settings: Any) -> Replica:
+    settings.setdefault("of", broker)
+    return Replica.open(COPY, runner=broker.runner, files=broker.store.files, **settings)
+
+
+def fill(broker: Broker, count: int = 100, topic: str = "T") -> None:
+    for number in range(count):
+        send(broker, topic, b"%d" % number * (1 + number % 50), number % 3, keys=f"k{number}", tags="ab"[number % 2])
+
+
+def log_files(store: MessageStore) -> dict[str, bytes]:
+    """The log's bytes by file, up to its end."""
+    log = store.log
+    return {
+        name: store.files.read(f"{store.path}/commitlog/{name}", 1 << 30)[: log.end - int(name)]
+        for name in (f"{start:020}" for start in log.sequence.starts)
+        if log.end > int(name)
+    }
+
+
+def queue_files(store: MessageStore) -> dict[str, bytes | None]:
+    store.flush()
+    return {name: data for name, data in contents(store.files, f"{store.path}/consumequeue").items() if data}
+
+
+def assert_copies(replica: Replica, broker: Broker) -> None:
+    assert replica.follow()
+    assert log_files(replica.store) == log_files(broker.store)
+    assert queue_files(replica.store) == queue_files(broker.store)
+    assert replica.store.verify().damage == ()
+
+
+def test_a_replica_has_the_bytes_queues_and_keys_of_its_master() -> None:
+    broker = opened()
+    fill(broker, 400)
+    replica = copy_of(broker)
+    fill(broker, 400)
+    manual(broker).advance(1000)
+    assert replica.lag_bytes == 0
+    assert_copies(replica, broker)
+    assert len(broker.store.log.sequence.starts) > 1
+    found = replica.broker.find_by_key("T", "k7")
+    assert [one.raw for one in found] == [one.raw for one in broker.find_by_key("T", "k7")] != []
+    assert replica.broker.topics() == broker.topics()
+
+
+def test_records_of_every_kind_are_copied() -> None:
+    """Delays, halves, op messages, batches, IPv6 hosts, extension units, a record longer than a copy."""
+    store = StoreConfig.tiny(enable_consumequeue_ext=True, max_message_size=40_000)
+    broker = opened(store=store)
+    replica = copy_of(broker)
+    store_ = broker.store
+    store_.append(Message("D", b"later", delay_level=3))
+    store_.append(Message("H", b"half"), sys_flag=record.TRANSACTION_PREPARED)
+    store_.append(Message("H", b"back"), sys_flag=record.TRANSACTION_ROLLBACK)
+    store_.append(Message("V", b"six", keys="a b"), born_host=("fe80::1", 5), store_host=("fe80::2", 6))
+    store_.append_batch([Message("B", b"%d" % number, tags="t") for number in range(9)], 2)
+    store_.append(Message("L", bytes(range(256)) * 150))
+    store_.append(Message("E", b""))
+    assert_copies(replica, broker)
+
+
+def test_sends_say_whether_a_replica_has_the_message() -> None:
+    broker = opened(replication="sync")
+    clock = manual(broker).manual_clock
+    link = ReplicaLink(broker, clock)
+
+    def status(**fields: Any) -> SendStatus:
+        return send(broker, "T", **fields).status
+
+    assert status() is SendStatus.SLAVE_NOT_AVAILABLE
+    replica = copy_of(broker, of=link)
+    assert status() is SendStatus.SEND_OK
+    assert replica.end == broker.store.log.end  # at once, without a turn
+    link.cut()
+    assert status() is SendStatus.FLUSH_SLAVE_TIMEOUT
+    assert status(wait_store_ok=False) is SendStatus.SEND_OK
+    manual(broker).advance(21_000)
+    assert status() is SendStatus.SLAVE_NOT_AVAILABLE  # gone after 20 s
+    link.restore()
+    assert replica.follow()
+    assert status() is SendStatus.SEND_OK
+    link.seconds = 2
+    assert status() is SendStatus.SEND_OK
+    link.seconds = 4
+    assert status() is SendStatus.FLUSH_SLAVE_TIMEOUT  # it came, but too late
+    link.seconds = 0
+    replica.close()
+    assert status() is SendStatus.SLAVE_NOT_AVAILABLE
+
+
+def test_a_replica_far_behind_is_not_waited_for() -> None:
+    broker = opened(replication="sync", replica_max_lag=1000)
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    copy_of(broker, of=link)
+    link.cut()
+    assert send(broker, "T", b"x" * 500).status is SendStatus.FLUSH_SLAVE_TIMEOUT
+    assert send(broker, "T", b"x" * 500).status is SendStatus.SLAVE_NOT_AVAILABLE
+
+
+def test_asynchronous_sends_do_not_wait() -> None:
+    broker = opened()
+    replica = copy_of(broker)
+    assert send(broker, "T").status is SendStatus.SEND_OK
+    assert replica.end < broker.store.log.end
+    manual(broker).advance(50)
+    assert replica.end == broker.store.log.end
+
+
+def test_a_copy_cut_in_the_middle_of_a_record_goes_on() -> None:
+    broker = opened()
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    replica = copy_of(broker, of=link)
+    for most in (1, 7, 8, 100, 150, 401):
+        fill(broker, 10)
+        link.most_bytes = most
+        assert not replica.follow()
+        link.restore()
+        assert_copies(replica, broker)
+
+
+@pytest.mark.parametrize("kept", [1, 4, 60, 100, 156])
+def test_a_replica_killed_in_the_middle_of_a_record_catches_up(kept: int) -> None:
+    """A part of the next record is in its file, as after a kill while it was copied."""
+    broker = opened()
+    fill(broker, 20)
+    replica = copy_of(broker)
+    replica.abandon()
+    end = replica.end
+    send(broker, "T", b"x" * 100)
+    files = broker.store.files
+    torn = broker.store.log.data_at(end, kept)
+    file = files.open(f"{COPY}/commitlog/{end - end % replica.store.config.commitlog_file_size:020}", writable=True)
+    file.buffer[end % file.size : end % file.size + kept] = torn
+    del file
+    assert_copies(copy_of(broker), broker)
+
+
+def test_a_folder_that_can_not_copy_is_left_as_it_is() -> None:
+    files = MemoryFiles()
+    broker = opened(files)
+    fill(broker, 30)
+    runner, store = manual(broker), StoreConfig.tiny()
+
+    def refused(path: str, of: Broker, match: str, kind: type[Exception] = ReplicaError) -> None:
+        before = contents(files, path)
+        with pytest.raises(kind, match=match):
+            Replica.open(path, of=of, runner=runner, files=files)
+        assert contents(files, path) == before
+
+    refused("/b", broker, "can't copy itself")
+    MessageStore.open("/own", store, files=files).close()
+    refused("/own", broker, "found a store of its own")
+    files.make_folder("/other")
+    files.write("/other/letter.txt", b"x")
+    refused("/other", broker, "expected an empty folder", NotAStoreError)
+
+    stranger = Broker.open("/s", files=files, runner=runner, store_config=store)
+    fill(stranger, 40)
+    Replica.open("/of-stranger", of=stranger, runner=runner, files=files).close()
+    refused("/of-stranger", broker, "bytes ahead of broker-a")
+    fill(broker, 60)
+    refused("/of-stranger", broker, "differs from that of broker-a")
+    larger = Broker.open("/l", files=files, runner=runner, store_config=StoreConfig.tiny(commitlog_file_size=1 << 20))
+    refused("/of-stranger", larger, "its log files have")
+    with pytest.raises(TypeError, match="of: expected a broker"):
+        Replica.open("/new", of=17, runner=runner, files=files)  # type: ignore[arg-type]
+    assert not files.is_folder("/new")
+
+
+def test_a_replica_ahead_of_its_master_stops() -> None:
+    """The master has lost its end, as a crash of the machine can make it."""
+    files = MemoryFiles()
+    broker = opened(files)
+    fill(broker, 10)
+    broker.store.flush()
+    replica = copy_of(broker)
+    runner, at = manual(broker), broker.store.log.end
+    fill(broker, 10)
+    assert replica.follow()
+    broker.abandon()
+    file = files.open("/b/commitlog/" + "0" * 20, writable=True)
+    file.buffer[at:] = bytes(file.size - at)
+    again = opened(files, runner)
+    assert again.store.log.end == at
+    with pytest.raises(ReplicaError, match="ahead"):
+        replica.reconnect(again)
+    runner.advance(1)
+    fill(again, 30)
+    with pytest.raises(ReplicaError, match="differs"):
+        replica.reconnect(again)
+    assert replica.broker.store.log.end > at
+    replica.promote()
+    with Broker.open(COPY, files=files, runner=runner) as promoted:
+        assert len(list(promoted.messages("T"))) == 20
+
+
+def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCaptureFixture) -> None:
+    broker = opened(store=StoreConfig.tiny(max_total_size=3 << 16))
+    runner = manual(broker)
+    link = ReplicaLink(broker, runner.manual_clock)
+    replica = copy_of(broker, of=link)
+    fill(broker, 50)
+    assert replica.follow()
+    link.cut()
+    while broker.store.log.begin < replica.end:
+        fill(broker, 200)
+        runner.advance(20_000)
+    link.restore()
+    with caplog.at_level(logging.WARNING):
+        assert replica.follow()
+    assert f"it starts again at {broker.store.log.begin}" in caplog.text
+    assert replica.store.log.begin == broker.store.log.begin
+    assert log_files(replica.store) == log_files(broker.store)
+    assert replica.store.verify().damage == ()
+    for queue_id in range(3):
+        assert replica.store.queue_range("T", queue_id) == broker.store.queue_range("T", queue_id)
+    fill(broker, 50)
+    replica.close()
+    assert copy_of(broker).follow()
+
+
+def test_a_deleted_topic_that_is_made_again_is_copied() -> None:
+    """Its queue starts at 0 again, although the copy has an older one of that name."""
+    broker = opened(store=StoreConfig.tiny(max_total_size=2 << 16))
+    replica = copy_of(broker)
+    fill(broker, 20, "Gone")
+    assert replica.follow()
+    broker.delete_topic("Gone")
+    for _ in range(20):
+        fill(broker, 200)
+        assert replica.follow()
+        manual(broker).advance(20_000)
+        if broker.clean_unused_topics():
+            break
+    send(broker, "Gone", b"new")
+    assert replica.follow()
+    assert [one.body for one in replica.store.messages("Gone", 0)] == [b"new"]
+    assert replica.store.verify().damage == ()
+
+
+def test_a_replica_takes_no_writes() -> None:
+    broker = opened()
+    replica = copy_of(broker)
+    with pytest.raises(BrokerError, match="is a replica of broker-a and takes no SendMessage"):
+        send(replica.broker, "T")
+    with pytest.raises(BrokerError, match="takes no CreateTopic"):
+        replica.broker.create_topic("T")
+    with pytest.raises(ReadOnlyError, match="is a replica of broker-a and takes no writes"):
+        replica.store.append(Message("T", b"x"))
+    with pytest.raises(ReplicaError, match="found a store of its own"):
+        broker.store.copy_log(0, b"")
+    replica.close()
+    for open_it in (MessageStore.open, Broker.open):
+        with pytest.raises(ReadOnlyError, match=r"promote"):
+            open_it(COPY, files=broker.store.files)
+    with MessageStore.open(COPY, files=broker.store.files, read_only=True) as store:
+        assert store.log.end == broker.store.log.end
+
+
+def test_bytes_that_are_no_records_are_not_copied() -> None:
+    broker = opened()
+    replica = copy_of(broker)
+    send(broker, "T", b"x" * 100)
+    data = bytearray(broker.store.log.data_at(0, broker.store.log.end))
+    data[95] ^= 1
+    with pytest.raises(CorruptionError):
+        replica.store.copy_log(0, bytes(data))
+    with pytest.raises(CorruptionError):
+        replica.store.copy_log(0, bytes(data[:-1]))
+    assert_copies(replica, broker)
+
+
+def test_a_promoted_copy_is_a_store_of_its_own() -> None:
+    files = MemoryFiles()
+    broker = opened(files)
+    fill(broker)
+    with copy_of(broker) as replica:
+        with pytest.raises(StoreLockedError):
+            promote_replica(COPY, files=files)
+        replica.promote()
+    with pytest.raises(ReplicaError, match="expected a replica, found none"):
+        promote_replica(COPY, files=files)
+    with Broker.open(COPY, files=files, runner=manual(broker)) as promoted:
+        assert Producer(promoted, "p").send("T", b"new").status is SendStatus.SEND_OK
+        assert len(list(promoted.messages("T"))) == 101
+    assert verify(COPY, StoreConfig.tiny(), files).damage == ()
+    with pytest.raises(ReplicaError, match="a store of its own"):
+        copy_of(broker)
+
+
+def test_a_pull_beyond_the_copy_waits_for_it() -> None:
+    """The master has such messages, so the offset is not illegal, and the consumer's progress stays."""
+    broker = opened()
+    fill(broker, 9)
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    replica = copy_of(broker, of=link)
+    link.cut()
+    fill(broker, 9)
+    told: list[int] = []
+    found = pull(replica.broker, "T", 5)
+    assert (found.status, found.next_offset) == (PullStatus.NO_NEW_MESSAGE, 5)
+    found = pull(replica.broker, "T", 5, notify=lambda: told.append(1))
+    assert (found.status, found.next_offset) == (PullStatus.HELD, 5)
+    link.restore()
+    assert replica.follow()
+    assert told == [1]
+    assert pull(replica.broker, "T", 5).status is PullStatus.FOUND
+
+
+def test_a_master_suggests_its_replica_for_old_messages() -> None:
+    broker = opened(store=StoreConfig.tiny(memory_ratio=0))
+    fill(broker, 30)
+    assert not pull(broker, "T").suggests_replica
+    copy_of(broker)
+    assert pull(broker, "T").suggests_replica
+    recent = opened()
+    fill(recent, 30)
+    copy_of(recent)
+    assert not pull(recent, "T").suggests_replica
+
+
+@pytest.mark.parametrize("since_ms", [0, 4_000, 9_999])
+def test_progress_follows_within_ten_seconds(since_ms: int) -> None:
+    """Whatever was stored 10 s before the master's end is known to the replica."""
+    broker = opened()
+    runner = manual(broker)
+    fill(broker, 9)
+    replica = copy_of(broker)
+    runner.advance(since_ms)
+    for offset in range(1, 4):
+        broker.call(UpdateOffset("g", "T", 0, offset))
+        runner.advance(10_000)
+        assert replica.broker.consumer_offset("g", "T") == offset
+
+
+def test_a_failover_repeats_the_last_messages() -> None:
+    """One message a second is consumed, progress is copied every 10 s: at most 15 of 47 messages come again.
+
+    A consumer tells its broker its progress every 5 s, and the replica hears of it up to 10 s later.
+    """
+    broker = opened()
+    runner = manual(broker)
+    replica = copy_of(broker)
+    got: list[bytes] = []
+    consumer = PushConsumer(broker, "g")
+    consumer.subscribe("T", lambda message: got.append(message.body))
+    consumer.start()
+    for number in range(47):
+        send(broker, "T", b"%d" % number)
+        runner.advance(1000)
+    assert len(got) == 47
+    assert replica.lag_bytes == 0
+    broker.abandon()
+    again: list[bytes] = []
+    other = PushConsumer(replica.broker, "g")
+    other.subscribe("T", lambda message: again.append(message.body))
+    other.start()
+    runner.advance(5000)
+    assert 0 < len(again) <= 15
+    assert again == got[-len(again) :]
+    other.shutdown()
+    replica.close()
+
+
+def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
+    """No broker and no connection: the replica reads the files beside the process that writes them."""
+    runner = ManualRunner()
+    master = Broker.open(tmp_path / "m", store_config=StoreConfig.tiny(), runner=ManualRunner())
+    fill(master, 200)
+    with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=runner) as replica:
+        runner.advance(1000)
+        assert replica.end == master.store.log.end
+        fill(master, 200)
+        runner.advance(1000)
+        assert replica.end == master.store.log.end
+        master.call(UpdateOffset("g", "T", 0, 7))
+        manual(master).advance(6000)
+        runner.advance(10_000)
+        assert replica.broker.consumer_offset("g", "T") == 7
+        master.abandon()
+        runner.advance(1000)
+        again = Broker.open(tmp_path / "m", runner=ManualRunner())
+        fill(again, 50)
+        runner.advance(100_000)
+        assert log_files(replica.store) == log_files(again.store)
+        assert replica.store.verify().damage == ()
+        again.close()
+
+
+def test_senders_in_threads_share_a_copy(tmp_path: Path) -> None:
+    config = BrokerConfig(replication="sync")
+    with (
+        Broker.open(tmp_path / "m", config) as broker,
+        Replica.open(tmp_path / "c", of=broker, metrics=(metrics := Metrics())) as replica,
+    ):
+        results: list[SendStatus] = []
+
+        def run(name: str) -> None:
+            for _ in range(50):
+                results.append(send(broker, name).status)
+
+        threads = [threading.Thread(target=run, args=(f"T{number}",)) for number in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert results == [SendStatus.SEND_OK] * 200
+        assert replica.end == broker.store.log.end
+        assert metrics.snapshot()["replica_lag_bytes"] == {(): 0}
+        assert repr(replica).endswith("0 bytes behind>")
+    assert verify(str(tmp_path / "c"), None, DiskFiles()).damage == ()
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("folder", store_folders())
+def test_recorded_stores_are_copied_byte_for_byte(folder: Path) -> None:
+    """The log as it is, blanks and what is behind them too, and the queues that the copy derives itself."""
+    source, files = folder / "store", DiskFiles()
+    with MessageStore.open(source, read_only=True) as master:
+        runner, memory = ManualRunner(), MemoryFiles()
+        link = _OnDisk(source, files)
+        with Replica.open(COPY, of=link, runner=runner, files=memory) as replica:
+            assert replica.follow()
+            assert log_files(replica.store) == {
+                name: files.read(f"{source}/commitlog/{name}", 1 << 31)[: master.log.end - int(name)]
+                for name in (f"{start:020}" for start in master.log.sequence.starts)
+                if master.log.end > int(name)
+            }
+            assert set(replica.store.queues) == {name for name in master.queues if master.queue_range(*name)[1]}
+            for name in replica.store.queues:
+                mine, theirs = replica.store.queue(*name), master.queue(*name)
+                assert mine is not None
+                assert theirs is not None
+                assert mine.max_offset == theirs.max_offset
+                assert [one.raw for one in replica.store.messages(*name)] == [one.raw for one in master.messages(*name)]
+            assert replica.store.verify().damage == ()
+
+
+class _OnDisk:
+    """A store on disk as the master of a replica in memory."""
+
+    def __new__(cls, path: Path, files: Files) -> Any:
+        from librmq.cluster import StoredMaster
+
+        assert directory.recognise(str(path), files).has_log
+        return StoredMaster(path, files=files)
