@@ -17,15 +17,15 @@ import threading
 from typing import Final, Self, cast
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.cluster.replica_admission import check_bytes, check_folder
+from librmq.cluster.replica_config import ReplicaConfig
+from librmq.cluster.stored_master import StoredMaster
 from librmq.config import check_kind
 from librmq.errors import BrokerUnreachableError, ReplicaError, RmqError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
-from librmq.cluster.replica_admission import check_bytes, check_folder
-from librmq.cluster.replica_config import ReplicaConfig
-from librmq.cluster.stored_master import StoredMaster
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
+from librmq.cluster import Replica, promote_replica
 from librmq.errors import (
     BrokerError,
     CorruptionError,
@@ -24,7 +25,6 @@ from librmq.files.seam import Files
 from librmq.message import record
 from librmq.metrics import Metrics
 from librmq.protocol import PullStatus, SendStatus, UpdateOffset
-from librmq.cluster import Replica, promote_replica
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
 from librmq.testing.replica_link import ReplicaLink
