@@ -555,6 +555,15 @@ def test_client_gone_in_its_receive_has_nothing_renewed(kit: Kit, service: Servi
     assert len(service.receives.renewals) == 0  # no later end of the client would end them
 
 
+def test_closed_server_gives_back_what_push_consumers_have(kit: Kit, service: Service) -> None:
+    service.sessions.take_settings("c", consumer_settings("g", 2), "5.1.2", Commands())
+    frames = service.receives.receive_message(receive_request(auto_renew=True), Call())
+    assert len(list(frames)) == 4
+    service.close()
+    kit.advance(seconds=1)
+    assert received(service) == [(b"a", 2), (b"b", 2)]
+
+
 def test_places_of_unknown_clients_are_not_kept(service: Service) -> None:
     for number in range(5):
         request = receive_request()

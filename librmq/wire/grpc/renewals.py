@@ -59,10 +59,12 @@ class Renewals:
 
     def client_gone(self, client_id: str) -> None:
         """Let what a client had come again in a second."""
-        for key, held in list(self._held.items()):
-            if held.client_id == client_id:
-                del self._held[key]
-                self._change(key, _GONE_MS)
+        self._give_back([key for key, held in self._held.items() if held.client_id == client_id])
+
+    def _give_back(self, keys: list[tuple[str, str, str]]) -> None:
+        for key in keys:
+            del self._held[key]
+            self._change(key, _GONE_MS)
 
     def _run_due(self, now_ms: int) -> int | None:
         for key, held in list(self._held.items()):
@@ -98,6 +100,6 @@ class Renewals:
         return True
 
     def close(self) -> None:
-        """Renew nothing any more."""
+        """Renew nothing any more; all clients are cut off."""
         self.dead = True
-        self._held.clear()
+        self._give_back(list(self._held))

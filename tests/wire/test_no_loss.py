@@ -1,0 +1,140 @@
+"""Thousands of messages of official clients that are killed and cut off: none is lost, and the store is sound."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Broker, BrokerConfig, MessageStore, TimerConfig
+from librmq.clock import SystemClock
+from librmq.store import verify
+from librmq.wire.grpc import GrpcServer
+from tests.wire.clients import HERE, OfficialClient
+
+SCRIPT = HERE / "load_client.py"
+ROUND = 500
+_WAIT_S = 90
+
+
+class Reader:
+    """A client's process, and the numbers that it has told."""
+
+    def __init__(self, process: subprocess.Popen[str], told: set[int]) -> None:
+        self.process = process
+        self.count = 0
+        self.last = -1
+        self._told = told
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.last = int(line)
+            self.count += 1
+            self._told.add(self.last)
+
+    def end(self) -> None:
+        """Kill the process, unless it has ended, and read what it has told."""
+        self.process.kill()
+        self.process.communicate()
+        self._thread.join()
+
+
+class Scene:
+    """A served broker, its clients, and what they told."""
+
+    def __init__(self, client: OfficialClient, broker: Broker, home: Path) -> None:
+        self.sent: set[int] = set()
+        self.consumed: set[int] = set()
+        self._client = client
+        self._broker = broker
+        self._home = home
+        self.server = GrpcServer(broker)
+        self.worker = self.work()
+
+    def work(self) -> Reader:
+        return Reader(self._client.started(SCRIPT, "work", self.server.address, home=self._home), self.consumed)
+
+    def send(self, first: int, end: int) -> Reader:
+        words = ("send", self.server.address, first, end)
+        return Reader(self._client.started(SCRIPT, *words, home=self._home), self.sent)
+
+    def cut(self) -> None:
+        """Cut all connections; the port serves again at once."""
+        port = self.server.port
+        self.server.close()
+        self.server = GrpcServer(self._broker, port=port)
+
+    def run(self, number: int) -> None:
+        """Let some messages be sent, and do a harm to the clients in the middle."""
+        begin, end = number * ROUND, (number + 1) * ROUND
+        sender = self.send(begin, end)
+        wait(lambda: sender.count > ROUND // 4, "a quarter is sent")
+        harm = number % 4
+        if harm == 0:
+            self.worker.end()
+            self.worker = self.work()
+        elif harm == 1:
+            sender.end()
+            sender = self.send(sender.last + 1, end)
+        elif harm == 2:
+            self.cut()
+        wait(lambda: sender.last == end - 1, "all are sent")
+        sender.end()
+
+    def close(self) -> None:
+        self.worker.end()
+        self.server.close()
+
+
+@contextmanager
+def scene_of(client: OfficialClient, broker: Broker, home: Path) -> Iterator[Scene]:
+    scene = Scene(client, broker, home)
+    try:
+        yield scene
+    finally:
+        scene.close()
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    clock, never = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + _WAIT_S
+    while not condition():
+        assert clock.monotonic() < deadline, what
+        clock.wait(never, 0.01)
+
+
+@pytest.mark.slow
+def test_no_message_is_lost_by_killed_and_cut_clients(
+    python: OfficialClient, tmp_path: Path, slow_budget: Any, figure: Callable[[str], None]
+) -> None:
+    store = tmp_path / "store"
+    with Broker.open(store, BrokerConfig(timers=TimerConfig())) as broker, scene_of(python, broker, tmp_path) as scene:
+        for number in slow_budget.rounds(20, f"times {ROUND} messages of official clients", at_least=4):
+            scene.run(number)
+        wait(lambda: scene.sent <= scene.consumed, "all are consumed")
+    figure(f"{len(scene.sent):,} messages of official clients, killed and cut off: none lost")
+    assert not verify(store).damage
+    with MessageStore.open(store, read_only=True) as opened:
+        first = {int(one.body): one for one in opened if one.topic == "load"}
+        assert scene.sent <= first.keys()
+        again = [one for one in opened if one.topic == "%RETRY%workers_load"]
+    for number, one in first.items():
+        assert one.unique_key
+        assert one.keys == (f"k{number}",)
+        assert (one.properties["PGROUP"], one.properties["RECONSUME_TIME"], one.reconsume_times) == ("load", "0", 0)
+        assert {"__BORNHOST", "BORN_TIMESTAMP"} <= one.properties.keys()
+    assert {int(one.body) for one in again} >= {number for number in scene.sent if number % 10 == 3}
+    for one in again:
+        before = first[int(one.body)]
+        assert one.reconsume_times >= 1
+        assert one.queue_id == 0
+        assert one.properties.keys() - before.properties.keys() == {"1ST_POP_TIME"}
+        assert (one.stored_body, one.born_timestamp_ms) == (before.stored_body, before.born_timestamp_ms)
