@@ -1,9 +1,9 @@
-"""Time from a send to its listener: by threads, by hand, explored, delayed; compared with brokers and queues for tests.
+"""Time from a send to its listener: with threads, by hand, explored, delayed; compared with other brokers and queues.
 
 "One in flight" sends a message and waits until its listener has run before it sends the next. A stream sends as fast as
-it can and waits for the last message. librmq's stores are on disk there. dramatiq's StubBroker keeps messages in
+it can and waits for the last message. In both, librmq's stores are on disk. dramatiq's StubBroker keeps messages in
 memory, and litequeue in SQLite (put, get and done, in one thread, without a handover). Two bare `queue.Queue` show the
-cost of a handover there and back. By hand and exploring, stores are in memory.
+cost of a handover in both directions. By hand and exploring, stores are in memory.
 
 ``python -m benchmarks.clients [--rounds N] [--rows one,stream,…] [--quick] [--write]``
 """
@@ -225,7 +225,7 @@ def stream(bench: Bench) -> list[Row]:
 
 
 def by_hand(count: int) -> Run:
-    """Return messages a second with the runner of tests, one in flight, in memory."""
+    """Return messages a second with the manual runner, one in flight, in memory."""
 
     def run(_: Path) -> float:
         runner = ManualRunner()
@@ -252,7 +252,7 @@ def by_hand(count: int) -> Run:
 
 
 def hand(bench: Bench) -> list[Row]:
-    """Compare the runner of tests with threads, one message in flight."""
+    """Compare the manual runner with threads, one message in flight."""
     count = bench.count(4_000)
     rates = bench.interleave({"by hand": by_hand(count), "threads": librmq_threads(count, in_flight=1)})
     return [
@@ -328,8 +328,8 @@ def single_appends(count: int) -> Run:
 def delayed_messages(count: int) -> Run:
     """Return messages a second that are stored with a delay and delivered, without clients.
 
-    The schedule gets a later time, so nothing waits until they are due. As beside single appends, a thread of the
-    store flushes.
+    The schedule gets a later time, so nothing waits until they are due. As during single appends, a thread of the store
+    flushes.
     """
 
     def run(folder: Path) -> float:

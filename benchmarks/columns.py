@@ -112,7 +112,7 @@ def processes(bench: Bench) -> list[Row]:
 
 
 def exporting(bench: Bench) -> list[Row]:
-    """Compare an export to Parquet with writing the same batches, which are in memory, by PyArrow."""
+    """Compare an export to Parquet with PyArrow writing the same batches from memory."""
     import pyarrow.parquet as pq
 
     from librmq.columns import export, reader

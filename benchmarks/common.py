@@ -1,8 +1,8 @@
 """Common parts of all benchmarks: interleaved runs, ratios within a round, and the table of results.
 
 A benchmark states ratios. Compared variants run one after the other in every round, each in a fresh folder, in an order
-that shifts from round to round. The first round is a warm-up and dropped. A ratio is the median of the rounds' ratios,
-so a slow period of the machine slows both sides. The absolute rates (medians) beside it depend on the machine.
+that rotates from round to round. The first round is a warm-up and dropped. A ratio is the median of the rounds' ratios,
+so a slow period of the machine slows both sides. The absolute rates (medians) next to it depend on the machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Bench:
-    """Amount and place of the measurement."""
+    """Scale and folder of the measurement."""
 
     rounds: int
     """Number of rounds after the warm-up."""
@@ -365,7 +365,7 @@ def command(
 ) -> int:
     """Run a benchmark as a command: measure, show the table, and write it into its section of the documentation.
 
-    ``packages`` are those whose versions matter. 0 whatever is measured; exits with 2 for wrong ``arguments``.
+    ``packages`` are those whose versions matter. Returns 0 whatever the results; exits with 2 for wrong ``arguments``.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{section}", description=description.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds that count (5)")

@@ -1,7 +1,8 @@
-"""The dedup guard and its stores, each against the bare statements that it makes: ``python -m benchmarks.dedup``.
+"""The dedup guard and its stores, each compared with the bare statements that it executes: ``python -m
+benchmarks.dedup``.
 
-A message costs a claim and a mark. The bare form runs the same two statements or scripts on the driver's own
-connection, with keys and parameters prepared. librmq's side is the two calls of the store, and a whole delivery through
+A message costs a claim and a mark. The bare form runs the same two statements or scripts on a plain connection of the
+driver, with keys and parameters prepared. librmq's side is the two calls of the store, and a whole delivery through
 `DedupListener` to a listener that does nothing.
 """
 
@@ -203,7 +204,7 @@ def mysql(bench: Bench) -> list[Row]:
 
 
 def redis(bench: Bench) -> list[Row]:
-    """Measure Redis on this machine, compared with the least that two round trips cost: SET NX and SET, unfenced."""
+    """Measure Redis on this machine, compared with the minimum cost of two round trips: SET NX and SET, unfenced."""
     if not bench.has("redis"):
         return []
     import redis as client

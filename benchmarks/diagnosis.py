@@ -1,8 +1,8 @@
-"""Cost of asking for lag and counts: whole processes, and beside a loop in plain Python that looks each row up.
+"""Cost of lag and counts: whole processes, and compared with a loop in plain Python that looks up each row.
 
-A store of 1,000 queues with 20 messages each, and 1 or 100 groups with progress of their own in every queue: 1,000 and
-100,000 rows. The loop reads the same tables and asks the store for each row's bounds and oldest message. ``count`` and
-``stats`` are compared with a read of header columns.
+A store of 1,000 queues with 20 messages each, and 1 or 100 groups with progress in every queue: 1,000 and 100,000 rows.
+The loop reads the same tables and asks the store for each row's bounds and oldest message. ``count`` and ``stats`` are
+compared with a read of header columns.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _numpy_alone(_: Path) -> float:
 
 
 def lags(bench: Bench) -> list[Row]:
-    """Time whole processes: the requirement is one of an idle machine; the ratio says how much is the start."""
+    """Time whole processes. The requirement is for an idle machine; the ratio shows the share of the start."""
     topics = max(1, round(TOPICS * bench.scale))
     rows = []
     for groups, least_s in ((1, 0.3), (100, 1.5)):

@@ -317,7 +317,7 @@ KILLED: Final = {
 
 
 def killed(bench: Bench) -> list[Row]:
-    """Measure the opening of a store after a kill, with a log of some 14 MB or many queues."""
+    """Measure the opening of a store after a kill, with a log of about 14 MB or many queues."""
     rows = []
     for case, (config, queues, messages, target) in KILLED.items():
         body = bytes(850 if queues < 100 else 100)
@@ -355,7 +355,7 @@ PACE_NS: Final = 3000
 def raw_writes(folder: Path, data: bytes, count: int, *, touched: bool) -> list[int]:
     """Return the time (ns) of each write of a loop that only writes ``data``: the latency of the machine itself.
 
-    Through a mapping of a file that has its blocks, its pages too if ``touched``, with nothing beside it.
+    The file is mapped and has its blocks, with ``touched`` also its pages; no other thread runs.
     """
     took, clock, size = [], time.perf_counter_ns, len(data)
     descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)

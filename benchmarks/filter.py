@@ -1,4 +1,4 @@
-"""Cost of filtering one message, an Arrow batch and a Spark column, compared with other languages and code by hand.
+"""Cost of filtering one message, an Arrow batch and a Spark column, compared with other languages and handwritten code.
 
 The filter is ``a > 50 AND region IN ('eu','us') AND (TAGS IS NOT NULL OR b = 'x')``; ``a`` has 100 values, or all
 distinct ones. Code by hand marked *exact* does equal work: it parses integers like Java. The others do not.
@@ -34,7 +34,7 @@ Properties = dict[str, str]
 
 @cache
 def messages(count: int, distinct: int) -> list[Properties]:
-    """Make messages with a number ``a`` out of so many values; half of them pass each of the three terms."""
+    """Make messages whose number ``a`` has this many values; half of them pass each of the three terms."""
     dice = random.Random(count)
     made = []
     for _ in range(count):
@@ -52,7 +52,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 def exact_integer(text: str) -> int:
-    """Parse like ``Integer.valueOf``, without the library: plain digits directly, other texts by the rules."""
+    """Parse like ``Integer.valueOf``, without the library: plain digits directly, other strings by the rules."""
     if len(text) < 10 and text.isascii() and text.isdigit():
         return int(text)
     if _INTEGER.fullmatch(text) is None or not -(2**31) <= (number := int(text)) < 2**31:
@@ -239,7 +239,7 @@ def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
 
     from librmq.spark import session
 
-    # Each plan runs long enough that its start counts little; the slow one gets fewer rows.
+    # Each plan runs long enough that its start matters little; the slow one gets fewer rows.
     started = session("librmq benchmark", "local[2]", {"spark.sql.shuffle.partitions": "2"})
     started.sparkContext.setLogLevel("ERROR")
     count = bench.count(SPARK_ROWS)
@@ -258,7 +258,7 @@ def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
         )
 
     def stored(name: str, frame: Any) -> Any:
-        """Read from Parquet, because a cached frame produces texts more slowly than most filters take them."""
+        """Read from Parquet, because a cached frame produces strings more slowly than most filters consume them."""
         path = str(folder / name)
         frame.write.parquet(path)
         return started.read.parquet(path)
@@ -298,7 +298,7 @@ def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
     def over_batches(a: Any, region: Any, tags: Any, b: Any) -> Any:
         return sql.match_arrow(pa.RecordBatch.from_arrays([a, region, tags, b], names=list(NAMES)))
 
-    # Spark needs annotations that are types, not their texts.
+    # Spark needs annotations that are types, not strings.
     over_batches.__annotations__ = dict.fromkeys(("a", "region", "tags", "b", "return"), pa.Array)
     vectorized = F.arrow_udf(over_batches, BooleanType())  # type: ignore[attr-defined]
     arguments = [F.col(name) for name in NAMES]

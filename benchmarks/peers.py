@@ -1,6 +1,6 @@
 """Peers of the store: the same records, passed to other libraries as finished bytes.
 
-Each function makes a fresh store in a folder, times its part, and returns the seconds. The peers get the bytes of
+Each function creates a fresh store in a folder, times its part, and returns the seconds. The peers get the bytes of
 finished records, while librmq's time includes the encoding. Like librmq, none waits for the disk unless its function
 says so: messages survive the process, not the machine. SQLite, LMDB and RocksDB store the record, a queue entry and two
 keys. litequeue, diskcache and persist-queue store only the record.
@@ -218,7 +218,7 @@ def rocksdb_batches(folder: Path, records: Records, size: int) -> float:
 
 
 def litequeue_append(folder: Path, records: Records) -> float:
-    """``put``, the record alone."""
+    """``put`` of only the record."""
     import litequeue
 
     queue = litequeue.LiteQueue(folder / "litequeue.db")
@@ -231,7 +231,7 @@ def litequeue_append(folder: Path, records: Records) -> float:
 
 
 def diskcache_append(folder: Path, records: Records) -> float:
-    """``push``, the record alone."""
+    """``push`` of only the record."""
     import diskcache
 
     cache = diskcache.Cache(folder / "diskcache", sqlite_synchronous=0)
@@ -243,9 +243,8 @@ def diskcache_append(folder: Path, records: Records) -> float:
 
 
 def persist_queue_append(folder: Path, records: Records, *, synchronous: str = "OFF") -> float:
-    """``put`` into its SQLite queue, which is faster than its files; the record alone.
-
-    As it comes, with FULL, it syncs every put.
+    """``put`` of only the record into its SQLite queue, which is faster than its files. By default, with FULL, it syncs
+    every put.
     """
     import persistqueue
 

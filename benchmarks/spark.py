@@ -41,7 +41,7 @@ _keep: list[tempfile.TemporaryDirectory[str]] = []
 
 @cache
 def store_of(count: int, body_bytes: int = 512) -> str:
-    """Make a store with this many messages, once."""
+    """Create a store with this many messages, once."""
     folder = tempfile.TemporaryDirectory(prefix="librmq-benchmark-store-")
     _keep.append(folder)
     path = os.path.join(folder.name, "store")
@@ -587,7 +587,7 @@ def writing_by_spark(bench: Bench) -> list[Row]:
 
 
 def memory(bench: Bench) -> list[Row]:
-    """Measure a reader's memory beyond interpreter and libraries, in its own process."""
+    """Measure the memory of a reader in addition to interpreter and libraries, in its own process."""
     import subprocess
 
     path = store_of(bench.count(MESSAGES))

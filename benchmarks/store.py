@@ -102,7 +102,7 @@ def append_all(folder: Path, messages: Sequence[Message]) -> float:
         with Stopwatch() as watch:
             for message in messages:
                 append(message)
-            last = store.read(TOPIC, 0, len(messages) - 1, 1)  # queue entries and keys still due are written now
+            last = store.read(TOPIC, 0, len(messages) - 1, 1)  # pending queue entries and keys are written now
         assert last.status is GetStatus.FOUND
         return watch.seconds
 
@@ -294,7 +294,7 @@ def _scanner(pipe: Connection, path: Path) -> None:
 
 
 def scan(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Measure a scan of the whole log that checks each body against its checksum."""
+    """Measure a scan of the whole log that compares each body with its checksum."""
     messages = make_messages(body_size, bench.count(100_000 if body_size == 128 else 50_000))
     with filled_store(bench, messages) as path, MessageStore.open(path, read_only=True) as store:
         end, count = store.log.end, len(messages)
@@ -380,7 +380,7 @@ def _rebuild(path: Path, count: int) -> float:
 
 
 def rebuild(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Queues and index made from the log alone, beside appending the same messages."""
+    """Compare a rebuild of queues and index from the log with appending the same messages."""
     messages = make_messages(body_size, bench.count(80_000))
     count = len(messages)
     with filled_store(bench, messages) as path:
@@ -448,7 +448,7 @@ def _read_filtered(store: MessageStore, matching: _TagFilter, end: int) -> int:
 
 
 def _repeated(take: Callable[[], int], expected: int, count: int, repeats: int) -> Run:
-    """``take``, which checks ``count`` entries and finds ``expected`` of them, so often that it takes a while."""
+    """Repeat ``take``, which checks ``count`` entries and finds ``expected`` of them long enough to measure."""
 
     def run(folder: Path) -> float:
         with Stopwatch() as watch:
@@ -461,7 +461,7 @@ def _repeated(take: Callable[[], int], expected: int, count: int, repeats: int) 
 
 
 def tag_scan(bench: Bench, count: int) -> list[Row]:
-    """The entries of one tag, which one in a hundred has."""
+    """Measure finding the entries with a tag that one in a hundred has."""
     repeats = bench.count(200_000) // count + 1
     with bench.folder() as folder, MessageStore.open(folder / "store") as store:
         for number in range(count):
@@ -484,7 +484,7 @@ def tag_scan(bench: Bench, count: int) -> list[Row]:
 
 
 def tag_scans(bench: Bench) -> list[Row]:
-    """Over as few entries as it must be good for, and over many."""
+    """Measure the scan over the smallest relevant number of entries, and over many."""
     return [row for count in (1_000, max(bench.count(100_000), 2_000)) for row in tag_scan(bench, count)]
 
 

@@ -1,4 +1,4 @@
-"""What timers cost: stored and delivered, in single appends; by what is due, for any number pending; their memory."""
+"""Cost of timers: stored and delivered, in single appends; delivery with any number pending; memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def appends(count: int) -> Run:
 
 
 def fill(timers: Timers, clock: ManualClock, count: int, least_s: int, most_s: int) -> None:
-    """Put messages into the wheel, at random times; what is due waits that long at least."""
+    """Put messages into the wheel at random times, none of them due before the given time."""
     rng = random.Random(count)
     for number in range(count):
         timers.put(message(number, rng.randint(least_s, most_s)))
@@ -63,14 +63,14 @@ def deliver(timers: Timers, clock: ManualClock, seconds: int) -> None:
 
 
 def timed(count: int, waiting: int = 0, *, put: bool = True) -> Run:
-    """Messages a second that wait and are delivered within an hour, while others wait for tomorrow."""
+    """Return messages per second that wait and are delivered within an hour, while others wait for the next day."""
 
     def run(folder: Path) -> float:
         clock = ManualClock()
         with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
             timers = Timers.open(store, SETTINGS)
             timers.put(message(0, 1))
-            deliver(timers, clock, 2)  # the wheel is made
+            deliver(timers, clock, 2)  # creates the wheel
             fill(timers, clock, waiting, DAY_S // 2, DAY_S)
             if not put:
                 fill(timers, clock, count, 1, 3600)
@@ -87,14 +87,14 @@ def timed(count: int, waiting: int = 0, *, put: bool = True) -> Run:
 
 
 def stored_and_delivered(bench: Bench) -> list[Row]:
-    """A timer, stored and delivered, in single appends."""
+    """Measure a timer, stored and delivered, in single appends."""
     count = bench.count(TIMERS)
     rates = bench.interleave({"append": appends(count), "timer": timed(count)})
     return [cost("a timer, stored and delivered", "a single append", rates["timer"], rates["append"], unit="msg/s")]
 
 
 def due(bench: Bench) -> list[Row]:
-    """Delivering what is due, with much more that waits and without."""
+    """Measure the delivery of due timers, with and without many more that wait."""
     count = bench.count(TIMERS)
     rates = bench.interleave({"many": timed(count, 10 * count, put=False), "none": timed(count, put=False)})
     return [
@@ -106,11 +106,11 @@ def due(bench: Bench) -> list[Row]:
 
 
 def memory(bench: Bench) -> list[Row]:
-    """How much more private memory a process takes with a million timers than with a thousand."""
+    """Measure how much more private memory a process needs with a million timers than with a thousand."""
     held = []
     for count in (1_000, bench.count(PENDING)):
         with bench.folder() as folder:
-            # Last on the path, so that an installed librmq is the one measured.
+            # Last on the path, so that an installed librmq is measured.
             code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks.timers import weigh; weigh()"
             done = subprocess.run(
                 [sys.executable, "-P", "-c", code, str(folder), str(count)],
@@ -124,7 +124,7 @@ def memory(bench: Bench) -> list[Row]:
 
 
 def weigh() -> None:
-    """For a separate process: put timers into the wheel; print its private bytes."""
+    """In a separate process, put timers into the wheel and print the private bytes."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     clock = ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:

@@ -1,4 +1,4 @@
-"""What transactions cost: one that is committed, in single appends; a check pass, by what is pending and by history."""
+"""Cost of transactions: a committed one, in single appends; a check pass, by pending transactions and by history."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def commits(count: int) -> Run:
 
 
 def committed(bench: Bench) -> list[Row]:
-    """A committed transaction, half, final and op message, in single appends."""
+    """Measure a committed transaction (half, final and op message) in single appends."""
     count = bench.count(TRANSACTIONS)
     rates = bench.interleave({"append": appends(count), "commit": commits(count)})
     return [
@@ -74,7 +74,7 @@ def committed(bench: Bench) -> list[Row]:
 
 
 def passes(pending: int, ended: int) -> Run:
-    """Halves judged a second, in a pass after a history of ended ones."""
+    """Return half messages checked per second, in a pass after a history of ended transactions."""
 
     def run(folder: Path) -> float:
         clock = ManualClock()
@@ -99,7 +99,7 @@ def passes(pending: int, ended: int) -> Run:
 
 
 def check(bench: Bench) -> list[Row]:
-    """A check pass over what is pending, with a long history and without one."""
+    """Measure a check pass over pending transactions, with and without a long history."""
     count = bench.count(PENDING)
     rates = bench.interleave({"history": passes(count, 5 * count), "none": passes(count, 0)})
     against = "the same without it"

@@ -3,8 +3,8 @@
     python examples/broadcast_cache.py
 
 In a `CLUSTERING` group one instance gets a message, in a `BROADCASTING` group every instance. Each keeps its own
-progress in its own folder, so give instances permanent names. A failed refresh is logged and not repeated, so let a
-listener do only simple work here, such as forgetting a key.
+progress in its own folder, so give instances permanent names. A failed refresh is logged and not retried, so let the
+listener do only simple work, such as dropping a key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Catalogue:
 
 def main(folder: str) -> list[Catalogue]:
     database = {"coat": 120, "hat": 30}
-    runner = ManualRunner()  # a manual clock, so this ends immediately; an application leaves it out
+    runner = ManualRunner()  # a manual clock, so this ends immediately; an application omits it
     with Broker.temporary(runner=runner) as broker:
         broker.create_topic("prices", 2)
         servers = [Catalogue(broker, name, database, folder) for name in ("web-1", "web-2", "web-3")]

@@ -1,4 +1,4 @@
-"""The screen of both parts of the demo: steps, sentences, lines of code, tables, answers."""
+"""The output of both parts of the demo: steps, sentences, lines of code, tables, answers."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ def main(path: str) -> None:
     before = set(threading.enumerate())
     charged: Queue[str] = Queue()
 
-    # The end of the `with` shuts down producer, consumer and broker, the last one first.
+    # At the end of the `with` block producer, consumer and broker shut down, the last one first.
     with Broker.open(path, store_config=StoreConfig()) as broker:
         billing = PushConsumer(broker, "billing", threads=4)
 
         @billing.subscribe("orders", tags="created")
         def charge(message: DeliveredMessage) -> None:
-            """Run in a thread of librmq. Returning means consumed; after an exception the message comes again."""
+            """Run in a thread of librmq. Returning means consumed; an exception means a redelivery."""
             charged.put(message.keys[0])
 
         with billing, Producer(broker, "shop") as producer:

@@ -3,7 +3,7 @@
     python examples/exactly_once.py
 
 A shop writes each order and the message about it in one transaction (the outbox). A sender appends the messages to a
-log, which stands for the broker, and could be a client of a real cluster. Billing reads the log twice from the start,
+log, which stands for the broker; it could also send them to a real cluster. Billing reads the log twice from the start,
 as after a crash. A message table and a guard drop the duplicates.
 """
 

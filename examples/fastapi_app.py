@@ -23,7 +23,7 @@ from librmq.protocol import Route
 
 
 def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
-    """Make the application over a broker in ``path``; a test passes its own route."""
+    """Create the application with a broker in ``path``; a test passes its own route."""
     orders: dict[int, dict[str, Any]] = {}
     charged: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -45,7 +45,7 @@ def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
     app = FastAPI(lifespan=lifespan)
 
     async def charge(message: DeliveredMessage) -> None:
-        await asyncio.sleep(0)  # asks a bank
+        await asyncio.sleep(0)  # stands for a call to a bank
         number = int(message.keys[0])
         orders[number]["state"] = "charged"
         charged[number].set()

@@ -35,7 +35,7 @@ def check_then_act(connection: Connection, order: int) -> Iterator[float]:
 
 
 def conditional_update(connection: Connection, order: int) -> Iterator[float]:
-    """Right: the statement names the state it expects, so of two deliveries only one changes a row."""
+    """Right: the statement names the expected state, so only one of two deliveries changes a row."""
     yield 1.0
     paid = text("UPDATE orders SET state = 'paid' WHERE id = :id AND state = 'new'")
     if connection.execute(paid, {"id": order}).rowcount:
@@ -49,7 +49,7 @@ def select_for_update(connection: Connection, order: int) -> Iterator[float]:
 
 
 def select_for_update_nowait(connection: Connection, order: int) -> Iterator[float]:
-    """Right: like `select_for_update`, but the other delivery fails immediately instead of waiting, and is repeated."""
+    """Right: like `select_for_update`, but the other delivery fails immediately instead of waiting, and is retried."""
     return _locked(connection, order, "FOR UPDATE NOWAIT")
 
 
@@ -63,7 +63,7 @@ def _locked(connection: Connection, order: int, how: str) -> Iterator[float]:
 
 
 def deliver_twice(engine: Engine, way: Way, order: int, clock: ManualClock) -> int:
-    """Deliver a message and its duplicate, a failed delivery again after 10 s; return the number of charges."""
+    """Deliver a message and its duplicate, and retry a failed delivery after 10 s; return the number of charges."""
     due: list[tuple[int, int, Connection, Iterator[float]]] = []
     for number in (0, 1):
         connection = engine.connect()
@@ -84,7 +84,7 @@ def deliver_twice(engine: Engine, way: Way, order: int, clock: ManualClock) -> i
 
 
 def make_tables(engine: Engine, orders: int) -> None:
-    """Make new orders, numbered from 0, without charges."""
+    """Create new orders, numbered from 0, without charges."""
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE orders (id INTEGER NOT NULL PRIMARY KEY, state VARCHAR(10) NOT NULL)"))
         connection.execute(text("CREATE TABLE charges (order_id INTEGER NOT NULL)"))

@@ -1,10 +1,10 @@
-"""A worker that sends welcome mails, written against RocketMQ's official Python client alone.
+"""A worker that sends welcome mails, written only with RocketMQ's official Python client.
 
     librmq serve store --grpc 8081
     python examples/mail_worker.py 127.0.0.1:8081 ann@example.com
 
-It knows nothing of librmq: the same code runs with a real cluster. ``test_mail_worker.py`` tests it in a second, with
-hours of retries, by the fixture ``rmq_grpc``. Needs ``pip install rocketmq-python-client``.
+It does not use librmq: the same code runs with a real cluster. ``test_mail_worker.py`` tests it in a second, with hours
+of retries, by the fixture ``rmq_grpc``. Needs ``pip install rocketmq-python-client``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOPIC, GROUP = "signups", "welcome-mails"
 
 
 class SendsMail(MessageListener):  # type: ignore[misc]
-    """Sends one mail for each signup; a mail that fails is tried again in its time."""
+    """Sends one mail for each signup; a mail that fails is retried later."""
 
     def __init__(self, send_mail: Callable[[str], None]) -> None:
         self._send_mail = send_mail

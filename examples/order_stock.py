@@ -1,10 +1,10 @@
-"""Keep an order and the stock consistent, in two databases, by a transaction message. On SQLite.
+"""Keep an order and the stock in two databases consistent, using a transaction message. On SQLite.
 
     python examples/order_stock.py
 
 The shop writes an order into its database, and the warehouse takes the goods out of its own. The second happens if, and
-only if, the first was committed, although neither knows the other, and although the shop finally dies between the two.
-The program moves the clock by hand, so the minute until the broker asks the shop passes at once.
+only if, the first was committed, although neither knows the other, and although the shop dies between the two at the
+end. The program moves the clock by hand, so the minute until the broker asks the shop passes immediately.
 """
 
 from __future__ import annotations

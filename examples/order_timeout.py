@@ -1,9 +1,9 @@
-"""Cancel orders that are not paid within half an hour, by a delayed message and with a manual clock.
+"""Cancel orders that are not paid within half an hour, using a delayed message and a manual clock.
 
     python examples/order_timeout.py
 
-Each order sends a message that comes after 30 minutes (delay level 16). Its listener looks up the order then, and
-cancels only an order that is still unpaid, in one statement.
+Each order sends a message that arrives after 30 minutes (delay level 16). Its listener then cancels the order if it is
+still unpaid, in one statement.
 """
 
 from __future__ import annotations

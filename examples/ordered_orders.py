@@ -4,7 +4,7 @@
 
 The key of an order selects the queue, so its steps follow each other. An orderly consumer takes one message of a queue
 at a time. After a failure the queue pauses, and no message overtakes the failed one. The program moves the clock by
-hand, so the pauses take no time. An application leaves the runner out, and the broker runs threads.
+hand, so the pauses take no time. An application omits the runner, and the broker then runs threads.
 """
 
 from __future__ import annotations

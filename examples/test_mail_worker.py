@@ -1,4 +1,4 @@
-"""Tests of ``mail_worker.py``, which is written against the official client, with the clock in their hands.
+"""Tests of ``mail_worker.py``, which uses the official client, with a clock that the tests move.
 
 pytest examples/test_mail_worker.py
 """
@@ -60,7 +60,7 @@ def test_a_mail_waits_for_its_server(rmq_grpc: ServedKit, mails: Mails, sign_up:
     assert mails.sent == ["bob@example.com"]
 
 
-def test_a_mail_that_never_goes_is_kept(rmq_grpc: ServedKit, mails: Mails, sign_up: Callable[[str], None]) -> None:
+def test_a_mail_that_always_fails_is_kept(rmq_grpc: ServedKit, mails: Mails, sign_up: Callable[[str], None]) -> None:
     mails.is_down = True
     sign_up("eve@example.com")
     rmq_grpc.advance(hours=8)

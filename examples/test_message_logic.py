@@ -3,7 +3,7 @@
     pytest examples/test_message_logic.py                the fixture `rmq` comes with librmq
     python -m unittest examples/test_message_logic.py    the same without pytest
 
-The application is `Billing`, which would be in a module of its own. It needs no knowledge of the tests.
+The application is `Billing`, which would normally be in its own module. It does not know about the tests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_an_order_is_charged(rmq: Kit) -> None:
     assert [message.keys for message in rmq.messages("receipts")] == [("o-1",)]
 
 
-def test_what_has_another_tag_is_left_alone(rmq: Kit) -> None:
+def test_messages_with_another_tag_are_ignored(rmq: Kit) -> None:
     charged: dict[str, int] = {}
     rmq.app("billing", lambda route: Billing(route, {"ada": 100}, charged))
     rmq.producer().send("orders", b"30", tags="cancelled", keys="o-1", properties={"customer": "ada"})
@@ -72,21 +72,21 @@ def test_a_customer_without_money_is_asked_again(rmq: Kit) -> None:
     assert [(one.attempt, one.outcome) for one in rmq.delivered("billing")] == [(1, "later"), (2, "returned")]
 
 
-def test_who_never_pays_ends_in_the_dead_letters(rmq: Kit) -> None:
+def test_unpaid_orders_become_dead_letters(rmq: Kit) -> None:
     rmq.app("billing", lambda route: Billing(route, {"ada": 0}, {}))
     order(rmq, 30)
     rmq.advance(hours=1)  # takes no time
     assert [message.keys for message in rmq.dead_letters("billing")] == [("o-1",)]
 
 
-def test_a_bug_fails_the_test_that_meets_it(rmq: Kit) -> None:
+def test_a_bug_in_a_listener_fails_the_test(rmq: Kit) -> None:
     rmq.app("billing", lambda route: Billing(route, {"ada": 100}, {}))
     order(rmq, 30, customer="bob")
     with pytest.raises(KeyError, match="bob"):  # with the listener's own traceback
         rmq.run_until_idle()
 
 
-def test_after_a_crash_the_message_comes_again_and_is_charged_once(rmq: Kit) -> None:
+def test_a_redelivery_after_a_crash_charges_once(rmq: Kit) -> None:
     accounts, charged = {"ada": 100}, dict[str, int]()
     billing = rmq.app("billing", lambda route: Billing(route, accounts, charged))
     order(rmq, 30)
@@ -98,7 +98,7 @@ def test_after_a_crash_the_message_comes_again_and_is_charged_once(rmq: Kit) -> 
 
 
 @pytest.mark.rmq_explore(runs=100)
-def test_whatever_happens_nobody_is_charged_twice(rmq: Kit) -> None:
+def test_no_schedule_charges_a_customer_twice(rmq: Kit) -> None:
     """Run under a hundred schedules, with crashes, rebalances and lost answers in any order."""
     accounts, charged = {"ada": 100}, dict[str, int]()
     rmq.app("billing", lambda route: Billing(route, accounts, charged))
@@ -108,7 +108,7 @@ def test_whatever_happens_nobody_is_charged_twice(rmq: Kit) -> None:
 
 
 class BillingTest(unittest.TestCase):
-    """Use `Kit` in place of the fixture, without pytest."""
+    """Use `Kit` instead of the fixture, without pytest."""
 
     def test_an_order_is_charged(self) -> None:
         accounts = {"ada": 100}

@@ -1,7 +1,7 @@
-"""The environment that ``demo`` and ``check`` run in: made once, and brought up to date when it must be.
+"""The environment of ``demo`` and ``check``: created once, and updated when necessary.
 
-It is ``.venv`` in the checkout (``LIBRMQ_VENV`` names another place). A stamp inside it says what it was made
-for; while that is still so, nothing is installed again.
+It is ``.venv`` in the checkout (``LIBRMQ_VENV`` names another place). A stamp inside it records what it was created
+for; while that has not changed, nothing is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OFFLINE_HINT = (
 
 
 class Refused(Exception):
-    """What is missing, and what to do about it, in a sentence."""
+    """A sentence that says what is missing and what to do about it."""
 
 
 class Environment:
@@ -54,10 +54,10 @@ class Environment:
         self.logs = folder / "log"
 
     def prepare(self, extras: frozenset[str], screen: Screen) -> None:
-        """Make or update the environment; quick if it is complete.
+        """Create or update the environment; quick if it is complete.
 
         Raises:
-            Refused: The folder or a package can't be had.
+            Refused: The folder cannot be created, or a package cannot be installed.
         """
         with Step(screen, "packages") as step:
             stamp = self._read_stamp()
@@ -72,19 +72,18 @@ class Environment:
             if not same:
                 self._make(step)
             extras |= installed
-            # Until pip is through, the stamp only says that the folder is ours.
+            # Until pip has finished, the stamp only records that the folder is ours.
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
             self._install(extras, step)
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
 
     def has(self, package: str) -> bool:
-        """Tell whether a package is installed here, without importing it."""
+        """Return whether a package is installed here, without importing it."""
         return any(self.folder.glob(f"**/site-packages/{package}/__init__.py"))
 
     def variables(self) -> dict[str, str]:
-        """Return what programs run with: this environment first, and no ``librmq`` from the current folder.
-
-        What the examples share is found in their folder.
+        """Return the variables for programs: this environment comes first, and no ``librmq`` from the current folder.
+        Shared modules of the examples are found in their folder.
         """
         variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         variables["VIRTUAL_ENV"] = str(self.folder)
@@ -92,7 +91,7 @@ class Environment:
         variables["PYTHONSAFEPATH"] = "1"
         variables["PYTHONPATH"] = str(CHECKOUT / "examples")
         variables.pop("LIBRMQ_EXPECT_WHEEL", None)
-        # Without bytecode every process would compile, and pytest rewrite, each module again.
+        # Without bytecode every process would compile each module again, and pytest would rewrite it.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.wheel is not None:
             variables["LIBRMQ_EXPECT_WHEEL"] = "1"
@@ -133,7 +132,7 @@ class Environment:
                 f"{self.folder} can't be written ({error.strerror}): "
                 "name another folder with LIBRMQ_VENV=/path, and run this again."
             ) from error
-        # The Python below this one, which may run in the very environment that is replaced.
+        # The base Python, because this one may run in the environment that is being replaced.
         python: str = getattr(sys, "_base_executable", sys.executable)
         command = [python, "-m", "venv", str(self.folder)]
         status, printed = watch(command, step, folder=CHECKOUT, variables=os.environ)
@@ -148,10 +147,10 @@ class Environment:
         names = ",".join(sorted(extras))
         target = [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
         step.screen.line(f"Installing what librmq and its tests need in {self.folder}, once: this takes some minutes.")
-        scratch = self.folder / "tmp"  # pip downloads to there, so that the progress of a large file shows
+        scratch = self.folder / "tmp"  # pip downloads to this folder, so that the progress of a large file can be shown
         scratch.mkdir(exist_ok=True)
         progress = Installing(step, scratch)
-        # Byte code is made on first use: most modules of the packages are never imported.
+        # Bytecode is compiled on first use, because most modules of the packages are never imported.
         pip: list[str | Path] = [
             self.python,
             "-m",
@@ -180,7 +179,7 @@ class Environment:
 
 
 class Installing:
-    """Reads off pip's output how far it is."""
+    """Reads pip's progress from its output."""
 
     _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)\)$", re.MULTILINE)
     _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}  # noqa: RUF012
@@ -193,7 +192,7 @@ class Installing:
         self.packages = 0
 
     def look(self, printed: str) -> None:
-        """Show what pip does now."""
+        """Show pip's current action."""
         self.downloads = [
             (name.rpartition("/")[2], float(size) * self._UNITS[unit])
             for name, size, unit in self._DOWNLOAD.findall(printed)
@@ -221,7 +220,7 @@ class Installing:
         return f"{len(self.downloads)} files downloaded, {sum(size for _, size in self.downloads):.0f} MB"
 
     def _fetched(self, name: str) -> float:
-        """Return how many MB of a file have come."""
+        """Return how many MB of a file were downloaded."""
         try:
             return sum(path.stat().st_size for path in self.scratch.glob(f"*/{name}")) / 1e6
         except OSError:  # pip has moved it

@@ -1,4 +1,4 @@
-"""Runs a program and watches its output, while a line of the screen keeps showing the time."""
+"""Runs a program and watches its output, while a line of the screen shows the elapsed time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def watch(
     variables: Mapping[str, str],
     look: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, str]:
-    """Run a program; return its exit status and all it printed.
-
-    ``look`` is called with the whole output so far: when some of it is new, and a few times a second. Without a step
-    the program runs unseen.
+    """Run a program; return its exit status and whole output. ``look`` is called with the output so far when it grows,
+    and a few times a second. Without a step nothing is shown.
     """
     process = subprocess.Popen(
         [str(word) for word in command],

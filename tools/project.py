@@ -1,7 +1,6 @@
 """The two commands of a checkout, ``demo`` and ``check``.
 
-Needs nothing but Python 3.11 and its standard library. Where there is no POSIX shell:
-``python tools/project.py check``.
+Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-
 
 @dataclass(frozen=True)
 class Program:
-    """One of the programs that a check runs, and the line that it is part of."""
+    """A program that a check runs, and the output line that it belongs to."""
 
     step: str
     name: str
@@ -68,7 +67,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Run the steps one after the other, all of them even when one fails; return 0 if none did."""
+    """Run all steps one after the other, even if one fails; return 0 if none did."""
     options, passed_on = parser().parse_known_args(arguments)
     wheel = Path(options.wheel).absolute() if options.wheel else None
     if wheel is not None and not wheel.is_file():
@@ -84,7 +83,7 @@ def check(arguments: Sequence[str]) -> int:
         fix(place)
     programs = [] if paths else linters(place)
     tested = not (options.lint or options.fix)
-    # Types take one core for long, and tests leave a part of the cores idle: both run in parallel.
+    # The type check keeps one core busy, and tests leave cores partly idle, so both run in parallel.
     beside = [program for program in programs if program.step == "types" and tested]
     with ThreadPoolExecutor(1) as background:
         failed = show(place, screen, [program for program in programs if program not in beside])
@@ -100,7 +99,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def test_paths(words: Sequence[str]) -> list[str]:
-    """Pick files, folders and tests out of options of pytest and their values."""
+    """Separate files, folders and tests from pytest's options and their values."""
     paths = {word: Path(word.partition("::")[0]) for word in words}
     return [word for word, path in paths.items() if path.parts[:1] == ("tests",) and (CHECKOUT / path).exists()]
 
@@ -117,7 +116,7 @@ def pytest_words(passed_on: Sequence[str], *, quick: bool, keep_going: bool) -> 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what ``check`` takes."""
+    """Return the parser of the arguments of ``check``."""
     made = argparse.ArgumentParser(
         prog="check",
         usage="check [--quick | --lint | --fix] [--keep-going] [--wheel FILE] [TEST …] [OPTION OF PYTEST …]",
@@ -149,7 +148,7 @@ def environment(wheel: Path | None = None) -> Environment:
 
 
 def fix(place: Environment) -> None:
-    """Let ruff fix what it can."""
+    """Let ruff fix and format the files."""
     for words in (("check", "--fix", "--quiet", "."), ("format", "--quiet", ".")):
         place.run([place.python, "-P", "-m", "ruff", *words])
 
@@ -175,7 +174,7 @@ def show(
     programs: Sequence[Program],
     under_way: Mapping[Program, Future[tuple[int, str]]] | None = None,
 ) -> list[str]:
-    """Run programs, or wait for those under way, a line for each step; return the names of the steps that failed."""
+    """Run programs, or wait for running ones, with a line for each step; return the names of failed steps."""
     failed = []
     for name in dict.fromkeys(program.step for program in programs):
         of_step = [program for program in programs if program.step == name]
@@ -197,12 +196,12 @@ def show(
 
 
 def run(place: Environment, step: Step | None, program: Program) -> tuple[int, str]:
-    """Run one program; return its exit status and what it printed."""
+    """Run one program; return its exit status and output."""
     return watch(program.command, step, folder=CHECKOUT, variables=place.variables())
 
 
 def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown_by_pytest: bool) -> bool:
-    """Run pytest, with a bar or on its own screen; return whether all passed."""
+    """Run pytest, with a bar or with its own output; return whether all tests passed."""
     command: list[str | Path] = [place.python, "-P", "-m", "pytest", *words]
     if shown_by_pytest:
         return place.run(command) == 0
@@ -225,7 +224,7 @@ def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown
 
 
 class Testing:
-    """Reads off pytest's output how far it is."""
+    """Reads pytest's progress from its output."""
 
     _TOTAL = re.compile(r"\[(\d+) items\]|^collected (\d+) items(?: / (\d+) deselected)?", re.MULTILINE)
     _RESULTS = re.compile(r"^(?:tests/\S+ )?([.sxXFER]+)(?: *\[ *\d+%\])?$", re.MULTILINE)
@@ -235,7 +234,7 @@ class Testing:
         self.step = step
 
     def look(self, printed: str) -> None:
-        """Show how many tests are through."""
+        """Show how many tests have finished."""
         total = self._TOTAL.search(printed)
         if total is None:
             self.step.show("looking for tests")
@@ -252,12 +251,12 @@ class Testing:
         return found[-1].rpartition(" in ")[0] if found else "pytest did not come to its end"
 
     def first_failing(self, printed: str) -> str | None:
-        """Return the test that pytest names first, without the group that it ran in; None where it names none."""
+        """Return the first failed test that pytest names, without its group; None if it names none."""
         found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
         return re.sub(r"@[^\]]*$", "", found[1]) if found else None
 
     def failures(self, printed: str) -> str:
-        """Return what pytest says about failing tests, or its last lines where it came to none."""
+        """Return pytest's output about failing tests, or its last lines if no test failed."""
         begin = re.search(r"^=+ (FAILURES|ERRORS) =+$", printed, re.MULTILINE)
         return printed[begin.start() :].rstrip() if begin else "\n".join(printed.splitlines()[-60:])
 

@@ -1,6 +1,5 @@
-"""The screen of ``check`` and ``demo``: one line a step, with a bar while it runs.
-
-Without a terminal the lines are plain, and a step that takes long prints how far it is every tenth of the way.
+"""The output of ``check`` and ``demo``: one line per step, with a bar while it runs. Without a terminal the lines are
+plain, and a long step prints its progress after every tenth.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ BAR_WIDTH = 20
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration as people read it: ``7 s``, ``1:05 min``."""
+    """Return a duration in readable form: ``7 s``, ``1:05 min``."""
     whole = round(seconds)
     return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02} min"
 
 
 def bar(share: float, *, unicode: bool) -> str:
-    """Draw a bar that is filled by ``share``, from 0 to 1."""
+    """Draw a bar, filled to ``share``, from 0 to 1."""
     done = round(max(0.0, min(1.0, share)) * BAR_WIDTH)
     full, empty = ("━", "─") if unicode else ("#", ".")
     return full * done + empty * (BAR_WIDTH - done)
 
 
 class Screen:
-    """Prints lines, and redraws the last one where the output is a terminal."""
+    """Prints lines, and redraws the last one if the output is a terminal."""
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -54,9 +53,8 @@ class Screen:
 
 
 class Step:
-    """One line: a name, how far the step is, and at the end its outcome and how long it took.
-
-    A context manager; leaving it by an exception says that the step failed.
+    """One line: a name, the progress of the step, and finally its outcome and duration. A context manager; an exception
+    that leaves it marks the step as failed.
     """
 
     def __init__(self, screen: Screen, name: str) -> None:
@@ -81,7 +79,7 @@ class Step:
         self.screen.line(f"{self.name:<{NAME_WIDTH}} {outcome:<6} {took:>9}{detail}")
 
     def show(self, detail: str, share: float | None = None) -> None:
-        """Show what the step does now, and its share of the whole if known."""
+        """Show the current action of the step, and its progress if known."""
         self._detail, self._share = detail, share
         if self.screen.live:
             self.draw()
@@ -90,7 +88,7 @@ class Step:
             self.screen.line(f"{self.name:<{NAME_WIDTH}} {self._tenth * 10} %, {detail}")
 
     def draw(self) -> None:
-        """Draw the line again: the time that has passed is part of it."""
+        """Redraw the line, which shows the elapsed time."""
         drawn = "" if self._share is None else bar(self._share, unicode=self.screen.unicode) + "  "
         took = seconds_text(time.monotonic() - self._begin)
         self.screen.redraw(f"{self.name:<{NAME_WIDTH}} {drawn}{self._detail}{'  ' if self._detail else ''}{took}")

@@ -1,4 +1,4 @@
-"""Apply a group's production filter to a table of the lake: which rows would the group have received?
+"""Apply a group's production filter to a table of a data lake: which rows would the group have received?
 
     python examples/spark/filter_lake_table.py STORE TOPIC GROUP TABLE OUT
 

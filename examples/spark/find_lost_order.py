@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     has_key = F.array_contains(F.split("keys", " "), key) | (F.col("uniqueKey") == key)
-    # A retry or a dead letter of the order has its keys too: all of them tell the story.
+    # Retries and dead letters of the order have its keys too, so they show what happened.
     found = messages.where(has_key).join(F.broadcast(offsets), ["store", "topic", "queueId"], "left")
     story = (
         found.groupBy("storeTimestamp", "store", "topic", "queueId", "queueOffset", "reconsumeTimes")

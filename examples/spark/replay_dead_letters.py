@@ -1,10 +1,10 @@
-"""Send a day's dead letters of a group again, once, to the topics they came from.
+"""Send a day's dead letters of a group to their original topics again, exactly once.
 
     python examples/spark/replay_dead_letters.py STORE GROUP DAY TARGET
 
 DAY is a date in UTC, such as 2026-11-20. TARGET is the store to write to; it can be STORE itself while no broker runs
-on it. The writing is one Spark job with an id of its own. A second run writes nothing more, and a failed one leaves the
-store as it was. The messages keep their keys and unique ids, so consumers with a guard recognise duplicates.
+on it. The write is one Spark job with its own id. A second run writes nothing more, and a failed one leaves the store
+as it was. The messages keep their keys and unique ids, so consumers with a guard recognise duplicates.
 """
 
 from __future__ import annotations
