@@ -382,7 +382,7 @@ def writing(bench: Bench) -> list[Row]:
 
     from librmq.spark.commit import commit
     from librmq.spark.encode import Encoder
-    from librmq.spark.staging import Staged, job_folder
+    from librmq.spark.staged_records import Staged, job_folder
 
     count = min(bench.count(MESSAGES), 200_000)
     rows = 8192
@@ -478,7 +478,7 @@ def row_writer() -> Any:
 
     from librmq.java.hashing import index_key_hash
     from librmq.spark.commit import commit
-    from librmq.spark.staging import Staged, job_folder
+    from librmq.spark.staged_records import Staged, job_folder
     from librmq.spark.write import Ready
 
     class Writer(DataSourceWriter):

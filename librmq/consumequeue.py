@@ -337,11 +337,11 @@ class ConsumeQueue:
         file_size = self._files.file_size
         done = 0
         while done < length:
-            upto = min(length, done + file_size - (position + done) % file_size)
+            until = min(length, done + file_size - (position + done) % file_size)
             first = queue_offset + done // ENTRY_SIZE
-            self._prepare(first, upto - done)
-            self._put(first, entries[done:upto])
-            done = upto
+            self._prepare(first, until - done)
+            self._put(first, entries[done:until])
+            done = until
 
     def has_room(self, count: int) -> bool:
         """Return whether ``count`` more entries fit into allocated blocks of the current file."""

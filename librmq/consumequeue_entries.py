@@ -122,8 +122,8 @@ def fill(files: MappedFileQueue, start: int, end: int) -> None:
     """Fill the first file up to its first entry, if the queue does not start with the file."""
     buffer = files.file(start).buffer
     for at in range(0, end - start, BLOCK * ENTRY_SIZE):
-        upto = min(end - start, at + BLOCK * ENTRY_SIZE)
-        buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
+        until = min(end - start, at + BLOCK * ENTRY_SIZE)
+        buffer[at:until] = _FILLER * ((until - at) // ENTRY_SIZE)
 
 
 def count_sound(block: Entries) -> int:

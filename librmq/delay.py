@@ -173,7 +173,7 @@ class DelaySchedule:
         store: MessageStore,
         offsets: DelayOffsets,
         start_ms: int,
-        settings: DelayConfig | None = None,
+        config: DelayConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         aside: Aside | None = None,
@@ -184,32 +184,32 @@ class DelaySchedule:
             store: Open for writing.
             offsets: Keeps the progress.
             start_ms: Start of the grid of looks.
-            settings: Times of looks and saves.
+            config: Times of looks and saves.
             delivered: ``delivered(message, topic, queue_id, result)`` is called for each delivery with the waiting
             message and
                 its new place. It must not raise.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
-        settings = settings or DelayConfig()
+        config = config or DelayConfig()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
         self._layouts = _Layouts()
         self._states = StateLog(_log, "delayed messages")
-        self._first_look_ms = round(1000 * settings.first_look_s)
-        self._every_ms = round(1000 * settings.look_every_s)
-        self._retry_ms = round(1000 * settings.retry_s)
+        self._first_look_ms = round(1000 * config.first_look_s)
+        self._every_ms = round(1000 * config.look_every_s)
+        self._retry_ms = round(1000 * config.retry_s)
         self._saver = FlushAside(
             "the progress of the delay levels",
             flush=lambda reached: store.flush(),
             reached=lambda: (self._reached() or None) if self._unsaved else None,
             note=self._note,
             now_ms=store.clock.now_ms,
-            save_every_s=settings.save_every_s,
-            retry_s=settings.retry_s,
+            save_every_s=config.save_every_s,
+            retry_s=config.retry_s,
             aside=aside,
         )
-        self._most = settings.most_at_once
+        self._most = config.most_at_once
         self._begin_ms = start_ms + self._first_look_ms
         self._last_ms = start_ms
         self._unsaved = False

@@ -93,7 +93,7 @@ class Transactions:
         store: MessageStore,
         offsets: TransactionOffsets,
         start_ms: int,
-        settings: TransactionConfig | None = None,
+        config: TransactionConfig | None = None,
         *,
         ask: Callable[[CheckBack], None] = lambda question: None,
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
@@ -110,7 +110,7 @@ class Transactions:
             store: Open for writing.
             offsets: Keeps the progress of the check.
             start_ms: Start of the grid of check passes.
-            settings: Times of the checks.
+            config: Times of the checks.
             ask: ``ask(question)`` passes a question on to a producer, which answers by `commit` or `rollback`.
             discarded: ``discarded(half, check_times)`` is called with each half that is given up.
             delivered: ``delivered(final)`` is called with each final message as soon as it is in the log.
@@ -131,7 +131,7 @@ class Transactions:
             store,
             offsets,
             start_ms,
-            settings or TransactionConfig(),
+            config or TransactionConfig(),
             CheckHooks(
                 ask=ask,
                 discarded=discarded,
@@ -385,9 +385,9 @@ class Transactions:
 
     # -------------------------------------------------------------------------------------------------------- check
 
-    def check(self, now_ms: int, settings: TransactionConfig | None = None) -> Checked:
+    def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
-        return self._checks.check(now_ms, settings)
+        return self._checks.check(now_ms, config)
 
     def run_due(self, now_ms: int) -> int | None:
         """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.

@@ -76,7 +76,7 @@ class Topics:
         self,
         table: ConfigTable,
         save: Callable[[ConfigTable, int], None],
-        settings: BrokerConfig,
+        config: BrokerConfig,
         broker_name: str,
         cluster_name: str,
         now_ms: Callable[[], int],
@@ -85,14 +85,14 @@ class Topics:
         """``save(table, now_ms)`` writes a table; ``changed()`` is called after each change."""
         self._table = table
         self._save = save
-        self._settings = settings
+        self._config = config
         self._now_ms = now_ms
         self._changed = changed
         self._own = {AUTO_CREATE_TOPIC, broker_name, cluster_name, *NOT_FOR_SENDING}
-        queues = settings.default_topic_queues
+        queues = config.default_topic_queues
         defaults = [
             (SELF_TEST_TOPIC, 1, _READ_WRITE),
-            *([(AUTO_CREATE_TOPIC, queues, _READ_WRITE | PERM_INHERIT)] if settings.auto_create_topic else []),
+            *([(AUTO_CREATE_TOPIC, queues, _READ_WRITE | PERM_INHERIT)] if config.auto_create_topic else []),
             (_BENCHMARK_TOPIC, 1024, _READ_WRITE),
             (cluster_name, 16, _READ_WRITE | PERM_INHERIT),
             (broker_name, 1, _READ_WRITE | PERM_INHERIT),
@@ -140,7 +140,7 @@ class Topics:
         if name in self._own:
             raise MessageIllegalError(f"topic {name!r} is the broker's own: clients can't send to it")
         default = self.known.get(AUTO_CREATE_TOPIC)
-        if self._settings.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
+        if self._config.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
             return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):

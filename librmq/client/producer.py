@@ -28,7 +28,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.batch import check_batch, encoded_size
-from librmq.message.message import Message, MessageFields, MessageQueue, validate_client_topic
+from librmq.message.message import Message, MessageQueue, SendKeywords, validate_client_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -39,13 +39,13 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 
 __all__ = [
-    "MessageFields",
     "Producer",
     "ProducerConfig",
     "ProducerKeywords",
     "QueueSelector",
     "SendContext",
     "SendHook",
+    "SendKeywords",
     "SendResult",
 ]
 
@@ -182,7 +182,7 @@ class Producer(Startable):
         selector: QueueSelector | None = None,
         arg: object = None,
         timeout: float | timedelta | None = None,
-        **fields: Unpack[MessageFields],
+        **fields: Unpack[SendKeywords],
     ) -> SendResult:
         """Send a message, or one made of topic, ``body`` and the keywords of `Message`; return where it is stored.
 
@@ -239,7 +239,7 @@ class Producer(Startable):
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
-        **fields: Unpack[MessageFields],
+        **fields: Unpack[SendKeywords],
     ) -> None:
         """Send without waiting for the result and without retries; a refusal by a broker is logged.
 
@@ -273,7 +273,7 @@ class Producer(Startable):
         selector: QueueSelector | None = None,
         arg: object = None,
         timeout: float | timedelta | None = None,
-        **fields: Unpack[MessageFields],
+        **fields: Unpack[SendKeywords],
     ) -> SendResult:
         """Send like `send`, without blocking the event loop while the store waits for its disk."""
         return await self._runner.offload(
@@ -290,7 +290,7 @@ class Producer(Startable):
 
     # --------------------------------------------------------------------------------------------------------- details
 
-    def _prepare(self, message: Message | str, body: Body | None, fields: MessageFields) -> Message:
+    def _prepare(self, message: Message | str, body: Body | None, fields: SendKeywords) -> Message:
         """Return a checked copy with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:

@@ -284,12 +284,12 @@ class PlannedStore:
         for name, wanted in ranges:
             at = wanted.start
             for number, bound in enumerate([*bounds, None]):
-                upto = wanted.stop
+                until = wanted.stop
                 if bound is not None:
-                    upto = bisect_left(range(wanted.stop), bound, at, wanted.stop, key=self.queues[name].place)
-                if at < upto:
-                    parts[number].append(self._slice(name, at, upto))
-                at = upto
+                    until = bisect_left(range(wanted.stop), bound, at, wanted.stop, key=self.queues[name].place)
+                if at < until:
+                    parts[number].append(self._slice(name, at, until))
+                at = until
         return [self._part(tuple(slices)) for slices in parts if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
@@ -305,12 +305,12 @@ class PlannedStore:
             slices = []
             for name, wanted in ranges.items():
                 first = max(wanted.start, at[name])
-                upto = wanted.stop
+                until = wanted.stop
                 if end != self.log_end:
-                    upto = bisect_left(range(wanted.stop), end, first, wanted.stop, key=self.queues[name].place)
-                if first < upto:
-                    slices.append(self._slice(name, first, upto))
-                at[name] = upto
+                    until = bisect_left(range(wanted.stop), end, first, wanted.stop, key=self.queues[name].place)
+                if first < until:
+                    slices.append(self._slice(name, first, until))
+                at[name] = until
             if begin < end:
                 made.append(replace(self._part(tuple(slices)), walk=(begin, end)))
         return made

@@ -407,7 +407,7 @@ class _Task:
         at, stored_end = one.begin, min(one.end, one.late_from)
         while at < stored_end:
             start = at - at % per_file
-            upto = min(stored_end, start + per_file)
+            until = min(stored_end, start + per_file)
             name = file_name(start * ENTRY_SIZE)
             path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
             try:
@@ -415,10 +415,10 @@ class _Task:
             except StoreIOError:
                 gone.append(path)
             else:
-                if file.size < (upto - start) * ENTRY_SIZE:
+                if file.size < (until - start) * ENTRY_SIZE:
                     raise CorruptionError(path, file.size, "size", f"expected {self._part.queue_file_size} bytes")
-                yield at, np.frombuffer(file.buffer, ENTRY_DTYPE, upto - at, (at - start) * ENTRY_SIZE)
-            at = upto
+                yield at, np.frombuffer(file.buffer, ENTRY_DTYPE, until - at, (at - start) * ENTRY_SIZE)
+            at = until
         if one.late and at < one.end:
             yield max(at, one.late_from), np.frombuffer(one.late, ENTRY_DTYPE)
 
@@ -434,11 +434,11 @@ class _Task:
         # Gaps: between the end of a known record and the start of the next, before the first, and after the last.
         gap_begins = np.concatenate(([begin], ends))
         gap_ends = np.concatenate((places, [end]))
-        for at, upto in zip(
+        for at, until in zip(
             gap_begins[gap_begins != gap_ends].tolist(), gap_ends[gap_begins != gap_ends].tolist(), strict=True
         ):
-            if at < upto:
-                found += self._chain(at, upto, bad)
+            if at < until:
+                found += self._chain(at, until, bad)
         found[0] = places[np.isin(places, known.places[self._may_be_wanted()[known.queue]])] if len(places) else places
         every = np.sort(np.concatenate(found))
         empty = np.zeros(len(every), np.int64)
@@ -453,15 +453,15 @@ class _Task:
         names = [(one.topic, one.queue_id) for one in self._part.slices]
         return np.array([every or name[0].startswith("%LMQ%") or wanted.queue(*name) for name in names], np.bool_)
 
-    def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> list[Ints]:
-        """Return the records from ``at`` to ``upto``, found without entries."""
+    def _chain(self, at: int, until: int, bad: list[tuple[int, str]]) -> list[Ints]:
+        """Return the records from ``at`` to ``until``, found without entries."""
         found: list[Ints] = []
         size = self._part.log_file_size
-        while at < upto:
+        while at < until:
             start = at - at % size
             raw = self._log_file(start)
             if raw is not None:
-                for places, wrong in record_starts(raw, at - start, min(upto - start, len(raw))):
+                for places, wrong in record_starts(raw, at - start, min(until - start, len(raw))):
                     found.append(places + start)
                     bad += [(start + place, why) for place, why in wrong]
                     self._forget()
@@ -496,10 +496,10 @@ def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
     weights = np.cumsum(np.clip(rows.sizes, 0, BATCH_BYTES))
     at, count = 0, len(rows)
     while at < count:
-        upto = min(count, at + most)
+        until = min(count, at + most)
         before = weights[at - 1] if at else 0
-        upto = min(upto, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
-        changed = np.flatnonzero(starts[at:upto] != starts[at])
-        upto = at + int(changed[0]) if len(changed) else upto
-        yield rows.take(slice(at, upto))
-        at = upto
+        until = min(until, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
+        changed = np.flatnonzero(starts[at:until] != starts[at])
+        until = at + int(changed[0]) if len(changed) else until
+        yield rows.take(slice(at, until))
+        at = until

@@ -38,30 +38,30 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
     while at < end:
         bad: list[tuple[int, str]] = []
         found: list[Ints] = []
-        upto = min(end, at + WINDOW)
-        chains = _Chains.follow(raw, at, upto) if upto - at >= 2 * _STRETCH else None
-        while at < upto:
+        until = min(end, at + WINDOW)
+        chains = _Chains.follow(raw, at, until) if until - at >= 2 * _STRETCH else None
+        while at < until:
             linked = None if chains is None else chains.linked(at)
             if linked is not None:
                 places, at = linked
                 found.append(places)
             else:
-                places, at = _plain(raw, at, upto, end, chains.known if chains is not None else {}, bad)
+                places, at = _plain(raw, at, until, end, chains.known if chains is not None else {}, bad)
                 found.append(places)
         yield np.concatenate(found), bad
 
 
 def _plain(
-    raw: Bytes, place: int, upto: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
+    raw: Bytes, place: int, until: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
 ) -> tuple[Ints, int]:
-    """Walk the records from ``place`` to ``upto`` or to a ``known`` one; return them and where the walk ended.
+    """Walk the records from ``place`` to ``until`` or to a ``known`` one; return them and where the walk ended.
 
     At bytes that are not a record the walk ends, and returns ``end``.
     """
     view, size, places = raw.data, len(raw), []
     unpack = _SIZE_AND_MAGIC.unpack_from
-    begin, last = place, min(upto, size - record.FIXED_SIZE)
-    while place < upto:
+    begin, last = place, min(until, size - record.FIXED_SIZE)
+    while place < until:
         while place < last:  # fast path: plain records
             length, magic = unpack(view, place)
             if magic != record.MESSAGE_MAGIC or length < record.FIXED_SIZE or place + length > size:
@@ -70,7 +70,7 @@ def _plain(
             place += length
             if place in known:
                 return np.array(places, np.int64), place
-        if place >= upto:
+        if place >= until:
             break
         if place + record.BLANK_SIZE > size:
             if raw[place:end].any():
@@ -155,8 +155,8 @@ def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
     """Return ``begin``, and after each stride the first offset that looks like a record."""
     guesses = [begin]
     for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
-        for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):
-            found = raw[first : min(upto, end)].tobytes().find(_MAGIC)
+        for first, until in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):
+            found = raw[first : min(until, end)].tobytes().find(_MAGIC)
             if found >= 0:
                 place = first + found - 4
                 if place > guesses[-1]:

@@ -327,14 +327,14 @@ def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:
     while at < len(offsets):
         first = int(offsets[at])
         block = np.frombuffer(queue.read(first, min(_AT_ONCE, int(offsets[-1]) - first + 1)), ENTRY_DTYPE)
-        upto = max(at + 1, int(np.searchsorted(offsets, first + len(block))))
+        until = max(at + 1, int(np.searchsorted(offsets, first + len(block))))
         if len(block):
-            entries = block[offsets[at:upto] - first]
+            entries = block[offsets[at:until] - first]
             is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
-            found[at:upto] = np.where(is_sound, entries["physical_offset"], UNKNOWN)
+            found[at:until] = np.where(is_sound, entries["physical_offset"], UNKNOWN)
             for row in np.flatnonzero(entries["size"] == HOLE_SIZE).tolist():
                 found[at + row] = _behind_hole(queue, int(offsets[at + row]))
-        at = upto
+        at = until
     return found
 
 

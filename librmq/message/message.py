@@ -39,7 +39,7 @@ _LONGEST_DELAY_S: Final = 86_400 * 366 * 1000
 _UNSET: Final[Any] = object()
 
 
-class MessageOptions(TypedDict, total=False):
+class MessageKeywords(TypedDict, total=False):
     """Rare keywords of `Message`."""
 
     json: object
@@ -58,7 +58,7 @@ class MessageOptions(TypedDict, total=False):
     """The unique id; a producer makes one if it is missing."""
 
 
-class MessageFields(MessageOptions, total=False):
+class SendKeywords(MessageKeywords, total=False):
     """The keywords of `Message`, which every send accepts."""
 
     tags: str | None
@@ -90,7 +90,7 @@ class Message:
         tags: str | None = None,
         keys: str | Iterable[str] = (),
         properties: Mapping[str, str] | None = None,
-        **options: Unpack[MessageOptions],
+        **options: Unpack[MessageKeywords],
     ) -> None:
         """Make a message. The receiver checks its topic.
 
@@ -101,7 +101,7 @@ class Message:
             keys: business keys for searches: one text, or several, which are joined by spaces.
             properties: the application's properties.
             **options: ``json`` instead of a body, ``delay``, ``deliver_at``, ``delay_level``, ``wait_store_ok``,
-                ``flag`` and ``unique_key``, as `MessageOptions` describes them.
+                ``flag`` and ``unique_key``, as `MessageKeywords` describes them.
 
         Raises:
             MessageIllegalError: A part has a wrong type, a property is reserved, blank or can't be stored, body and
@@ -133,9 +133,9 @@ class Message:
         if options:
             self._take(options)
 
-    def _take(self, options: MessageOptions) -> None:
+    def _take(self, options: MessageKeywords) -> None:
         """Set the rare options."""
-        if unknown := options.keys() - MessageOptions.__annotations__.keys():
+        if unknown := options.keys() - MessageKeywords.__annotations__.keys():
             name = min(unknown)
             raise TypeError(f"Message.__init__() got an unexpected keyword argument {name!r}")
         delay_level, wait_store_ok = options.get("delay_level"), options.get("wait_store_ok")

@@ -192,16 +192,16 @@ def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | 
     unique = keys = tags = b""
     begin = last(b"\2UNIQ_KEY\1") + 10
     if begin > 9:
-        upto = following(b"\2", begin)
-        unique = raw[begin:upto] if upto > 0 else raw[begin:]
+        until = following(b"\2", begin)
+        unique = raw[begin:until] if until > 0 else raw[begin:]
     begin = last(b"\2KEYS\1") + 6
     if begin > 5:
-        upto = following(b"\2", begin)
-        keys = raw[begin:upto] if upto > 0 else raw[begin:]
+        until = following(b"\2", begin)
+        keys = raw[begin:until] if until > 0 else raw[begin:]
     begin = last(b"\2TAGS\1") + 6
     if begin > 5:
-        upto = following(b"\2", begin)
-        tags = raw[begin:upto] if upto > 0 else raw[begin:]
+        until = following(b"\2", begin)
+        tags = raw[begin:until] if until > 0 else raw[begin:]
     # A property that is first, absent or empty needs the careful search.
     return (
         unique or find_property(raw, b"UNIQ_KEY"),

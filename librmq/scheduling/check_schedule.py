@@ -111,7 +111,7 @@ class CheckSchedule:
         store: MessageStore,
         offsets: TransactionOffsets,
         start_ms: int,
-        settings: TransactionConfig,
+        config: TransactionConfig,
         hooks: CheckHooks,
         aside: Aside | None,
     ) -> None:
@@ -121,16 +121,16 @@ class CheckSchedule:
             store: Open for writing.
             offsets: Keeps the progress of the check.
             start_ms: Start of the grid of check passes.
-            settings: When to check.
+            config: When to check.
             hooks: Functions that checks call.
             aside: Flushes the store after a pass while other work continues; None flushes within `run_due`.
         """
         self._uncounted: set[int] = set()
         self._store = store
         self._offsets = offsets
-        self._settings = settings
+        self._config = config
         self._hooks = hooks
-        self._interval_ms = round(1000 * settings.interval_s)
+        self._interval_ms = round(1000 * config.interval_s)
         self._begin_ms = start_ms + self._interval_ms
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
@@ -153,13 +153,13 @@ class CheckSchedule:
             return self._pass.queue_offset
         return progress(self._store, self._offsets, HALF_TOPIC)
 
-    def check(self, now_ms: int, settings: TransactionConfig | None = None) -> Checked:
+    def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
         self.save()
         did = Checked([], [])
-        current = self._begin_pass(now_ms, settings or self._settings, did)
+        current = self._begin_pass(now_ms, config or self._config, did)
         try:
-            while not current.judge(now_ms, self._settings.most_at_once):
+            while not current.judge(now_ms, self._config.most_at_once):
                 pass
         finally:
             self.save()
@@ -183,9 +183,9 @@ class CheckSchedule:
             if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
                 self._next_ms = None
                 if self._has_new():
-                    self._begin_pass(now_ms, self._settings)
+                    self._begin_pass(now_ms, self._config)
             if self._pass is not None and not self._is_over:
-                if not self._pass.judge(now_ms, self._settings.most_at_once):
+                if not self._pass.judge(now_ms, self._config.most_at_once):
                     return now_ms
                 self._end_pass()
                 self._states.works(*_CHECK)
@@ -213,7 +213,7 @@ class CheckSchedule:
         _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # report the result although the disk is full
         return end > progress(self._store, self._offsets, HALF_TOPIC)
 
-    def _begin_pass(self, now_ms: int, settings: TransactionConfig, did: Checked | None = None) -> CheckPass:
+    def _begin_pass(self, now_ms: int, config: TransactionConfig, did: Checked | None = None) -> CheckPass:
         """Begin a check pass; ``did`` collects its results, which can be many, unless it is None."""
 
         def ask(copy: StoredMessage, check_times: int) -> None:
@@ -228,16 +228,16 @@ class CheckSchedule:
                 did.discarded.append((half, check_times))
 
         self._hooks.make_topic(HALF_TOPIC)
-        hours = self._store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
+        hours = self._store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
         if hours is None:  # the store keeps messages of any age
             hours = _RESERVED_HOURS
         self._pass = CheckPass(
             self._store,
             self._offsets,
             now_ms,
-            timeout_ms=round(1000 * settings.timeout_s),
-            longest_ms=round(1000 * settings.longest_pass_s),
-            check_max=settings.check_max,
+            timeout_ms=round(1000 * config.timeout_s),
+            longest_ms=round(1000 * config.longest_pass_s),
+            check_max=config.check_max,
             reserved_ms=hours * 3_600_000,
             has_ended=self._hooks.has_ended,
             ask=ask,

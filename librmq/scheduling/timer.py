@@ -93,13 +93,13 @@ class Timers:
     """
 
     def __init__(self) -> None:
-        raise TypeError("use Timers.open(store, settings)")
+        raise TypeError("use Timers.open(store, config)")
 
     @classmethod
     def open(
         cls,
         store: MessageStore,
-        settings: TimerConfig | None = None,
+        config: TimerConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         aside: Aside | None = None,
@@ -114,35 +114,35 @@ class Timers:
             CorruptionError: The files are not those of a timer.
         """
         timers = object.__new__(cls)
-        timers._open(store, settings or TimerConfig(), delivered, aside)
+        timers._open(store, config or TimerConfig(), delivered, aside)
         return timers
 
     def _open(
         self,
         store: MessageStore,
-        settings: TimerConfig,
+        config: TimerConfig,
         delivered: Callable[[StoredMessage, AppendResult], None] | None,
         aside: Aside | None,
     ) -> None:
         self._store = store
         self._files: Files = store.files
-        self._settings = settings
-        self._precision_ms = settings.timer_precision_ms
+        self._config = config
+        self._precision_ms = config.timer_precision_ms
         self._delivered = delivered
         self._retry_at_ms: int | None = None
         self._states = StateLog(_log, "the timer")
         self._emptying: _Emptying | None = None
         size = timer_log_size(store.path, self._files)
-        if size is not None and size != settings.timer_log_file_size:
-            raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {settings.timer_log_file_size}")
+        if size is not None and size != config.timer_log_file_size:
+            raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {config.timer_log_file_size}")
         now_ms = store.clock.now_ms()
         found = TimerCheckpoint.read(store.path, self._files)
         self._write_ms = self._floor(now_ms)
         self._slots = TimerSlots(
-            store.path, 2 * settings.slots_total, self._precision_ms, settings.timer_log_file_size, self._files
+            store.path, 2 * config.slots_total, self._precision_ms, config.timer_log_file_size, self._files
         )
         checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
-        self._progress = TimerProgress(store, self._slots, settings, checkpoint, aside)
+        self._progress = TimerProgress(store, self._slots, config, checkpoint, aside)
         self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
         if found is not None or self._slots.has_wheel or size is not None:
             self._recover()
@@ -200,7 +200,7 @@ class Timers:
 
     def takes(self, delay_ms: int) -> bool:
         """Return whether a message can wait this long."""
-        return delay_ms <= 1000 * self._settings.timer_max_delay_sec
+        return delay_ms <= 1000 * self._config.timer_max_delay_sec
 
     def waiting_form(self, message: Message, queue_id: int) -> Message | None:
         """Return the record for queue 0 of the timer topic in place of a timed message; None if its time has come.
@@ -211,7 +211,7 @@ class Timers:
             TimerRefusedError: As for `put`.
             MessageIllegalError: The topic is invalid.
         """
-        out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._settings)
+        out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._config)
         if out_ms is None:
             return None
         validate_topic(message.topic)
@@ -251,7 +251,7 @@ class Timers:
         except LASTING:
             raise
         except StoreError as error:
-            self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
+            self._retry_at_ms = now_ms + round(1000 * self._config.retry_s)
             self._states.failing(*_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
             return self._retry_at_ms
         self._states.works(*_DELIVERY)
@@ -261,7 +261,7 @@ class Timers:
 
     def _empty_slots(self, now_ms: int) -> bool:
         """Deliver from all slots that have passed; return False if one turn is not enough."""
-        left = self._settings.most_at_once
+        left = self._config.most_at_once
         while True:
             emptying = self._emptying
             if emptying is None:
@@ -384,7 +384,7 @@ class Timers:
                     queue_offset=corrected,
                 )
             self._progress.queue_offset = corrected
-        left = self._settings.most_at_once
+        left = self._config.most_at_once
         while self._progress.queue_offset < queue.max_offset:
             if left <= 0:
                 return False
@@ -412,7 +412,7 @@ class Timers:
         if out_ms < write_ms:
             self._deliver(message, _NEVER_IN_THE_WHEEL, False, now_ms)
             return
-        magic, window_ms, slots = DEFAULT, self._settings.window_ms, self._settings.window_slots
+        magic, window_ms, slots = DEFAULT, self._config.window_ms, self._config.window_slots
         if out_ms - write_ms >= window_ms:
             magic |= ROLL
             nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # leave enough time to the next turn

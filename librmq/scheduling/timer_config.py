@@ -119,7 +119,7 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
     return now_ms
 
 
-def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfig) -> int | None:
+def out_time_ms(properties: Mapping[str, str], now_ms: int, config: TimerConfig) -> int | None:
     """Return the time of the slot for a message, None if it is already due.
 
     Raises:
@@ -130,10 +130,10 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfi
         if DELETE_KEY in properties:
             raise TimerRefusedError("the message to delete is already due")
         return None
-    if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
+    if deliver_ms - now_ms > 1000 * config.timer_max_delay_sec:
         raise TimerRefusedError(
-            f"expected a time at most {settings.timer_max_delay_sec} s away, found {(deliver_ms - now_ms) // 1000} s: "
+            f"expected a time at most {config.timer_max_delay_sec} s away, found {(deliver_ms - now_ms) // 1000} s: "
             "raise TimerConfig(timer_max_delay_sec=…), or let the relay carry the message by BrokerConfig(hops=True)"
         )
-    precision_ms = settings.timer_precision_ms
+    precision_ms = config.timer_precision_ms
     return (deliver_ms - 1) // precision_ms * precision_ms

@@ -30,7 +30,7 @@ class TimerProgress:
         self,
         store: MessageStore,
         slots: TimerSlots,
-        settings: TimerConfig,
+        config: TimerConfig,
         checkpoint: TimerCheckpoint,
         aside: Aside | None,
     ) -> None:
@@ -52,8 +52,8 @@ class TimerProgress:
             reached=self._reached,
             note=self._saved,
             now_ms=store.clock.now_ms,
-            save_every_s=settings.save_every_s,
-            retry_s=settings.retry_s,
+            save_every_s=config.save_every_s,
+            retry_s=config.retry_s,
             aside=aside,
         )
         self.run_due, self.put_back, self.end, self._save = saver.run_due, saver.put_back, saver.end, saver.save

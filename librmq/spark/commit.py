@@ -28,7 +28,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.message import record
-from librmq.spark.staging import Staged, StagedBlock, StagedRecords, discard
+from librmq.spark.staged_records import Staged, StagedBlock, StagedRecords, discard
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.format import directory
@@ -202,9 +202,9 @@ def _write(
         written: Future[None] | None = None
         for placed in _placed(records, lanes, log.end, log.file_size):
             places = placed.places
-            for first, upto in _chunks(places, placed.block.sizes, log.file_size):
-                data = placed.block.read(first, upto)
-                _fill_in(data, places[first:upto], placed.queue_offsets[first:upto], now_ms)
+            for first, until in _chunks(places, placed.block.sizes, log.file_size):
+                data = placed.block.read(first, until)
+                _fill_in(data, places[first:until], placed.queue_offsets[first:until], now_ms)
                 if written is None:
                     gate = min(len(data), _SECTOR - begin % _SECTOR)
                     shown = bytes(data[:gate])
@@ -247,8 +247,8 @@ def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) 
     order = np.argsort(block.lane, kind="stable")
     numbers, firsts = np.unique(block.lane[order], return_index=True)
     dispatcher = store.appender.dispatcher
-    for number, first, upto in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
-        lane, chosen = lanes[number], order[first:upto]
+    for number, first, until in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
+        lane, chosen = lanes[number], order[first:until]
         lane.queue.append_many(lane.next_queue_offset, entries[chosen].tobytes())
         lane.next_queue_offset += len(chosen)
         dispatcher.unflushed.add(lane.queue)
@@ -274,13 +274,13 @@ def _places(sizes: Ints, end: int, file_size: int) -> Ints:
     while at < len(sizes):
         limit = end - end % file_size + file_size - record.BLANK_SIZE
         before = int(sums[at - 1]) if at else 0
-        upto = int(np.searchsorted(sums, before + max(0, limit - end), "right"))
-        if upto == at:
+        until = int(np.searchsorted(sums, before + max(0, limit - end), "right"))
+        if until == at:
             end = limit + record.BLANK_SIZE
             continue
-        places[at:upto] = end + (sums[at:upto] - sizes[at:upto] - before)
-        end = int(places[upto - 1] + sizes[upto - 1])
-        at = upto
+        places[at:until] = end + (sums[at:until] - sizes[at:until] - before)
+        end = int(places[until - 1] + sizes[until - 1])
+        at = until
     return places
 
 
@@ -291,10 +291,10 @@ def _chunks(places: Ints, sizes: Ints, file_size: int) -> Iterator[tuple[int, in
     at = 0
     while at < len(places):
         before = int(sums[at - 1]) if at else 0
-        upto = max(at + 1, int(np.searchsorted(sums, before + CHUNK_BYTES, "right")))
-        upto = min(upto, int(np.searchsorted(files, files[at], "right")))
-        yield at, upto
-        at = upto
+        until = max(at + 1, int(np.searchsorted(sums, before + CHUNK_BYTES, "right")))
+        until = min(until, int(np.searchsorted(files, files[at], "right")))
+        yield at, until
+        at = until
 
 
 def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) -> None:

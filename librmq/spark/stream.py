@@ -140,8 +140,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         parts: list[InputPartition] = []
         for path, store in stores.items():
             ranges: dict[tuple[str, int], range] = {}
-            for key, upto in ends.items():
-                if key[0] != path or begins.get(key) == upto:
+            for key, until in ends.items():
+                if key[0] != path or begins.get(key) == until:
                     continue
                 name = key[1:]
                 queue = store.queues.get(name)
@@ -149,9 +149,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.fail_on_data_loss:
                     if queue is None:
                         raise DataLossError(f"{path}: topic {name[0]!r}, queue {name[1]}: deleted (failOnDataLoss)")
-                    store.check_loss(name, begin, upto)
+                    store.check_loss(name, begin, until)
                 if queue is not None:
-                    ranges[name] = range(max(begin, queue.begin), min(upto, queue.end))
+                    ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
             ranges = {name: wanted for name, wanted in ranges.items() if len(wanted)}
             if ranges:
                 parts += map(

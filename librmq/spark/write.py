@@ -20,7 +20,7 @@ from librmq.files.seam import make_folders
 from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.options import WriteOptions
-from librmq.spark.staging import Staged, discard, job_folder
+from librmq.spark.staged_records import Staged, discard, job_folder
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
@@ -143,7 +143,7 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     at = 0
     while at < batch.num_rows:
         before = int(sums[at - 1]) if at else 0
-        upto = max(at + 1, int(np.searchsorted(sums, before + BATCH_BYTES, "right")))
-        upto = min(upto, at + BATCH_ROWS, batch.num_rows)
-        yield batch.slice(at, upto - at)
-        at = upto
+        until = max(at + 1, int(np.searchsorted(sums, before + BATCH_BYTES, "right")))
+        until = min(until, at + BATCH_ROWS, batch.num_rows)
+        yield batch.slice(at, until - at)
+        at = until

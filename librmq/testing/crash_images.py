@@ -285,11 +285,11 @@ class _Choosing:
                     continue
                 page = sector * SECTOR // PAGE
                 if page not in pages:
-                    upto = self._seen(count)
+                    until = self._seen(count)
                     torn = self.rng.randrange(PAGE // SECTOR) if self.torn else PAGE // SECTOR
-                    pages[page] = upto, torn, self.rng.randint(0, upto)
-                upto, torn, before = pages[page]
-                seen[sector] = upto if sector % (PAGE // SECTOR) < torn else before
+                    pages[page] = until, torn, self.rng.randint(0, until)
+                until, torn, before = pages[page]
+                seen[sector] = until if sector % (PAGE // SECTOR) < torn else before
         found = bytearray(file.data)
         for number, (at, data) in enumerate(writes):
             end = at + len(data)
@@ -310,9 +310,9 @@ class _Choosing:
 
     def _tell(self, path: str, seen: Mapping[int, int], count: int) -> None:
         parts = []
-        for sector, upto in sorted(seen.items()):
-            if upto < count:
-                parts.append(f"{sector}" if not upto else f"{sector} ({upto})")
+        for sector, until in sorted(seen.items()):
+            if until < count:
+                parts.append(f"{sector}" if not until else f"{sector} ({until})")
         lacking = f"without sectors (or with so many of {count} writes) {', '.join(parts)}" if parts else "whole"
         self.told.append(f"{path}: {lacking}{', the last write perhaps in part' if self.torn else ''}")
 

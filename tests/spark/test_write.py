@@ -28,7 +28,7 @@ from librmq.message.record import decode_record
 from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
-from librmq.spark.staging import Staged, discard, job_folder
+from librmq.spark.staged_records import Staged, discard, job_folder
 from librmq.spark.write import Writer
 from tests.reference import CHECKOUT
 from tests.spark_session import killing, shared_session
@@ -294,7 +294,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.store import KeyIndex
 from tests.spark.test_write import stage
 from librmq.spark.commit import commit
-from librmq.spark.staging import job_folder
+from librmq.spark.staged_records import job_folder
 
 left = [0]
 

@@ -209,10 +209,10 @@ class Planner:
             f"(--dry-run shows it), `librmq salvage {self._path}` returns the sound records",
         )
 
-    def _explained_by_crash(self, at: int, upto: int) -> bool:
+    def _explained_by_crash(self, at: int, until: int) -> bool:
         """Return whether no sound record is after ``at``, or only uncovered ones after zeros."""
         log = self._parts.log
-        following = salvage.find_record(log.sequence, at + 1, upto)
+        following = salvage.find_record(log.sequence, at + 1, until)
         if following is None:
             return True
         place = following % log.file_size
@@ -270,8 +270,8 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     """
     start = begin - begin % log.file_size
     buffer = log.sequence.file(start).buffer
-    at, upto = begin - start, min(end - start + 3, log.file_size)  # a record can begin with three zeros, in its size
-    edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
+    at, until = begin - start, min(end - start + 3, log.file_size)  # a record can begin with three zeros, in its size
+    edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, until + 1, _SECTOR), [until] * (until == log.file_size))
     if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
         return True
     blank = (log.file_size - at).to_bytes(4, "big") + record.BLANK_MAGIC.to_bytes(4, "big")

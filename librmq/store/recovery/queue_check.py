@@ -282,7 +282,7 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._checks.strays.drop(claimed, entry.physical_offset)
+                self._checks.strays.forget(claimed, entry.physical_offset)
                 self._checks.strays.add(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
@@ -290,7 +290,7 @@ class QueueCheck:
         elif possible:
             jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
             due = claimed if jumps else due
-        self._checks.strays.drop(claimed, entry.physical_offset)
+        self._checks.strays.forget(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:

@@ -92,13 +92,13 @@ def find_record(
 
 
 def _find(
-    buffer: Buffer, begin: int, end: int, start: int, upto: int | None = None, *, check_body: bool = True
+    buffer: Buffer, begin: int, end: int, start: int, until: int | None = None, *, check_body: bool = True
 ) -> int | None:
-    """Search one buffer whose first byte is at ``start``, for a record that begins before ``upto``."""
-    upto = end if upto is None else min(end, upto)
-    for found in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, upto + record.MAGIC_AT + 3)):
+    """Search one buffer whose first byte is at ``start``, for a record that begins before ``until``."""
+    until = end if until is None else min(end, until)
+    for found in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, until + record.MAGIC_AT + 3)):
         place = found.start() - record.MAGIC_AT
-        if place + record.FIXED_SIZE > end or place >= upto:
+        if place + record.FIXED_SIZE > end or place >= until:
             return None
         if _LONG.unpack_from(buffer, place + record.PHYSICAL_OFFSET_AT)[0] != start + place:
             continue

@@ -35,7 +35,7 @@ class Strays:
         """Note a record that can belong to another queue, at the same queue offset."""
         self._found.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
 
-    def drop(self, queue_offset: int, physical_offset: int) -> None:
+    def forget(self, queue_offset: int, physical_offset: int) -> None:
         """Forget a record that is in its place after all."""
         found = self._found.get(queue_offset)
         if found is not None:
@@ -47,7 +47,7 @@ class Strays:
         """Return the stray record at this place, and forget it."""
         stray = self._found.get(queue_offset, {}).get(physical_offset)
         if stray is not None:
-            self.drop(queue_offset, physical_offset)
+            self.forget(queue_offset, physical_offset)
         return stray
 
     def take(self, queue_offset: int, after: int, before: int, check: _Check) -> Stray | None:
@@ -57,7 +57,7 @@ class Strays:
         """
         for physical_offset, stray in self._found.get(queue_offset, {}).items():
             if after < physical_offset < before and _is_one_byte_off(check.name, stray.check.name):
-                self.drop(queue_offset, physical_offset)
+                self.forget(queue_offset, physical_offset)
                 return stray
         return None
 

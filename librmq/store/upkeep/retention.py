@@ -112,7 +112,7 @@ class Retention:
         self._lock = lock or nullcontext()
         self._settled = settled or self._flush
         self._flush_log = flush_log or log.flush
-        self._settled_upto = 0
+        self._settled_until = 0
         self._watch_disk = watch_disk
         self._looks_at_disk = watch_disk or not fills_by_itself(files)
         self._readers = readers
@@ -347,7 +347,7 @@ class Retention:
                 return None
             if allowed > now_ms:
                 return allowed
-        if ends[0] >= self._settled_upto:
+        if ends[0] >= self._settled_until:
             return now_ms + _UNSETTLED_MS
         if not self._oversized() and self._round_files >= _FILES_A_ROUND:
             return self._round_end
@@ -366,9 +366,9 @@ class Retention:
         """Delete the oldest log files, which end at ``ends``, then their part of queues and index."""
         gone: list[str] = []
         if ends:
-            self._settled_upto = self._settled()
+            self._settled_until = self._settled()
         for end in ends:
-            if end >= self._settled_upto:
+            if end >= self._settled_until:
                 break
             unread = list(self._unread(end - self._log.file_size, end))
             if self._must_stay(unread):

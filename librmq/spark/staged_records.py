@@ -203,8 +203,8 @@ class _Sorted:
         ends = np.cumsum(self._sizes, dtype=np.int64)
         before = np.concatenate(([0], ends))[self._firsts[:-1]]
         self._begins = ends - self._sizes
-        for first, upto, start in zip(self._firsts[:-1], self._firsts[1:], before, strict=True):
-            self._begins[first:upto] -= start
+        for first, until, start in zip(self._firsts[:-1], self._firsts[1:], before, strict=True):
+            self._begins[first:until] -= start
         values = pa.chunked_array(orders)
         ranks = _ints(pc.rank(values, sort_keys="ascending", tiebreaker="first"))
         order = np.empty(len(ranks), np.int64)
