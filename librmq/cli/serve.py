@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import select
 import signal
+import socket
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from librmq.cli.output import Output
+from librmq.cli.output import JsonLines, Output
 from librmq.errors import ConfigError
 from librmq.runtime.event_log import EventLog
 
@@ -31,10 +33,12 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.scheduling.timer_config import TimerConfig
     from librmq.wire.grpc import GrpcServer
 
-    lines = _Lines(output)
     # An event has a lock that the main thread may hold when the handler runs.
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    tls = None if arguments.tls is None else (_read(arguments.tls[0]), _read(arguments.tls[1]))
+    if output.is_on_terminal:  # a table would wait until it is full
+        output = Output(JsonLines(sys.stdout))
+    lines = _Lines(output)
+    tls = None if arguments.tls is None else _pair(arguments)
 
     def changed(client_id: str, group: str, is_connected: bool) -> None:
         state = "connected" if is_connected else "left"
@@ -54,7 +58,10 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
             changed=changed,
         ) as server,
     ):
-        lines.start({"ready": True, "grpc": server.address, "remoting": None})
+        ready = {"ready": True, "grpc": server.address, "remoting": None}
+        if tls is not None and not arguments.tls:
+            ready["certificate"] = _keep_certificate(arguments.store, tls[0])
+        lines.start(ready)
         ended.get()
     lines.end()
     return 0
@@ -106,6 +113,27 @@ class _Lines:
                 return True
             if has_ended:
                 return False
+
+
+def _pair(arguments: argparse.Namespace) -> tuple[bytes, bytes]:
+    """Return the certificate and the key that were named, or a pair made now."""
+    from librmq.wire.grpc.certificates import self_signed
+
+    paths = arguments.tls
+    if not paths:
+        advertised = (arguments.advertise or "").rpartition(":")[0].strip("[]")
+        names = ("localhost", "127.0.0.1", "::1", socket.gethostname(), arguments.host, advertised)
+        return self_signed(filter(None, names))
+    if len(paths) != 2:
+        raise ConfigError(f"--tls: expected a certificate and its key, or nothing, found {' '.join(paths)}")
+    return _read(paths[0]), _read(paths[1])
+
+
+def _keep_certificate(store: str, certificate: bytes) -> str:
+    """Write the certificate, not its key, for clients that check it; return the path."""
+    path = os.path.join(os.path.abspath(store), "librmq", "certificate.pem")
+    Path(path).write_bytes(certificate)
+    return path
 
 
 def _read(path: str) -> bytes:

@@ -31,8 +31,11 @@ def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: An
 class Stub:
     """One client."""
 
-    def __init__(self, address: str, client_id: str = "c1", **headers: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, client_id: str = "c1", certificate: bytes | None = None, **headers: str) -> None:
+        if certificate is None:
+            self._channel = grpc.insecure_channel(address)
+        else:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(certificate))
         self._headers = [("x-mq-client-id", client_id)] if client_id else []
         self._headers += [(name.replace("_", "-"), value) for name, value in headers.items()]
         self._told: queue.Queue[Any] = queue.Queue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, ConfigError
 from librmq.store import verify
+from librmq.wire.grpc import GrpcServer
+from librmq.wire.grpc.certificates import self_signed
 from librmq.wire.grpc.schema import message_class
 from tests.wire.conftest import ready
 from tests.wire.stub import Stub, message
@@ -43,6 +47,45 @@ def test_serve_refuses_a_certificate_that_is_not_there(tmp_path: Path) -> None:
     assert served.returncode == 2
     assert "cert.pem: can't be read" in served.stderr
     assert not (tmp_path / "store").exists()
+
+
+def test_files_that_are_no_pair_are_told(broker: Broker) -> None:
+    pytest.importorskip("cryptography")
+    (chain, key), (_, other) = self_signed(["localhost"]), self_signed(["localhost"])
+    for tls, what in [
+        ((b"", key), "the certificate is not in PEM"),
+        ((chain, b"x"), "the key is not in PEM"),
+        ((chain, other), "the key belongs to another certificate"),
+        ((chain, key.replace(b"BEGIN PRIVATE", b"BEGIN ENCRYPTED PRIVATE")), "the key has a password"),
+    ]:
+        with pytest.raises(ConfigError, match=what):
+            GrpcServer(broker, tls=tls)
+
+
+def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
+    """Clients that check certificates trust the file that the ready line names; the key is in no file."""
+    pytest.importorskip("cryptography")
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--tls"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        row = json.loads(serving.stdout.readline())
+        certificate = Path(row["certificate"]).read_bytes()
+        with Stub(row["grpc"], certificate=certificate) as stub:
+            assert stub.send(message("t")).status.code == 20000
+        end(serving, signal.SIGTERM)
+    assert not verify(tmp_path / "store").damage
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
+
+
+def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
+    with subprocess.Popen(command, stdout=theirs) as serving, os.fdopen(ours, "rb") as terminal:
+        os.close(theirs)
+        assert json.loads(terminal.readline())["ready"] is True
+        serving.terminate()
+        assert serving.wait(15) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -65,9 +65,9 @@ COMMANDS: Final = (
             option("--advertise", metavar="HOST:PORT", help="the address in routes (the one that the client dialled)"),
             option(
                 "--tls",
-                nargs=2,
-                metavar=("CERT", "KEY"),
-                help="PEM files for TLS; without them connections are plain text",
+                nargs="*",
+                metavar="PEM",
+                help="serve TLS: with the files of a certificate and its key, or without with a self-signed pair",
             ),
             option(
                 "--no-auto-create", action="store_true", help="do not create a topic when a client asks for its route"

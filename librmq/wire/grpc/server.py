@@ -10,6 +10,7 @@ from librmq.broker import Broker
 from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
+from librmq.wire.grpc.certificates import check_pair
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 
@@ -66,7 +67,8 @@ class GrpcServer:
             host: The address to listen on.
             port: The port; 0 takes a free one, see `port`.
             advertise: ``host:port`` that routes name; None is the address which each client has dialled.
-            tls: Certificate chain and private key, in PEM; None serves plain text.
+            tls: Certificate chain and private key, in PEM, such as `certificates.self_signed` makes; None serves plain
+                text.
             auto_create: Whether a topic is made when its route is asked for.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
                 empty.
@@ -78,6 +80,8 @@ class GrpcServer:
         """
         if not isinstance(broker, Broker):
             raise ConfigError(f"GrpcServer: expected a Broker, found {broker!r:.80}")
+        if tls is not None:
+            check_pair(*tls)
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._service = Service(
