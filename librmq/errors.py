@@ -21,6 +21,7 @@
     │   ├── RunnerClosedError       nothing runs any more: the broker was closed
     │   ├── EndlessLoopError        turns follow each other without end; names their causes
     │   └── NotIdleError            user code has not ended when everything should rest
+    ├── CapacityError               a cluster cannot take the load of a site; nothing was switched
     ├── AllocationError             queues cannot be allocated, or none can be selected         (ValueError)
     ├── GroupMismatchError          instances of one consumer group have different subscriptions
     ├── LargeBodyError              parts of a large body, or a body kept outside, are invalid  (ValueError)
@@ -58,6 +59,7 @@ __all__ = [
     "BrokerBusyError",
     "BrokerError",
     "BrokerUnreachableError",
+    "CapacityError",
     "ClientError",
     "ClientStateError",
     "ConfigError",
@@ -130,6 +132,10 @@ class MissingExtraError(RmqError, ImportError):
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
         self.extra = extra
+
+
+class CapacityError(RmqError):
+    """A cluster cannot take the load of a site; nothing was switched."""
 
 
 class AllocationError(RmqError, ValueError):

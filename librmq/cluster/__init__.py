@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from librmq.cluster.replica import Replica as Replica
     from librmq.cluster.replica import promote_replica as promote_replica
     from librmq.cluster.replica_config import ReplicaConfig as ReplicaConfig
+    from librmq.cluster.router import RoutedClient as RoutedClient
+    from librmq.cluster.router import SiteRouter as SiteRouter
+    from librmq.cluster.router import Switch as Switch
     from librmq.cluster.routes import RouteTable as RouteTable
     from librmq.cluster.site_route import SiteRoute as SiteRoute
     from librmq.cluster.sites import site_of as site_of
@@ -20,6 +23,7 @@ _MODULES = {
     "cluster": ("Cluster",),
     "replica": ("Replica", "promote_replica"),
     "replica_config": ("ReplicaConfig",),
+    "router": ("RoutedClient", "SiteRouter", "Switch"),
     "routes": ("RouteTable",),
     "site_route": ("SiteRoute",),
     "sites": ("site_of",),

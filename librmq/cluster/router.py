@@ -1,0 +1,321 @@
+"""A router of sites: it says which cluster a site uses, and rebuilds the site's clients when that changes.
+
+::
+
+    router = SiteRouter({"hz": hz, "sh": sh}, {"hz": "hz", "sh": "sh"})     site -> cluster of its own
+    producer = router.producer("hz", lambda route: Producer(route, "shop"))
+    producer.run(lambda one: one.send("orders", b"o-1"))
+    router.switch("hz", "sh")                                               by hand, or router.probe()
+
+Clients are made by the caller's factories, so the router knows none. A switch first makes the new client, then lets new
+calls use it, and shuts the old one down after its last call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+from librmq.cluster.routes import RouteTable
+from librmq.cluster.site_route import SiteRoute
+from librmq.cluster.sites import check_site
+from librmq.config import to_seconds
+from librmq.errors import CapacityError, ConfigError
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner, Step, Work
+
+__all__ = ["RoutedClient", "SiteRouter", "Switch"]
+
+_log = EventLog("librmq.cluster")
+_ANY: Final = float("inf")
+
+
+class _Client(Protocol):
+    """A producer or consumer, as the router sees it."""
+
+    def shutdown(self) -> object: ...
+
+
+C = TypeVar("C", bound=_Client)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One change of a site's cluster."""
+
+    at_ms: int
+    site: str
+    before: str
+    after: str
+    why: str
+
+
+class RoutedClient(Generic[C]):
+    """A client of a site, rebuilt when the site's cluster changes. Thread-safe."""
+
+    def __init__(self, site: str, factory: Callable[[SiteRoute], C], route: SiteRoute, moves: bool) -> None:
+        self.site = site
+        self.moves = moves
+        """Whether a switch rebuilds it."""
+        self._factory = factory
+        self._lock = threading.Lock()
+        self._users: Counter[int] = Counter()
+        self._current = factory(route)
+
+    @property
+    def current(self) -> C:
+        """The client now; the next switch shuts it down, so use `run` for calls beside a switch."""
+        return self._current
+
+    def run(self, action: Callable[[C], R]) -> R:
+        """Return ``action(client)``; a switch shuts this client down only after the action has ended."""
+        with self._lock:
+            client = self._current
+            self._users[id(client)] += 1
+        try:
+            return action(client)
+        finally:
+            with self._lock:
+                self._users[id(client)] -= 1
+                is_last = not self._users[id(client)]
+                if is_last:
+                    del self._users[id(client)]
+                is_old = client is not self._current
+            if is_last and is_old:
+                client.shutdown()
+
+    def rebuild(self, route: SiteRoute) -> None:
+        """Make the client again for another route, and shut the old one down when nothing uses it."""
+        new = self._factory(route)
+        with self._lock:
+            old, self._current = self._current, new
+            is_used = self._users[id(old)] > 0
+        if not is_used:
+            old.shutdown()
+
+
+class SiteRouter:
+    """The cluster of each site, switched by hand or by probe. Thread-safe."""
+
+    def __init__(
+        self,
+        clusters: Mapping[str, RouteTable],
+        homes: Mapping[str, str],
+        *,
+        capacity: Mapping[str, float] | None = None,
+        load: Mapping[str, float] | None = None,
+        moves_consumers: bool = False,
+    ) -> None:
+        """Begin with each site at its home.
+
+        Args:
+            clusters: Clusters by name, which share one runner.
+            homes: The cluster of each site.
+            capacity: Most load of each cluster, in any unit; a cluster that is not named takes any load.
+            load: The load of each site in that unit.
+            moves_consumers: Whether a switch rebuilds consumers too. Otherwise they stay, and read what is left.
+
+        Raises:
+            ConfigError: A site has no cluster, or clusters have different runners.
+            CapacityError: A cluster cannot take the load of its sites.
+        """
+        if not clusters or not homes:
+            raise ConfigError("SiteRouter: expected at least one cluster and one site")
+        for site, name in homes.items():
+            check_site(site)
+            if name not in clusters:
+                known = ", ".join(clusters)
+                raise ConfigError(f"site {site!r}: no cluster serves it: found {name!r}, expected {known}")
+        _check_names("capacity", capacity, list(clusters))
+        _check_names("load", load, list(homes))
+        first = next(iter(clusters.values()))
+        if any(cluster.runner is not first.runner for cluster in clusters.values()):
+            raise ConfigError("SiteRouter: open all clusters with one runner")
+        self.switches: list[Switch] = []
+        """All switches so far."""
+        self._clusters = dict(clusters)
+        self._homes = dict(homes)
+        self._at = dict(homes)
+        self._capacity = dict(capacity or {})
+        self._load = dict(load or {})
+        self._moves_consumers = moves_consumers
+        self._runner = first.runner
+        self._lock = threading.RLock()
+        self._clients: list[RoutedClient[_Client]] = []
+        self._probing: _Probing | None = None
+        for name in clusters:
+            self._check_capacity(name, self._at)
+
+    def address(self, site: str) -> str:
+        """Return the name of the cluster that a site uses."""
+        self._check_site(site)
+        return self._at[site]
+
+    def producer(self, site: str, factory: Callable[[SiteRoute], C]) -> RoutedClient[C]:
+        """Return a producer for a site, made by ``factory(route)`` now and after each switch."""
+        return self._routed(site, factory, moves=True)
+
+    def consumer(self, site: str, factory: Callable[[SiteRoute], C]) -> RoutedClient[C]:
+        """Return a consumer for a site, made by ``factory(route)`` now and, if consumers move, after each switch.
+
+        If they do not move, the route is that of the site's home.
+        """
+        return self._routed(site, factory, moves=self._moves_consumers)
+
+    def _routed(self, site: str, factory: Callable[[SiteRoute], C], *, moves: bool) -> RoutedClient[C]:
+        with self._lock:
+            self._check_site(site)
+            name = self._at[site] if moves else self._homes[site]
+            client = RoutedClient(site, factory, self._clusters[name].at(site), moves)
+            self._clients.append(client)  # type: ignore[arg-type]
+            return client
+
+    def release(self, client: RoutedClient[C]) -> None:
+        """Switch a client no more; the caller shuts it down."""
+        with self._lock:
+            self._clients = [one for one in self._clients if one is not client]
+
+    def switch(self, site: str, to: str, *, why: str = "by hand") -> None:
+        """Let a site use another cluster, and rebuild its clients.
+
+        Raises:
+            ConfigError: There is no such site or cluster; nothing was changed.
+            CapacityError: The cluster cannot take the site's load too; nothing was changed.
+        """
+        with self._lock:
+            self._check_site(site)
+            if to not in self._clusters:
+                raise ConfigError(f"unknown cluster {to!r}: expected one of {', '.join(self._clusters)}")
+            before = self._at[site]
+            if to == before:
+                return
+            self._check_capacity(to, {**self._at, site: to})
+            self._at[site] = to
+            self.switches.append(Switch(self._runner.now_ms(), site, before, to, why))
+            _log.warning(
+                "site %(site)s uses cluster %(cluster)s, no longer %(before)s: %(why)s",
+                site=site,
+                cluster=to,
+                before=before,
+                why=why,
+            )
+            for client in self._clients:
+                if client.site == site and client.moves:
+                    client.rebuild(self._clusters[to].at(site))
+
+    def probe(self, *, every: float = 5, failures: int = 3) -> None:
+        """Switch by itself: away from a cluster without a reachable broker, and home again when it is back.
+
+        A change counts after ``failures`` probes in a row, one each ``every`` seconds. Probes run only while a cluster
+        changes.
+        """
+        with self._runner.lock:
+            if self._probing is None:
+                self._probing = _Probing(self, self._runner, round(1000 * to_seconds("every", every)), failures)
+
+    def close(self) -> None:
+        """End the probes, and shut all clients down."""
+        with self._runner.lock:
+            if self._probing is not None:
+                self._probing.end()
+                self._probing = None
+        for client in self._clients:
+            client.current.shutdown()
+
+    def is_reachable(self, cluster: str, site: str) -> bool:
+        """Return whether a site reaches a broker of a cluster."""
+        return bool(self._clusters[cluster].at(site).broker_names())
+
+    def redirect(self) -> None:
+        """Switch each site whose cluster is out of reach to the first one in reach that has the capacity, or home."""
+        for site, home in self._homes.items():
+            at = self._at[site]
+            if self.is_reachable(home, site):
+                wanted = [home]
+            elif self.is_reachable(at, site):
+                wanted = []
+            else:
+                wanted = [name for name in self._clusters if self.is_reachable(name, site)]
+            for name in wanted if at not in wanted else ():
+                try:
+                    self.switch(site, name, why="it is back" if name == home else f"{at} is out of reach")
+                except CapacityError as error:
+                    _log.error("site %(site)s stays without a cluster: %(error)s", site=site, error=error)
+                    continue
+                break
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` under the runner's lock when brokers of any cluster change; the result ends this."""
+        ends = [cluster.watch(changed) for cluster in self._clusters.values()]
+
+        def end_all() -> None:
+            for end in ends:
+                end()
+
+        return end_all
+
+    def state(self) -> tuple[tuple[str, str, bool], ...]:
+        """Return for each site and cluster whether the site reaches a broker there."""
+        return tuple((site, name, self.is_reachable(name, site)) for site in self._homes for name in self._clusters)
+
+    def _check_site(self, site: str) -> None:
+        if site not in self._homes:
+            raise ConfigError(f"unknown site {site!r}: expected one of {', '.join(self._homes)}")
+
+    def _check_capacity(self, cluster: str, at: Mapping[str, str]) -> None:
+        most = self._capacity.get(cluster, _ANY)
+        sites = [site for site, name in at.items() if name == cluster]
+        total = sum(self._load.get(site, 0) for site in sites)
+        if total > most:
+            raise CapacityError(f"cluster {cluster} takes {most:g}, and {', '.join(sites)} would need {total:g}")
+
+
+def _check_names(what: str, given: Mapping[str, float] | None, known: list[str]) -> None:
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        raise ConfigError(f"{what}: {unknown[0]!r} is none of {', '.join(known)}")
+
+
+class _Probing:
+    """The probes of a router: a step that runs while the reachability of a cluster changes."""
+
+    def __init__(self, router: SiteRouter, runner: Runner, every_ms: int, failures: int) -> None:
+        self._router = router
+        self._runner = runner
+        self._every_ms = every_ms
+        self._failures = failures
+        self._settled = router.state()
+        self._seen = self._settled
+        self._count = 0
+        self._step = Step("router probe", self._look)
+        self._unwatch = router.watch(self._changed)
+
+    def _changed(self) -> None:
+        if self._router.state() != self._settled:
+            self._runner.wake(self._step, self._runner.now_ms() + self._every_ms)
+
+    def _look(self, now_ms: int) -> int | None:
+        state = self._router.state()
+        self._count = self._count + 1 if state == self._seen else 1
+        self._seen = state
+        if state == self._settled:
+            self._count = 0
+            return None
+        if self._count < self._failures:
+            return now_ms + self._every_ms
+        self._settled, self._count = state, 0
+        self._runner.submit(Work("router redirect", self._router.redirect, self._redirected))
+        return None
+
+    def _redirected(self, result: object, error: Exception | None) -> None:
+        if error is not None:
+            _log.error("a site could not be switched: %(error)s", error=error, exc_info=error)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._unwatch()
+        self._settled = self._router.state()
