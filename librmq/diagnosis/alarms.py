@@ -13,6 +13,7 @@ from librmq.config import to_seconds
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.checkup import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
@@ -132,7 +133,7 @@ class Watch:
                 findings.append(
                     Finding(
                         "progress-stopped", "error", f"group {one.group}, topic {one.topic}",
-                        f"{one.lag:,} messages wait, and the group has consumed none for {stands_s:,.0f} s.",
+                        f"{one.lag:,} messages wait, and the group has consumed none for {duration(stands_s)}.",
                         {"lag": one.lag, "stands_s": stands_s},
                         "See held_progress for the message that holds the queue, and the place of its listener.",
                     )

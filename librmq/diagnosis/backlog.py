@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
+from librmq.diagnosis.people import duration
 from librmq.diagnosis.store_times import UNKNOWN, store_times
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError, StoreIOError
@@ -400,7 +401,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             severity,
             subject,
             f"{each.lag:,} messages wait"
-            + ("." if age_s is None else f"; the oldest for {age_s:,.0f} s.")
+            + ("." if age_s is None else f"; the oldest for {duration(age_s)}.")
             + (
                 f" They count from the begin of {each.without_progress} queues without progress."
                 * (each.without_progress > 0)
@@ -413,7 +414,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             "old-messages",
             "warning",
             subject,
-            f"Only {counted(each.lag, 'message')} left to consume, but the oldest has waited for {age_s:,.0f} s.",
+            f"Only {counted(each.lag, 'message')} left to consume, but the oldest has waited for {duration(age_s)}.",
             evidence,
             "Check whether the group runs, and which message holds its progress.",
         )

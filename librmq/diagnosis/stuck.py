@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from librmq.diagnosis.backlog import Lag, QueueLag, lag
 from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
@@ -165,8 +166,8 @@ def _stuck(one: HeldProgress) -> Finding:
         "stuck-message",
         "error",
         f"group {one.group}, topic {one.topic}, queue {one.queue_id}",
-        f"A listener has had message {one.message_id} for {one.held_s or 0:,.0f} s{where}{failed}; {one.behind} held "
-        "messages wait for it.",
+        f"A listener has had message {one.message_id} for {duration(one.held_s or 0)}{where}{failed}; {one.behind} "
+        "held messages wait for it.",
         {
             "queue_offset": one.consumed_offset,
             "stored_offset": one.stored_offset,

@@ -101,7 +101,8 @@ def join_parts(
 
 
 def _place(one: ReportedFinding) -> tuple[object, ...]:
-    return _SEVERITIES.get(one.severity, 3), one.kind != "damage", one.kind, one.store, one.subject
+    size = max((one.evidence.get(name) or 0 for name in ("lag", "messages", "halves", "expired")), default=0)
+    return _SEVERITIES.get(one.severity, 3), one.kind != "damage", one.kind, -size, one.store, one.subject
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["Column", "Fact", "Notice", "PageTable", "Section", "table"]
+__all__ = ["Column", "Fact", "Notice", "NoticeItem", "PageTable", "Section", "table"]
 
 MOST: Final = 20
 """Most rows of a table."""
@@ -21,25 +21,36 @@ class Fact(NamedTuple):
     mood: Literal["", "bad", "good"] = ""
 
 
-class Notice(NamedTuple):
+class NoticeItem(NamedTuple):
     """A finding as the page shows it."""
 
-    severity: str
-    what: str
     subject: str
-    next_step: str
+    what: str
     evidence: Sequence[tuple[str, str]]
-    more: int = 0
-    """Number of further findings of this kind that the page leaves out."""
+    next_step: str
+    """Empty where the whole notice has one next step."""
+
+
+class Notice(NamedTuple):
+    """The findings of one kind, the largest first."""
+
+    severity: str
+    title: str
+    items: Sequence[NoticeItem]
+    next_step: str
+    more: int
+    """Number of further findings that the page leaves out."""
 
 
 class Column(NamedTuple):
     """A column of a table."""
 
     name: str
-    kind: Literal["text", "number", "plot"] = "text"
+    kind: Literal["text", "number", "plot", "store"] = "text"
     axis: Sequence[str] = ()
-    """Labels of a plot's horizontal axis, at equal distances."""
+    """Labels below the columns of a plot, or at the begin, the middle and the end of an area."""
+    ends: bool = False
+    """Whether these are begin, middle and end."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,11 @@ class PageTable:
     """What the table leaves out."""
     legend: bool = False
     """Whether the shades of `plots.cells` are explained below."""
+
+    @property
+    def first(self) -> int:
+        """The column that names a row."""
+        return int(self.columns[0].kind == "store")
 
 
 @dataclass(frozen=True)
@@ -67,12 +83,14 @@ class Section:
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, stores: bool, legend: bool = False, most: int = MOST
 ) -> Sequence[PageTable]:
-    """Return a table of rows that begin with their store, a column that is left out where there is one store."""
+    """Return a table of rows that begin with their store; empty columns are left out, as is a single store."""
     every = list(rows)
     if not every:
         return ()
-    shown = [row if stores else row[1:] for row in every[:most]]
-    names = [Column("store"), *columns] if stores else columns
+    names = [Column("store", "store"), *columns]
+    said = [at for at in range(len(names)) if (stores or at) and any(row[at] != "" for row in every[:most])]
+    shown = [[row[at] for at in said] for row in every[:most]]
+    names = [names[at] for at in said]
     rest = len(every) - len(shown)
     left_out = f"{rest:,} more {'rows are' if rest > 1 else 'row is'} in the JSON beside this page." if rest else ""
     return (PageTable(names, shown, left_out, legend),)

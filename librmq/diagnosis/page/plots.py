@@ -11,10 +11,12 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup, escape
 
-__all__ = ["CELLS", "Scale", "area", "bar", "cells", "columns", "heat_level"]
+__all__ = ["CELLS", "WIDE", "Scale", "area", "bar", "cells", "columns", "heat_level"]
 
 CELLS: Final = 60
 """Most cells of a strip; with more queues a cell stands for several."""
+WIDE: Final = 40
+"""Most pixels between two columns, and between the labels of their axis."""
 _DWARFED: Final = 50
 """Ratio of the largest to the median from which a scale is logarithmic."""
 
@@ -48,9 +50,10 @@ class Scale(NamedTuple):
         return [found for power in powers if (found := self.share(10**power)) < 0.995]
 
 
-def _svg(kind: str, width: float, height: float, what: str, inside: str) -> Markup:
+def _svg(kind: str, width: float, height: float, what: str, inside: str, most: int = 0) -> Markup:
+    style = f' style="max-width:{most}px"' if most else ""
     return Markup(
-        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none" role="img">'
+        f'<svg class="{kind}"{style} viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none" role="img">'
         f"<title>{escape(what)}</title>{inside}</svg>"
     )
 
@@ -97,14 +100,20 @@ def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()
             inside.append(
                 f'<rect class="{kind}" x="{at * 10 + 1}" y="{39 - height:.1f}" width="8" height="{height:.1f}"/>'
             )
-    return _svg("columns", max(1, len(values)) * 10, 40, what, "".join(inside))
+    width = max(1, len(values)) * 10
+    return _svg("columns", width, 40, what, "".join(inside), width * WIDE // 10)
 
 
 def area(values: Sequence[int], what: str) -> Markup:
     """Draw values over equal intervals of time as an area under a stepped line."""
     most = max(values, default=0) or 1
-    path = "M0 40"
+    path, is_open = "", False
     for at, value in enumerate(values):
-        path += f"V{39 - 37 * value / most if value else 40:.1f}H{(at + 1) * 10}"
+        if value:
+            path += f"{'' if is_open else f'M{at * 10} 40'}V{39 - 37 * value / most:.1f}H{(at + 1) * 10}"
+        elif is_open:
+            path += "V40"
+        is_open = value > 0
+    path += "V40" * is_open
     grid = f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>'
-    return _svg("area", max(1, len(values)) * 10, 40, what, f'{grid}<path class="under" d="{path}V40Z"/>')
+    return _svg("area", max(1, len(values)) * 10, 40, what, f'{grid}<path class="under" d="{path}"/>')

@@ -8,16 +8,15 @@ from importlib.util import find_spec
 from typing import Final
 
 from librmq.diagnosis.findings import counted
-from librmq.diagnosis.page.parts import Fact, Notice
-from librmq.diagnosis.page.people import duration, moment, number, size, visible
+from librmq.diagnosis.page.parts import Fact, Notice, NoticeItem
+from librmq.diagnosis.people import duration, moment, number, size, visible
 from librmq.diagnosis.survey.comparison import Comparison, compare
 from librmq.diagnosis.survey.model import Report, ReportedFinding
 from librmq.errors import MissingExtraError
 
 __all__ = ["render_page", "require"]
 
-_OF_A_KIND: Final = 3
-_MOST_NOTICES: Final = 40
+_OF_A_KIND: Final = 5
 
 
 def require() -> None:
@@ -39,7 +38,8 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     require()
     from jinja2 import Environment, StrictUndefined
 
-    from librmq.diagnosis.page.sections import sections  # plots need the extra
+    from librmq.diagnosis.page.plots import WIDE  # plots need the extra
+    from librmq.diagnosis.page.sections import sections
 
     comparison = None if earlier is None else compare(earlier, report)
     every = list(sections(report, comparison))
@@ -49,6 +49,7 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     html = template.render(
         style=(folder / "page.css").read_text("utf-8"),
         title=report.title,
+        wide=WIDE,
         about=_about(report),
         mood=_mood(report),
         verdict=_verdict(report, comparison),
@@ -64,8 +65,7 @@ def _about(report: Report) -> str:
     names = ", ".join(one.store for one in report.stores[:8]) + ", …" * (len(report.stores) > 8)
     latest = max((one.now_ms for one in report.stores if one.now_ms is not None), default=None)
     only = f" Only {', '.join(f'{name} {value}' for name, value in report.only.items())}." if report.only else ""
-    of = f"{len(report.stores)} stores: {names}. " if len(report.stores) > 1 else ""
-    return f"{of}As of {moment(latest)} UTC.{only}"
+    return f"{names}, as of {moment(latest)} UTC.{only}"
 
 
 def _mood(report: Report) -> str:
@@ -83,34 +83,39 @@ def _verdict(report: Report, comparison: Comparison | None) -> str:
     else:
         told = [counted(counts[name], name) for name in ("error", "warning") if counts[name]]
         worst = report.findings[0]
-        said = f"{' and '.join(told)}. Look first at {worst.subject}."
+        said = f"{' and '.join(told)}. Look first at {worst.subject}: {worst.what}"
     if comparison is not None and (comparison.added or comparison.removed):
         said += f" Since the earlier report {len(comparison.added)} are new and {len(comparison.removed)} are gone."
     return said
 
 
 def _notices(report: Report, comparison: Comparison | None) -> list[Notice]:
-    """Return the findings, worst first, of each kind only some."""
-    kinds = Counter((one.kind, one.severity) for one in report.findings)
-    shown: Counter[tuple[str, str]] = Counter()
-    added = set() if comparison is None else {id(one) for one in comparison.added}
-    changed = {} if comparison is None else {id(now): before for before, now in comparison.changed}
-    found: list[Notice] = []
-    several = len(report.stores) > 1
+    """Return the findings by kind, worst first."""
+    kinds: dict[tuple[str, str], list[ReportedFinding]] = {}
     for one in report.findings:
-        kind = one.kind, one.severity
-        shown[kind] += 1
-        if shown[kind] > _OF_A_KIND or len(found) == _MOST_NOTICES:
-            continue
-        more = kinds[kind] - _OF_A_KIND if shown[kind] == _OF_A_KIND else 0
-        what = one.what
-        if id(one) in added:
-            what = f"New: {what}"
-        elif id(one) in changed:
-            what = f"{what} (Before: {changed[id(one)].what})"
-        subject = f"{one.subject}, store {one.store}" if several and one.kind != "damage" else one.subject
-        found.append(Notice(one.severity, what, subject, one.next_step, _evidence(one), max(0, more)))
+        kinds.setdefault((one.severity, one.kind), []).append(one)
+    found = []
+    for (severity, kind), findings in kinds.items():
+        shown = findings[:_OF_A_KIND]
+        steps = {one.next_step for one in shown}
+        items = [_item(report, one, comparison, own_step=len(steps) > 1) for one in shown]
+        title = kind.replace("-", " ").capitalize()
+        more = len(findings) - len(shown)
+        found.append(Notice(severity, title, items, "" if len(steps) > 1 else shown[0].next_step, more))
     return found
+
+
+def _item(report: Report, one: ReportedFinding, comparison: Comparison | None, *, own_step: bool) -> NoticeItem:
+    what = one.what
+    if comparison is not None:
+        before = next((old for old, now in comparison.changed if now is one), None)
+        if before is not None:
+            what = f"{what} (Before: {before.what})"
+        elif any(now is one for now in comparison.added):
+            what = f"New: {what}"
+    is_named = len(report.stores) > 1 and one.subject != f"store {one.store}"
+    subject = f"{one.subject}, store {one.store}" if is_named else one.subject
+    return NoticeItem(subject, what, _evidence(one), one.next_step if own_step else "")
 
 
 def _evidence(one: ReportedFinding) -> list[tuple[str, str]]:

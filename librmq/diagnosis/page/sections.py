@@ -7,10 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from librmq.diagnosis.page.parts import Column, PageTable, Section, table
-from librmq.diagnosis.page.people import duration, moment, number, percent, rate, short, size
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
+from librmq.diagnosis.people import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.survey.comparison import Comparison
-from librmq.diagnosis.survey.model import GroupLagChange, GroupTopicLag, Report, StoredTopic
+from librmq.diagnosis.survey.model import (
+    DELAY_BOUNDS_MS,
+    BornToStored,
+    GroupLagChange,
+    GroupTopicLag,
+    Report,
+    StoredTopic,
+)
 from librmq.diagnosis.view import is_user_topic
 from librmq.message.delay_levels import DEFAULT_LEVELS
 
@@ -21,6 +28,8 @@ _UNEVEN: Final = 1.5
 _HOURS: Final = (6, 12, 24, 48, 72)
 _DELAYS: Final = ("<0", "1 ms", "10 ms", "0.1 s", "1 s", "10 s", "1 min", "10 min", "1 h", "more")
 _DUE: Final = ("overdue", "1 min", "10 min", "1 h", "6 h", "1 d", "7 d", "later")
+_DELAY_AXIS: Final = ("<0", "1 ms", "10", "100", "1 s", "10", "1 min", "10", "1 h", "more")
+_DUE_AXIS: Final = ("overdue", "1 min", "10", "1 h", "6", "1 d", "7", "later")
 _KINDS: Final = {
     "half": "half message",
     "given_up": "half given up",
@@ -187,8 +196,8 @@ def _topics(report: Report, several: bool) -> Section:
         "SCHEDULE_TOPIC and RMQ_SYS are the broker’s own."
     )
     names = (
-        Column("topic"), Column("stored over time", "plot", axis), Column("peak", _N), Column("messages", _N),
-        Column("size", _N), Column("mean", _N), Column("last stored", _N),
+        Column("topic"), Column("stored over time", "plot", axis, ends=True), Column("peak", _N),
+        Column("messages", _N), Column("size", _N), Column("mean", _N), Column("last stored", _N),
     )  # fmt: skip
     return Section("rates", "Topics and rates", about, table(names, shown, stores=several))
 
@@ -243,13 +252,13 @@ def _dead_letters(report: Report, several: bool) -> Section:
     shown = (
         (row.store, f"{row.group} ← {row.topic}", row.cause,
          bar(row.messages, scale, f"{number(row.messages)} dead letters of {row.group}: {row.cause}"),
-         number(row.messages), number(row.most_times), moment(row.first_ms), moment(row.last_ms))
+         number(row.messages), number(row.most_times), span(row.first_ms, row.last_ms))
         for row in rows
     )  # fmt: skip
     about = f"Messages that a group gave up. No consumer gets them until they are sent again.{_scale(scale)}"
     names = (
         Column("group ← topic"), Column("cause"), Column("", "plot"), Column("messages", _N), Column("attempts", _N),
-        Column("first", _N), Column("last", _N),
+        Column("given up", _N),
     )  # fmt: skip
     return Section("dead-letters", "Dead letters by cause", about, table(names, shown, stores=several))
 
@@ -268,9 +277,10 @@ def _waiting(report: Report, several: bool) -> Section:
 
     overdue = frozenset((0,))
     shown = (
-        (row.store, _KINDS.get(row.kind, row.kind), row.topic, row.group or "", columns(row.due, text(row.due), overdue)
-         if row.due else "never", number(row.messages), moment(row.first_due_ms), moment(row.last_due_ms),
-         number(row.most_checks) if row.kind in ("half", "given_up") else "")
+        (row.store, _KINDS.get(row.kind, row.kind), row.topic, row.group or "",
+         columns(row.due, text(row.due), overdue) if row.due else "", number(row.messages),
+         span(row.first_due_ms, row.last_due_ms) if row.due else "never",
+         number(row.most_checks) if row.most_checks else "")
         for row in rows
     )  # fmt: skip
     about = (
@@ -279,8 +289,8 @@ def _waiting(report: Report, several: bool) -> Section:
         "for a broker."
     )
     names = (
-        Column("kind"), Column("topic"), Column("group"), Column("due in", "plot", _DUE), Column("messages", _N),
-        Column("first due", _N), Column("last due", _N), Column("checks", _N),
+        Column("kind"), Column("topic"), Column("group"), Column("due within", "plot", _DUE_AXIS),
+        Column("messages", _N), Column("due", _N), Column("checks", _N),
     )  # fmt: skip
     return Section("pending", "Pending", about, table(names, shown, stores=several))
 
@@ -296,8 +306,8 @@ def _delays(report: Report, several: bool) -> Section:
 
     behind = frozenset((0,))
     shown = (
-        (row.store, row.topic, columns(row.counts, text(row.topic, row.counts), behind), _share_below(row.counts, 0.5),
-         _share_below(row.counts, 0.99), duration(row.most_ms / 1000))
+        (row.store, row.topic, columns(row.counts, text(row.topic, row.counts), behind), _most_within(row, 0.5),
+         _most_within(row, 0.99), duration(row.most_ms / 1000))
         for row in rows
     )  # fmt: skip
     about = (
@@ -305,19 +315,20 @@ def _delays(report: Report, several: bool) -> Section:
         "Delayed messages and transactions count from their send."
     )
     names = (
-        Column("topic"), Column("delay", "plot", _DELAYS), Column("half within", _N), Column("99 % within", _N),
-        Column("longest", _N),
+        Column("topic"), Column("delay, up to", "plot", _DELAY_AXIS), Column("half within", _N),
+        Column("99 % within", _N), Column("longest", _N),
     )  # fmt: skip
     return Section("delays", "From born to stored", about, table(names, shown, stores=several))
 
 
-def _share_below(counts: Sequence[int], share: float) -> str:
-    total, below = sum(counts), 0
-    for name, count in zip(_DELAYS, counts, strict=True):
+def _most_within(row: BornToStored, share: float) -> str:
+    """Return the bound that a share of the delays does not exceed."""
+    total, below = sum(row.counts), 0
+    for bound_ms, count in zip(DELAY_BOUNDS_MS, row.counts, strict=False):
         below += count
         if below >= share * total:
-            return {"<0": "0", "more": "over 1 h"}.get(name, name)
-    return _DELAYS[-1]
+            return duration(min(bound_ms, max(0, row.most_ms)) / 1000)
+    return duration(row.most_ms / 1000)
 
 
 # -------------------------------------------------------------------------------------------------------------- skew

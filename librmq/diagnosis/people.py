@@ -6,7 +6,7 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Final
 
-__all__ = ["UNKNOWN", "duration", "moment", "number", "percent", "rate", "short", "size", "visible"]
+__all__ = ["UNKNOWN", "duration", "moment", "number", "percent", "rate", "short", "size", "span", "visible"]
 
 UNKNOWN: Final = "unknown"
 
@@ -70,6 +70,14 @@ def moment(timestamp_ms: int | None) -> str:
         return f"{datetime.fromtimestamp(timestamp_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
         return f"{timestamp_ms} ms"
+
+
+def span(first_ms: int | None, last_ms: int | None) -> str:
+    """Return two times as ``2026-11-20 08:00 – 09:30``, with seconds where they tell them apart."""
+    first, last = moment(first_ms), moment(last_ms)
+    if first[:16] != last[:16]:
+        first, last = first[:16], last[:16]
+    return first if first == last else f"{first} – {last[11:] if first[:10] == last[:10] else last}"
 
 
 def short(text: str, longest: int = 64) -> str:
