@@ -111,7 +111,7 @@ def test_claiming_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("fill", [0, 500, SIZE - 8])
-def test_what_fits_no_file_is_refused(fill: int) -> None:
+def test_a_record_larger_than_a_file_is_refused(fill: int) -> None:
     files = MemoryFiles()
     log = opened(files)
     if fill:
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
     assert items(opened(memory)) == items(log)
 
 
-def test_only_many_pages_are_let_go_before_they_are_flushed() -> None:
+def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     """Many pages are unmapped before a flush and few are not."""
 
     class Told(MemoryFiles):
@@ -274,7 +274,7 @@ def test_a_record_of_another_size_is_damage(files: MemoryFiles) -> None:
 
 
 @pytest.mark.parametrize(("at", "kind"), [(310, "record"), (300 + 90, "checksum"), (303, "record")])
-def test_damage_is_told_with_its_place(files: MemoryFiles, at: int, kind: str) -> None:
+def test_damage_is_reported_with_its_place(files: MemoryFiles, at: int, kind: str) -> None:
     buffer = files.open(f"{FOLDER}/{0:020d}", writable=True).buffer
     if at == 310:
         buffer[384:388] = b"\x7f\xff\xff\xff"  # the body's length
@@ -310,7 +310,7 @@ def test_a_size_below_that_of_a_record_is_damage(files: MemoryFiles) -> None:
 # ------------------------------------------------------------------------------------------------- opening, cutting
 
 
-def test_opening_changes_nothing_and_goes_on(files: MemoryFiles) -> None:
+def test_opening_changes_nothing_and_continues(files: MemoryFiles) -> None:
     before = {entry.name: files.read(f"{FOLDER}/{entry.name}") for entry in files.list(FOLDER)}
     log = opened(files)
     assert (log.begin, log.end) == (0, 2348)
@@ -360,7 +360,7 @@ def test_a_log_that_ends_with_a_blank_writes_it_again() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 300, 900, 1024, 1424, 2048, 2348])
-def test_truncating_leaves_zeros_and_a_log_that_goes_on(files: MemoryFiles, at: int) -> None:
+def test_truncating_leaves_zeros_and_a_log_that_continues(files: MemoryFiles, at: int) -> None:
     log = opened(files)
     gone = log.truncate(at)
     assert log.end == at
@@ -418,7 +418,7 @@ def test_a_file_of_another_length_is_refused(files: MemoryFiles) -> None:
     assert (told.value.offset, told.value.kind) == (SIZE - 1, "size")
 
 
-def test_readers_keep_what_they_hold(files: MemoryFiles) -> None:
+def test_readers_keep_held_files(files: MemoryFiles) -> None:
     log = opened(files)
     walk = log.scan()
     first = next(walk)

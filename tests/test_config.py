@@ -33,12 +33,12 @@ from librmq.config import Between, Config, Seconds, to_seconds
         ("flush_least_bytes", 1.5),
     ],
 )
-def test_what_is_no_setting_is_refused_by_name(name: str, value: Any) -> None:
+def test_unknown_settings_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected .*, found "):
         StoreConfig.from_row({name: value})
 
 
-def test_a_refusal_is_short_whatever_it_refuses() -> None:
+def test_a_refusal_is_always_short() -> None:
     for row in ({"max_index_num": "x" * 70_000}, {"delete_when": "x" * 70_000}, {"x" * 70_000: 1}):
         with pytest.raises(ConfigError) as refused:
             StoreConfig.from_row(row)
@@ -90,7 +90,7 @@ class Example(Config):
         ({"x": 1}, "x: unknown setting of Example; known are call, count, is_on, mode, name, pause_s, ratio, store"),
     ],
 )
-def test_a_refusal_names_the_setting_and_what_was_expected(settings: dict[str, Any], message: str) -> None:
+def test_a_refusal_names_the_setting_and_the_expected_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Example().with_settings(settings)
     assert str(refused.value) == message

@@ -72,7 +72,7 @@ def untouched(folder: Path) -> bool:
 
 @pytest.mark.parametrize("folder", store_folders())
 @pytest.mark.parametrize("at_once", [True, False], ids=["batch", "single"])
-def test_appending_what_the_reference_appended_gives_its_files(folder: Path, at_once: bool) -> None:
+def test_appending_the_reference_entries_gives_its_files(folder: Path, at_once: bool) -> None:
     (config,) = rows(folder, "config")
     for (topic, queue_id), entries in by_queue(folder).items():
         files = MemoryFiles()
@@ -107,7 +107,7 @@ def test_a_new_queue_leaves_no_trace_until_its_first_append() -> None:
 
 
 @pytest.mark.parametrize("begin", [1, 4, 5, 7, 10, 123456789012])
-def test_what_precedes_the_first_entry_is_filled(begin: int) -> None:
+def test_entries_before_the_first_are_filler(begin: int) -> None:
     files = MemoryFiles()
     queue = filled(files, begin, begin + 1)
     start = begin - begin % 5
@@ -156,7 +156,7 @@ def test_positions_beyond_31_and_40_bits(tmp_path: Path) -> None:
         assert queue.max_physic_offset == (1 << 50) + 7
 
 
-def test_a_queue_on_disk_is_closed_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_queue_on_disk_is_closed_and_continued(tmp_path: Path) -> None:
     folder = str(tmp_path / "topic" / "0")
     with ConsumeQueue.open(folder, SMALL) as queue:
         queue.append_many(0, packed(numbered(0, 3)))
@@ -316,7 +316,7 @@ def test_entries_ahead_of_the_log_are_cut(keep: int, reach: int) -> None:
     assert contents(files) == contents(expected)
 
 
-def test_truncation_stops_at_what_is_no_entry() -> None:
+def test_truncation_stops_at_an_invalid_entry() -> None:
     files = MemoryFiles()
     filled(files, 0, 9)
     spoil(files, f"/q/{SMALL:020d}", ENTRY_SIZE, struct.pack(">q", -1))
@@ -348,7 +348,7 @@ def test_a_cleared_queue_starts_over() -> None:
 
 
 @pytest.mark.parametrize(("at", "found"), [(None, 0), (40, 1), (99, 60), (100, 61), (199, 160)])
-def test_what_is_behind_the_end_is_counted(at: int | None, found: int) -> None:
+def test_bytes_after_the_end_are_counted(at: int | None, found: int) -> None:
     files = MemoryFiles()
     filled(files, 0, 2)
     files.create(f"/q/{SMALL:020d}", SMALL)
@@ -399,7 +399,7 @@ def test_messages_that_are_gone_count_as_earlier() -> None:
 
 
 @pytest.mark.parametrize(("physical_offset", "size"), [(-1, 10), (50, 0), (50, -3), (-(1 << 63), -(1 << 31))])
-def test_a_bad_entry_in_the_middle_is_told_with_its_place(physical_offset: int, size: int) -> None:
+def test_a_bad_entry_in_the_middle_is_reported_with_its_place(physical_offset: int, size: int) -> None:
     files = MemoryFiles()
     filled(files, 0, 14)
     spoil(files, f"/q/{SMALL:020d}", ENTRY_SIZE, struct.pack(">qi", physical_offset, size))
@@ -436,7 +436,7 @@ operations = st.lists(
     operations,
 )
 @example([], [(0, bytes(12)), (125, bytes(7))], 0, [("append", 0)])
-def test_nothing_but_store_errors_whatever_the_files_hold(
+def test_arbitrary_files_raise_only_store_errors(
     rubbish: list[bytes], patches: list[tuple[int, bytes]], begin: int, steps: list[tuple[str, int]]
 ) -> None:
     files = MemoryFiles()
@@ -476,7 +476,7 @@ def test_nothing_but_store_errors_whatever_the_files_hold(
 
 
 @pytest.mark.parametrize("name", ["note.txt", "0", f"{SMALL + 20:020d}", "9" * 20, "..", f"{3 * SMALL:020d}"])
-def test_what_does_not_belong_in_the_folder_is_told(name: str) -> None:
+def test_foreign_files_in_the_folder_are_reported(name: str) -> None:
     files = MemoryFiles()
     filled(files, 0, 2)
     files.write(f"/q/{name}", bytes(SMALL))
@@ -486,7 +486,7 @@ def test_what_does_not_belong_in_the_folder_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, SMALL - 1, SMALL + 20])
-def test_a_file_of_another_length_is_told(length: int) -> None:
+def test_a_file_of_another_length_is_reported(length: int) -> None:
     files = MemoryFiles()
     filled(files, 0, 5)
     files.write(f"/q/{SMALL:020d}", bytes(length))
@@ -510,7 +510,7 @@ def test_many_queues_share_few_mappings(tmp_path: Path) -> None:
     assert not hasattr(queues[0], "__dict__")
 
 
-def test_a_reader_beside_the_writer_sees_whole_entries_only() -> None:
+def test_a_reader_sees_only_whole_entries_during_writes() -> None:
     import threading
 
     files = MemoryFiles()

@@ -63,13 +63,13 @@ def test_units_are_the_references() -> None:
         position += len(raw)
 
 
-def test_addresses_are_told_as_the_reference_tells_them() -> None:
+def test_addresses_are_printed_as_in_the_reference() -> None:
     for row in encoding("ext_addr"):
         assert is_ext_address(row["value"]) == row["is_ext_addr"]
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_putting_what_the_reference_put_gives_its_files(folder: Path) -> None:
+def test_storing_the_reference_timers_gives_its_files(folder: Path) -> None:
     (config,) = rows(folder, "config")
     clean = not config["abort_file_present"] and not (folder / "mutation.json").exists()
     with_units = [row for row in rows(folder, "cq") if row.get("ext")]
@@ -189,7 +189,7 @@ def test_new_units_do_not_take_addresses_that_lost_their_files() -> None:
     assert queue.ext_unit(address) == (99, 99, None, 20)
 
 
-def test_recovery_clears_what_is_behind_the_end() -> None:
+def test_recovery_clears_bytes_after_the_end() -> None:
     files = MemoryFiles()
     ext = opened(files)
     ext.put(1, 1, None)
@@ -271,7 +271,7 @@ def test_units_are_trimmed_with_their_entries(gone: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 5, LAST_EXT_ADDRESS + 1, -(1 << 64)])
-def test_a_tags_code_is_no_address(value: int) -> None:
+def test_a_tags_code_is_not_an_address(value: int) -> None:
     with pytest.raises(ValueError, match="address: expected"):
         opened(MemoryFiles()).get(value)
 
@@ -285,7 +285,7 @@ def test_a_tags_code_is_no_address(value: int) -> None:
         (LAST_EXT_ADDRESS, None, (LAST_EXT_ADDRESS - BASE) % SMALL),
     ],
 )
-def test_an_address_that_points_nowhere_is_told(address: int, path: str | None, offset: int) -> None:
+def test_an_address_that_points_nowhere_is_reported(address: int, path: str | None, offset: int) -> None:
     files = MemoryFiles()
     ext = opened(files)
     ext.put(1, 1, None)
@@ -298,7 +298,7 @@ def test_an_address_that_points_nowhere_is_told(address: int, path: str | None, 
 
 
 @pytest.mark.parametrize("size", [0, -1, 1, 19, 21, 32767, -32768])
-def test_a_unit_of_impossible_size_is_told(size: int) -> None:
+def test_a_unit_of_impossible_size_is_reported(size: int) -> None:
     files = MemoryFiles()
     ext = opened(files)
     ext.put(1, 1, None)
@@ -322,7 +322,7 @@ def test_a_unit_of_impossible_size_is_told(size: int) -> None:
         max_size=5,
     ),
 )
-def test_nothing_but_store_errors_whatever_the_files_hold(
+def test_arbitrary_files_raise_only_store_errors(
     rubbish: list[bytes], patches: list[tuple[int, bytes]], hint: int, steps: list[tuple[str, int]]
 ) -> None:
     files = MemoryFiles()

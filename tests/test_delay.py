@@ -142,7 +142,7 @@ USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", m
 
 
 @given(USUAL.map(encode_properties), STORED)
-def test_what_fits_a_layout_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
+def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: bytes) -> None:
     """Properties that fit a layout decode to the same and are stored unchanged."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
@@ -233,7 +233,7 @@ def test_a_thousand_messages_over_a_year() -> None:
     assert len(waiting.runs) == 365
 
 
-def test_what_is_left_of_many_is_due_at_once() -> None:
+def test_the_rest_of_many_is_due_immediately() -> None:
     """The rest of many is due immediately, also between two looks."""
     waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
     for number in range(25):
@@ -262,7 +262,7 @@ def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
 
 
-def test_a_restart_goes_on_from_the_saved_progress() -> None:
+def test_a_restart_continues_from_the_saved_progress() -> None:
     waiting = Waiting()
     for number in range(3):
         waiting.put(str(number).encode())
@@ -316,7 +316,7 @@ def test_a_level_that_became_shorter_delivers_at_once() -> None:
     assert again.delivered() == [(b"b", 0)]
 
 
-def test_a_longer_level_keeps_the_time_of_what_waits() -> None:
+def test_a_longer_level_keeps_the_time_of_waiting_messages() -> None:
     """A level that became longer keeps the times of waiting messages."""
     waiting = Waiting()
     waiting.put(level=2)
@@ -325,7 +325,7 @@ def test_a_longer_level_keeps_the_time_of_what_waits() -> None:
     assert again.delivered() == [(b"b", 5_000)]
 
 
-def test_a_level_that_is_no_more_delivers_at_its_time() -> None:
+def test_a_removed_level_delivers_at_its_time() -> None:
     waiting = Waiting()
     waiting.put(level=4)
     again = reopened(waiting, "1s 5s")
@@ -334,7 +334,7 @@ def test_a_level_that_is_no_more_delivers_at_its_time() -> None:
     assert again.delivered() == [(b"b", 30_000)]
 
 
-def test_a_clock_that_is_put_back() -> None:
+def test_a_clock_that_is_set_back() -> None:
     waiting = Waiting(at_ms=START_MS + 60_000)
     waiting.put(level=5)
     waiting.clock = waiting.store.clock = ManualClock(START_MS)
@@ -366,7 +366,7 @@ def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCapture
     assert "no extension unit" in caplog.text
 
 
-def test_the_hash_of_the_tags_is_no_time() -> None:
+def test_the_hash_of_the_tags_is_not_a_time() -> None:
     """RocketMQ 4.9 leaves it in the place of the time where it recovers after a crash, and delivers early then."""
     waiting = Waiting()
     waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
@@ -380,7 +380,7 @@ def test_the_hash_of_the_tags_is_no_time() -> None:
     assert waiting.delivered() == [(b"b", 5_000)]
 
 
-def test_a_store_that_takes_nothing_any_more_is_told() -> None:
+def test_a_store_that_takes_nothing_any_more_is_reported() -> None:
     waiting = Waiting()
     waiting.put()
     waiting.store.close()

@@ -54,7 +54,7 @@ def test_gauges_of_several_add_up() -> None:
     assert metrics.snapshot() == {}
 
 
-def test_what_a_gauge_raises_goes_through() -> None:
+def test_errors_of_a_gauge_propagate() -> None:
     metrics = Metrics()
     metrics.gauge("log_bytes", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -72,7 +72,7 @@ def test_what_a_gauge_raises_goes_through() -> None:
         ("sends", {"topic": "a", "status": 1}),
     ],
 )
-def test_what_is_no_counter_is_refused(name: str, labels: dict[str, Any]) -> None:
+def test_an_unknown_counter_is_refused(name: str, labels: dict[str, Any]) -> None:
     metrics = Metrics()
     with pytest.raises(ConfigError):
         metrics.count(name, **labels)
@@ -80,7 +80,7 @@ def test_what_is_no_counter_is_refused(name: str, labels: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("name", "labels"), [("depth", {}), ("sends", {}), ("queues", {"topic": "a"})])
-def test_what_is_no_gauge_is_refused(name: str, labels: dict[str, Any]) -> None:
+def test_an_unknown_gauge_is_refused(name: str, labels: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Metrics().gauge(name, 1, **labels)
 

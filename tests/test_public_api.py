@@ -122,7 +122,7 @@ def test_every_public_name_exists() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_packages_export_what_is_pinned(package: str) -> None:
+def test_packages_export_the_pinned_names(package: str) -> None:
     module = importlib.import_module(package)
     assert sorted(getattr(module, "__all__", [])) == PACKAGES[package].split()
     assert [name for name in PACKAGES[package].split() if not hasattr(module, name)] == []

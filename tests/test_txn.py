@@ -112,7 +112,7 @@ def desk() -> Desk:
 # --- prepared and ended
 
 
-def test_a_half_is_seen_by_no_reader(desk: Desk) -> None:
+def test_a_half_message_is_invisible_to_readers(desk: Desk) -> None:
     half = desk.prepare(7, sys_flag=record.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
     (stored,) = desk.store
     assert (stored.topic, stored.queue_id, stored.queue_offset) == (HALF_TOPIC, 0, half.queue_offset)
@@ -179,7 +179,7 @@ def test_an_end_of_something_else_is_refused(desk: Desk, changes: dict[str, Any]
     assert desk.store.log.end == before
 
 
-def test_what_is_no_half_cannot_be_committed(desk: Desk) -> None:
+def test_only_half_messages_can_be_committed(desk: Desk) -> None:
     message = Message("T", b"b")
     message.properties["PGROUP"] = "P"
     with pytest.raises(TransactionRefusedError, match="Find prepared"):
@@ -227,7 +227,7 @@ def test_without_a_unique_id_a_second_end_is_refused(desk: Desk) -> None:
     assert desk.bodies() == [b"0"]
 
 
-def test_as_in_the_original_each_commit_delivers() -> None:
+def test_as_in_rocketmq_each_commit_delivers() -> None:
     desk = Desk(original=True)
     half = desk.prepare()
     desk.commit(half)
@@ -459,7 +459,7 @@ def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
     assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0", b"2"]  # 1 ended, and took the op of 2
 
 
-def test_a_first_place_that_is_none_is_no_reason_to_wait(desk: Desk) -> None:
+def test_a_missing_first_place_does_not_cause_a_wait(desk: Desk) -> None:
     properties = {"CHECK_IMMUNITY_TIME_IN_SECONDS": "9999", "TRAN_PREPARED_QUEUE_OFFSET": "x"}
     desk.prepare(properties=properties)
     assert len(desk.check()) == 1
@@ -623,7 +623,7 @@ def test_a_pass_that_takes_too_long_ends_where_it_is() -> None:
     assert desk.progress() == (10, None)
 
 
-def test_a_clock_that_is_put_back(desk: Desk) -> None:
+def test_a_clock_that_is_set_back(desk: Desk) -> None:
     desk.prepare()
     assert desk.transactions.run_due(START_MS + 30_000) == START_MS + 60_000
     assert desk.transactions.run_due(START_MS - 3_600_000) == START_MS - 3_600_000 + 60_000
@@ -636,7 +636,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def test_a_pass_that_fails_goes_on_in_the_next(
+def test_a_pass_that_fails_continues_in_the_next(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk.prepare(0)
@@ -685,7 +685,7 @@ def test_a_full_disk_does_not_end_the_checks(
     assert {question.half.body for question in desk.asked} == {b"%d" % number for number in range(20)}
 
 
-def test_a_store_that_is_closed_is_told(desk: Desk) -> None:
+def test_a_store_that_is_closed_is_reported(desk: Desk) -> None:
     desk.prepare()
     desk.pass_to(1_000)
     desk.store.close()

@@ -130,7 +130,7 @@ EACH_PART = pytest.mark.parametrize("part", PARTS, ids=lambda part: part.label.s
 
 
 @EACH_PART
-def test_progress_is_saved_while_others_go_on(part: Part, runner: Holding, files: MemoryFiles) -> None:
+def test_progress_is_saved_while_others_continue(part: Part, runner: Holding, files: MemoryFiles) -> None:
     with opened(files, runner, **part.settings) as broker:
         runner.held = part.label
         part.move(broker)
@@ -147,7 +147,7 @@ def test_progress_is_saved_while_others_go_on(part: Part, runner: Holding, files
 
 @EACH_PART
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_failed_save_is_tried_again_unless_it_lasts(
+def test_a_failed_save_is_retried_unless_it_lasts(
     part: Part, lasts: bool, runner: Holding, files: MemoryFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(files, runner, **part.settings) as broker:
@@ -210,7 +210,7 @@ def test_a_timer_log_that_cannot_be_trimmed_is_so_later(
     assert not failures
 
 
-def test_a_broker_that_is_closed_saves_what_it_can() -> None:
+def test_a_closed_broker_saves_as_much_as_possible() -> None:
     """A failure to save one thing keeps nothing else from being saved."""
 
     class Refusing(MemoryFiles):
@@ -252,7 +252,7 @@ def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, file
         assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2
 
 
-def test_broadcast_progress_is_written_while_others_go_on(
+def test_broadcast_progress_is_written_while_others_continue(
     runner: Holding, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(files, runner) as broker:

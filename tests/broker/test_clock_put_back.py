@@ -85,7 +85,7 @@ def test_a_delayed_message_and_a_retry_come_now(broker: Broker, clock: Adjusted)
     consumer.shutdown()
 
 
-def test_a_suspended_queue_goes_on_now(broker: Broker, clock: Adjusted) -> None:
+def test_a_suspended_queue_continues_now(broker: Broker, clock: Adjusted) -> None:
     seen: queue.Queue[int] = queue.Queue()
     attempts: list[int] = []
     consumer = PushConsumer(broker, "g", orderly=True)

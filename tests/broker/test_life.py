@@ -36,7 +36,7 @@ from librmq.testing.files import FailingFiles
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
 
 
-def test_what_happens_is_counted() -> None:
+def test_events_are_counted() -> None:
     metrics = Metrics()
     broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
     runner = manual(broker)
@@ -114,7 +114,7 @@ def ended(broker: Broker) -> None:
         ),
     ],
 )
-def test_a_disk_that_refuses_progress_is_told_once(
+def test_a_disk_that_refuses_progress_is_reported_once(
     change: Callable[[Broker], object], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What saves progress says once that it fails, tries on, and says once that it works again."""
@@ -154,7 +154,7 @@ def test_a_new_brokers_tables() -> None:
 
 
 @pytest.mark.parametrize("files", [None, DiskFiles()], ids=["default", "given"])
-def test_how_full_a_disk_is_does_not_matter_by_hand(
+def test_disk_usage_is_ignored_with_a_manual_clock(
     files: DiskFiles | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskFiles, "used_ratio", lambda files, path: 0.99)
@@ -166,7 +166,7 @@ def test_how_full_a_disk_is_does_not_matter_by_hand(
         assert runner.next_due_ms() is None
 
 
-def test_a_closed_broker_is_no_route() -> None:
+def test_a_closed_broker_is_not_a_route() -> None:
     broker = opened()
     told = []
     broker.watch(lambda: told.append(broker.broker_names()))
@@ -195,7 +195,7 @@ def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[s
     return files
 
 
-def test_what_a_table_holds_beyond_that_is_kept() -> None:
+def test_unknown_fields_of_a_table_are_kept() -> None:
     topic = {"perm": 6, "order": True, "topicFilterType": "MULTI_TAG", "attributes": {"a": "b"}}
     files = configured(MemoryFiles(), "topics", "topicConfigTable", {"T": topic})
     configured(files, "subscriptionGroup", "subscriptionGroupTable", {"g": {"brokerId": 7, "retryQueueNums": 0}})
@@ -229,7 +229,7 @@ def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
 
 
 @pytest.mark.rmq(store_config=StoreConfig.tiny(durability="sync"))
-def test_who_waits_for_the_device(broker: Broker) -> None:
+def test_callers_that_wait_for_the_device(broker: Broker) -> None:
     send(broker, "T", wait_store_ok=False)
     assert broker.store._handle.durability.commit.flushed < broker.store.log.end
     assert send(broker, "T").status is SendStatus.SEND_OK
@@ -249,7 +249,7 @@ def test_a_message_that_may_not_have_reached_the_device() -> None:
     broker.abandon()
 
 
-def test_by_hand_the_store_is_flushed_by_a_step(rmq: Kit, broker: Broker) -> None:
+def test_with_a_manual_runner_a_step_flushes_the_store(rmq: Kit, broker: Broker) -> None:
     send(broker, "T")
     rmq.advance(ms=10_500)
     assert broker.store._handle.durability.commit.flushed == broker.store.log.end

@@ -64,7 +64,7 @@ def refusal(action: Any, *args: Any, **fields: Any) -> int:
     return caught.value.code
 
 
-def test_a_pull_gives_messages_and_where_to_go_on(broker: Broker) -> None:
+def test_a_pull_gives_messages_and_where_to_continue(broker: Broker) -> None:
     for at in range(40):
         send(broker, "T", b"%d" % at)
     first = pull(broker, "T")
@@ -73,7 +73,7 @@ def test_a_pull_gives_messages_and_where_to_go_on(broker: Broker) -> None:
     assert [message.body for message in (*first.messages, *rest.messages)] == [b"%d" % at for at in range(37)]
 
 
-def test_what_the_status_of_a_pull_says(broker: Broker) -> None:
+def test_statuses_of_pulls(broker: Broker) -> None:
     broker.create_topic("T", 2)
     assert pull(broker, "T").status is PullStatus.NO_NEW_MESSAGE
     assert pull(broker, "T", 3).status is PullStatus.OFFSET_ILLEGAL
@@ -98,7 +98,7 @@ def test_a_moved_offset_is_written_down(broker: Broker) -> None:
     }
 
 
-def test_a_full_disk_does_not_hide_where_to_go_on(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_does_not_hide_where_to_continue(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     """Retention deletes old messages then, and slow consumers ask for deleted ones."""
     send(broker, "T")
 
@@ -177,7 +177,7 @@ def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker
         (Subscription("T", ""), {}),
     ],
 )
-def test_a_held_pull_is_woken_by_what_matches(
+def test_a_held_pull_is_woken_by_a_matching_message(
     rmq: Kit, broker: Broker, subscription: Subscription, fields: dict[str, Any]
 ) -> None:
     bell = Bell(rmq.runner)
@@ -229,7 +229,7 @@ def test_a_delivered_message_and_a_dead_letter_wake_too(rmq: Kit, broker: Broker
     assert bell.rung_ms == [sent_ms + 5_000]
 
 
-def test_a_pull_that_is_answered_at_once_is_not_held(rmq: Kit, broker: Broker) -> None:
+def test_a_pull_that_is_answered_immediately_is_not_held(rmq: Kit, broker: Broker) -> None:
     bell = Bell(rmq.runner)
     send(broker, "T")
     assert pull(broker, "T", 9, notify=bell).status is PullStatus.OFFSET_ILLEGAL
@@ -242,7 +242,7 @@ def bodies(response: PullResponse) -> list[bytes]:
     return [message.body for message in response.messages]
 
 
-def test_a_pull_that_stays_is_held_behind_what_it_found(rmq: Kit, broker: Broker) -> None:
+def test_a_held_pull_continues_after_the_messages_it_found(rmq: Kit, broker: Broker) -> None:
     bell = Bell(rmq.runner)
     for number in range(40):
         send(broker, "T", b"%d" % number)
@@ -275,7 +275,7 @@ def test_a_message_that_ends_a_hold_is_given_as_any_other(rmq: Kit, broker: Brok
     assert bodies(pull(broker, "T", 2, notify=bell, stay=True)) == [b"2", b"3", b"4", b"5", b"6"]
 
 
-def test_what_ended_a_hold_is_judged_by_the_next_pull(rmq: Kit, broker: Broker) -> None:
+def test_the_next_pull_filters_the_message_that_ended_a_hold(rmq: Kit, broker: Broker) -> None:
     """What ended a hold is judged by the subscription of the next pull."""
     bell = Bell(rmq.runner)
     send(broker, "T", tags="a")
@@ -490,7 +490,7 @@ def test_queries(broker: Broker) -> None:
 @pytest.mark.parametrize(
     "row", [{"perm": "x"}, {"readQueueNums": 1 << 40}, {"writeQueueNums": 1.5}, {"topicSysFlag": True}]
 )
-def test_a_damaged_configuration_is_told(row: dict[str, object]) -> None:
+def test_a_damaged_configuration_is_reported(row: dict[str, object]) -> None:
     files = MemoryFiles()
     files.make_folder("/b")
     files.make_folder("/b/config")

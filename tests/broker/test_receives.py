@@ -52,7 +52,7 @@ def bodies(found: list[Received]) -> list[str]:
     return [one.message.body.decode() for one in found]
 
 
-def test_message_is_hidden_and_comes_again(rmq: Kit, broker: Broker) -> None:
+def test_message_is_hidden_and_becomes_visible_again(rmq: Kit, broker: Broker) -> None:
     send(broker, "a", "b")
     first = receive(broker)
     assert bodies(first) == ["a", "b"]
@@ -65,7 +65,7 @@ def test_message_is_hidden_and_comes_again(rmq: Kit, broker: Broker) -> None:
     assert again[0].message.born_timestamp_ms == first[0].message.born_timestamp_ms
 
 
-def test_acknowledged_message_does_not_come_again(rmq: Kit, broker: Broker) -> None:
+def test_acknowledged_message_is_not_delivered_again(rmq: Kit, broker: Broker) -> None:
     send(broker, "a", "b", "c")
     found = receive(broker)
     assert broker.call(Acknowledge("g", "t", (found[0].receipt, found[2].receipt))) == (True, True)
@@ -89,7 +89,7 @@ def test_receipt_is_good_until_its_time_is_over(rmq: Kit, broker: Broker) -> Non
 @pytest.mark.parametrize(
     "text", ["", "x", "1 2 3", "0 1 2 0 0 other-broker 0 0 0", "0 1 2 0 0 broker-a 0 -1 0", "é " * 9]
 )
-def test_text_that_is_no_receipt_is_refused(broker: Broker, text: str) -> None:
+def test_text_that_is_not_a_receipt_is_refused(broker: Broker, text: str) -> None:
     assert broker.call(Acknowledge("g", "t", (text,))) == (False,)
     with pytest.raises(ReceiptError, match="is not a receipt"):
         broker.call(ChangeInvisible("g", "t", text, 1000))
@@ -225,7 +225,7 @@ def test_held_receive_is_woken_once(rmq: Kit, broker: Broker) -> None:
     assert bodies(list(broker.call(request).messages)) == ["a", "b"]
 
 
-def test_held_receive_is_woken_when_a_message_comes_again(rmq: Kit, broker: Broker) -> None:
+def test_held_receive_is_woken_by_a_redelivery(rmq: Kit, broker: Broker) -> None:
     send(broker, "a")
     receive(broker, invisible_ms=5000)
     woken: list[int] = []
@@ -355,7 +355,7 @@ def test_order_survives_a_restart(tmp_path: Path, is_acknowledged_first: bool) -
     "content",
     [None, b"", b"{", b'{"receives": {"version": 2}}', b'{"receives": {"version": 1, "queues": {"g@t@0": [1]}}}'],
 )
-def test_without_the_file_what_was_in_flight_comes(tmp_path: Path, content: bytes | None) -> None:
+def test_messages_in_flight_come_again_without_the_file(tmp_path: Path, content: bytes | None) -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
     broker.create_topic("t", 1)
@@ -397,7 +397,7 @@ def test_reset_of_the_group_begins_there(rmq: Kit, broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("is_acknowledged", [True, False])
-def test_reset_of_the_group_outlasts_what_was_in_flight(rmq: Kit, broker: Broker, is_acknowledged: bool) -> None:
+def test_reset_of_the_group_outlasts_messages_in_flight(rmq: Kit, broker: Broker, is_acknowledged: bool) -> None:
     send(broker, "a", "b", "c")
     a, b, _ = receive(broker)
     broker.call(Acknowledge("g", "t", (a.receipt,)))
@@ -446,7 +446,7 @@ class Adjusted(ManualClock):
         super().move_to(now_ms - self.ahead_ms)
 
 
-def test_clock_put_back_hides_no_longer_than_asked() -> None:
+def test_clock_set_back_hides_no_longer_than_asked() -> None:
     clock = Adjusted(1_700_000_000_000)
     runner = ManualRunner(clock)
     with Broker.temporary(runner=runner) as broker:
@@ -566,7 +566,7 @@ def test_consumer_receives_from_several_topics(rmq: Kit, broker: Broker) -> None
     assert sorted(found) == [b"t0", b"t1", b"t2", b"u0", b"u1", b"u2"]
 
 
-def test_wrong_use_of_the_consumer_says_what_to_do(broker: Broker) -> None:
+def test_misuse_of_the_consumer_says_what_to_do(broker: Broker) -> None:
     consumer = SimpleConsumer(broker, "g")
     with pytest.raises(ClientStateError, match=r"receive .* a running one"):
         consumer.receive()

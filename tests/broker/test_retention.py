@@ -229,7 +229,7 @@ def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptur
     assert warnings(caplog) == []
 
 
-def test_a_reset_of_the_group_lets_sends_go_on() -> None:
+def test_a_reset_of_the_group_lets_sends_continue() -> None:
     shop = Shop(KEEP)
     shop.send(1)
     shop.consume("bills", 1)
@@ -269,7 +269,7 @@ def test_batches_are_refused_and_every_topic_is() -> None:
         shop.producer.send_batch([Message("other", b"1"), Message("other", b"2")])
 
 
-def test_what_lets_messages_be_consumed_is_not_refused() -> None:
+def test_writes_that_groups_need_are_not_refused() -> None:
     """Deliveries of delayed messages, retries and ends of transactions, otherwise the log would stay full."""
     shop = Shop(KEEP)
     shop.broker.create_topic("other", 1)
@@ -298,7 +298,7 @@ def test_what_lets_messages_be_consumed_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize("what", ["delay", "timer", "half"])
-def test_what_waits_holds_its_file_back(what: str) -> None:
+def test_waiting_messages_keep_their_file(what: str) -> None:
     shop = Shop(KEEP, timers=TimerConfig())
     if what == "half":
         end = half(shop, 0)

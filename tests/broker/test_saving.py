@@ -55,7 +55,7 @@ def stored(broker: Broker) -> BrokerTables:
     return BrokerTables.open(f"{broker.store.path}/config")
 
 
-def test_only_who_changes_a_topic_waits_for_the_disk(broker: Broker, disk: Gated) -> None:
+def test_only_changes_of_topics_wait_for_the_disk(broker: Broker, disk: Gated) -> None:
     disk.begun.clear()
     disk.may.clear()
     making = threading.Thread(target=broker.create_topic, args=("T", 3))
@@ -86,7 +86,7 @@ def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated
     assert "T" in stored(broker).topics.rows
 
 
-def test_what_a_disk_refused_is_told_and_written_later(broker: Broker, disk: Gated) -> None:
+def test_a_refused_write_is_logged_and_repeated_later(broker: Broker, disk: Gated) -> None:
     """A refused write is logged and repeated later."""
     disk.failure = OSError(errno.ENOSPC, "no space left")
     with pytest.raises(BrokerError, match="no space left"):
@@ -96,7 +96,7 @@ def test_what_a_disk_refused_is_told_and_written_later(broker: Broker, disk: Gat
     assert {"T", "U"} <= set(stored(broker).topics.rows)
 
 
-def test_what_is_unwritten_at_close_is_written_then(tmp_path: Path, disk: Gated) -> None:
+def test_close_writes_unsaved_tables(tmp_path: Path, disk: Gated) -> None:
     """What is not written when a broker closes is written then."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     disk.failure = OSError(errno.EIO, "broken")
@@ -107,7 +107,7 @@ def test_what_is_unwritten_at_close_is_written_then(tmp_path: Path, disk: Gated)
     assert "T" in stored(broker).topics.rows
 
 
-def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gated) -> None:
+def test_nothing_is_written_after_a_broker_was_abandoned(tmp_path: Path, disk: Gated) -> None:
     broker = Broker.open(tmp_path / "broker", files=disk)
     disk.failure = OSError(errno.EIO, "broken")
     with pytest.raises(BrokerError, match="broken"):
@@ -167,7 +167,7 @@ def test_no_batch_waits_for_progress_to_be_written(broker: Broker, disk: Gated) 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("end", [Broker.close, Broker.abandon])
-def test_who_comes_after_the_end_changes_no_table(tmp_path: Path, end: Callable[[Broker], None], by_hand: bool) -> None:
+def test_calls_after_the_end_change_no_table(tmp_path: Path, end: Callable[[Broker], None], by_hand: bool) -> None:
     broker = Broker.open(tmp_path / "broker", runner=ManualRunner() if by_hand else None)
     broker.create_topic("T", 3)
     end(broker)
@@ -243,7 +243,7 @@ class Turns:
         return done(None)
 
 
-def test_of_what_is_to_be_written_the_latest_wins() -> None:
+def test_the_latest_pending_write_wins() -> None:
     turns = Turns()
     for queues in (1, 2):
         turns.set(queues)
@@ -259,7 +259,7 @@ def test_of_what_is_to_be_written_the_latest_wins() -> None:
     assert turns.files.read("/config/topics.json").count(b'"readQueueNums":3') == 1
 
 
-def test_what_a_disk_refuses_is_tried_again_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_write_is_retried_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "librmq.runtime")
     turns = Turns()
     for number in (1, 2, 3):

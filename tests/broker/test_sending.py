@@ -133,7 +133,7 @@ def test_levels_out_of_range(rmq: Kit, broker: Broker, level: int | None, stored
     assert message.properties.get("DELAY") == stored
 
 
-def test_a_level_that_does_not_exist_is_told_once(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_level_that_does_not_exist_is_reported_once(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     for level in (99, 99, -1, -1, 18):
         send(broker, "T", delay_level=level)
     told = [record.getMessage() for record in caplog.records]
@@ -142,7 +142,7 @@ def test_a_level_that_does_not_exist_is_told_once(broker: Broker, caplog: pytest
     assert "no delay level -1" in told[1]
 
 
-def test_a_level_that_is_no_number_is_refused(broker: Broker) -> None:
+def test_a_level_that_is_not_a_number_is_refused(broker: Broker) -> None:
     message = Message("T", b"x")
     message.properties["DELAY"] = "soon"
     with pytest.raises(MessageIllegalError, match="DELAY"):
@@ -209,7 +209,9 @@ def test_retries_take_longer_each_time_and_end_as_dead_letters(rmq: Kit, broker:
     ("level", "most", "topic", "stored_level"),
     [(2, None, "SCHEDULE_TOPIC_XXXX", "2"), (-1, None, "%DLQ%g", "0"), (0, 0, "%DLQ%g", "0"), (5, 0, "%DLQ%g", "0")],
 )
-def test_what_a_send_back_asks_for(broker: Broker, level: int, most: int | None, topic: str, stored_level: str) -> None:
+def test_a_send_back_chooses_its_delay(
+    broker: Broker, level: int, most: int | None, topic: str, stored_level: str
+) -> None:
     sent = send(broker, "T")
     end = broker.store.log.end
     broker.call(SendBack("g", sent.physical_offset, level, most))

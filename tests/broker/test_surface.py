@@ -77,7 +77,7 @@ def test_a_closed_broker_refuses_every_client(use: Callable[[Broker, Client], ob
         use(broker, client)
 
 
-def test_a_client_that_a_closed_broker_refused_is_let_go() -> None:
+def test_a_client_refused_by_a_closed_broker_is_released() -> None:
     """A consumer that could not start is shut down as any other."""
     with Broker.temporary(runner=ManualRunner()) as broker:
         pass
@@ -88,7 +88,7 @@ def test_a_client_that_a_closed_broker_refused_is_let_go() -> None:
     assert not consumer.is_running
 
 
-def test_a_wrong_way_to_open_is_told() -> None:
+def test_a_wrong_way_to_open_is_reported() -> None:
     with pytest.raises(ConfigError, match="store_config="):
         Broker.open("data", StoreConfig())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Broker\.open"):
@@ -138,7 +138,7 @@ untyped: Any = librmq  # the type checker would find what these uses do wrong
         (lambda broker: broker.reset_group("stores", "Tt", "end"), "topic 'Tt' does not exist; did you mean T?"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_was_expected(use: Callable[[Any], object], expected: str) -> None:
+def test_a_wrong_value_is_reported_with_the_expected_one(use: Callable[[Any], object], expected: str) -> None:
     with Broker.temporary(runner=ManualRunner()) as broker:
         broker.create_topic("T")
         broker.set_group("stores")
@@ -178,7 +178,7 @@ def test_an_async_context_closes() -> None:
     assert asyncio.run(use()).dead
 
 
-def test_join_waits_until_groups_are_level(broker: Broker) -> None:
+def test_join_waits_until_groups_have_caught_up(broker: Broker) -> None:
     seen: list[bytes] = []
     running(broker, seen)
     for number in range(10):
@@ -187,7 +187,7 @@ def test_join_waits_until_groups_are_level(broker: Broker) -> None:
     assert len(seen) == 10
 
 
-def test_join_names_what_is_behind(broker: Broker) -> None:
+def test_join_names_the_queues_that_are_behind(broker: Broker) -> None:
     send(broker, "T")
     consumer = PullConsumer(broker, "g")
     consumer.subscribe("T")
@@ -196,7 +196,7 @@ def test_join_names_what_is_behind(broker: Broker) -> None:
         broker.join(timeout=timedelta(seconds=2))
 
 
-def test_join_passes_what_no_filter_takes() -> None:
+def test_join_ignores_messages_that_no_filter_accepts() -> None:
     """A held pull reports such messages only at its end, which takes longer than this join waits."""
     with Broker.temporary() as broker, Producer(broker) as producer:
         consumer = PushConsumer(broker, "g")

@@ -79,7 +79,7 @@ def test_its_own_threads_end_with_it() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_given_runner_goes_on() -> None:
+def test_a_given_runner_continues() -> None:
     runner = ThreadRunner()
     try:
         for name in ("a", "b"):

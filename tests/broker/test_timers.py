@@ -46,7 +46,7 @@ def test_a_message_comes_at_its_time(rmq: Kit, broker: Broker) -> None:
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
-def test_what_is_due_is_sent_at_once_or_refused(broker: Broker) -> None:
+def test_due_messages_are_sent_immediately_or_refused(broker: Broker) -> None:
     """A due message is delivered immediately and an impossible time is refused."""
     timed(broker, TIMER_DELAY_SEC=0)
     assert bodies(broker) == [b"x"]
@@ -105,7 +105,7 @@ def test_a_delay_that_is_a_level_waits_as_one(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL, hops=True))
-def test_what_the_timer_does_not_take_the_relay_carries(rmq: Kit, broker: Broker) -> None:
+def test_the_relay_carries_what_the_timer_refuses(rmq: Kit, broker: Broker) -> None:
     days = 3_600_000 * 24
     timed(broker, b"timer", TIMER_DELAY_MS=days + 1)
     timed(broker, b"relay", TIMER_DELAY_MS=5 * days + 1)
@@ -125,7 +125,7 @@ def test_what_the_timer_does_not_take_the_relay_carries(rmq: Kit, broker: Broker
         ({"hops": True}, "SYSTEM_SCHEDULE_MSG"),
     ],
 )
-def test_delay_and_deliver_at_choose_what_waits(settings: dict[str, Any], waits_in: str) -> None:
+def test_delay_and_deliver_at_choose_the_mechanism(settings: dict[str, Any], waits_in: str) -> None:
     """An exact level, else the timer, else the relay; an error where none is on."""
     with opened(**settings) as broker:
         now_ms = broker.runner.now_ms()
@@ -150,7 +150,7 @@ def carried(broker: Broker, queue_id: int = 0) -> None:
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
-def test_what_the_relay_delivers_can_be_consumed(rmq: Kit, broker: Broker) -> None:
+def test_relayed_messages_can_be_consumed(rmq: Kit, broker: Broker) -> None:
     """The send creates the target topic, and the delivery creates it again if it was deleted meanwhile."""
     carried(broker)
     assert "T" in broker.topics()

@@ -242,7 +242,7 @@ def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_
         assert bodies(again) == [b"2"]
 
 
-def test_a_message_is_told_of_though_its_half_goes_then(broker: Broker) -> None:
+def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
     """A message is announced although retention deletes its half at that moment."""
     woken: list[int] = []
     half = prepare(broker)
@@ -260,7 +260,7 @@ def test_a_message_is_told_of_though_its_half_goes_then(broker: Broker) -> None:
     assert woken == [1]
 
 
-def test_what_is_delivered_is_told_of_though_the_end_fails(rmq: Kit, broker: Broker) -> None:
+def test_a_delivered_message_is_seen_though_the_end_fails(rmq: Kit, broker: Broker) -> None:
     """A delivered message is announced although the end fails afterwards."""
     woken: list[int] = []
     half = prepare(broker)

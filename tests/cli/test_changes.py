@@ -113,13 +113,13 @@ def test_a_topic_is_made_for_a_type_of_messages(shell: Shell) -> None:
         (["shrink", "store", "OrderTopic"], "invalid choice"),
     ],
 )
-def test_what_cannot_be_done_to_a_topic(shell: Shell, words: list[str], said: str) -> None:
+def test_invalid_changes_of_a_topic(shell: Shell, words: list[str], said: str) -> None:
     answer = shell("topic", *words)
     assert (answer.status, answer.out) == (2, "")
     assert said in answer.said
 
 
-def test_a_copied_group_goes_on_where_the_other_stands(shell: Shell) -> None:
+def test_a_copied_group_continues_where_the_other_stands(shell: Shell) -> None:
     before = shell("lag", "store", "--group", "CG_order").rows
     shell("group", "copy", "store", "CG_order", "--to", "billing")
     copied = shell("lag", "store", "--group", "billing").rows
@@ -169,7 +169,7 @@ def test_skip_keeps_the_newest_and_never_goes_back(shell: Shell) -> None:
     assert shell("skip", "store", *ORDERS).rows == []
 
 
-def test_what_was_skipped_can_be_set_aside_and_replayed(shell: Shell) -> None:
+def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
     shell("skip", "store", *ORDERS, "--queue", "1", "--keep", "30", "--aside", "later")
     (aside,) = (row for row in shell("topics", "store").rows if row["topic"] == "later")
     assert aside["messages"] == 6
@@ -205,7 +205,7 @@ def test_moves_that_make_no_sense_are_refused(shell: Shell, words: list[str], sa
     }
 
 
-def test_a_broker_goes_on_from_where_reset_put_a_group(shell: Shell) -> None:
+def test_a_broker_continues_from_where_reset_put_a_group(shell: Shell) -> None:
     with MessageStore.open("new") as store:
         for number in range(10):
             store.append(Message("T", b"%d" % number))

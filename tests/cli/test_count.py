@@ -131,7 +131,7 @@ def test_stats_are_one_row_about_the_store(shell: Shell) -> None:
     assert row["used_by"] is not None
 
 
-def test_tags_of_one_code_are_told_apart(shell: Shell, tmp_path: Path) -> None:
+def test_tags_of_one_code_are_distinguished(shell: Shell, tmp_path: Path) -> None:
     """Java gives ``Aa`` and ``BB`` one hash, and a queue entry has only the hash."""
     pytest.importorskip("pyarrow")
     tags = ["Aa"] * 50 + ["BB"] + ["Aa"] * 50 + [None, "c"]

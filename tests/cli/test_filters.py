@@ -40,7 +40,7 @@ def test_why_it_does_not_match(run_lines: Run) -> None:
         assert said in lines[2]
 
 
-def test_what_is_shown_is_harmless(run_lines: Run) -> None:
+def test_output_has_no_control_characters(run_lines: Run) -> None:
     status, lines, err = run_lines("filter", "--explain", "a = 'x'", "a=\x1b[2J\u202e")
     assert (status, err) == (0, "")
     assert not any("\x1b" in line or "\u202e" in line for line in lines)
@@ -99,7 +99,7 @@ def test_strict_cases(run_lines: Run) -> None:
     assert [json.loads(line)["match"] for line in lines] == [True, True]
 
 
-def test_no_input_is_no_output(run_lines: Run) -> None:
+def test_no_input_gives_no_output(run_lines: Run) -> None:
     for words in (["filter"], ["filter", "--explain"], ["bloom"]):
         assert run_lines(*words) == (0, [], "")
 

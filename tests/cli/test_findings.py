@@ -104,7 +104,7 @@ def test_the_design_is_checked(shell: Shell) -> None:
     assert volumes == {row["topic"]: row["messages"] for row in shell("count", "store").rows}
 
 
-def test_what_a_change_would_bring(shell: Shell) -> None:
+def test_the_effect_of_a_change(shell: Shell) -> None:
     words = ["whatif", "store", "--group", "CG_order", "--topic", "OrderTopic", "--handler", "20ms"]
     rows = shell(*words, "--inflow", 0, "--threads", 1).rows
     found = diagnosis.what_if(

@@ -111,7 +111,7 @@ def test_limit_ends_a_list(shell: Shell) -> None:
     assert "--limit: expected a whole number" in shell("queues", "store", "--limit", "0").said
 
 
-def test_no_row_is_no_error_unless_asked_for(shell: Shell) -> None:
+def test_no_row_is_an_error_only_on_request(shell: Shell) -> None:
     words = ["query", "store", "--topic", "OrderTopic", "--key", "none"]
     assert shell(*words) == (0, "", "")
     assert shell(*words, "--fail-empty") == (3, "", "")

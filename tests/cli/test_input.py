@@ -54,7 +54,7 @@ def test_a_time_without_a_zone_is_local() -> None:
 @pytest.mark.parametrize(
     "text", ["", "yesterday", "-2w", "2 h", "9223372036854775808", "1e9", "-1", "٣", "99999999-01-01"]
 )
-def test_what_is_no_time(text: str) -> None:
+def test_values_that_are_not_times(text: str) -> None:
     with pytest.raises(InputError, match="not a time"):
         parse_time(text, ManualClock(NOW))
 
@@ -86,7 +86,7 @@ def test_rows_are_numbered_by_their_lines() -> None:
         (b'{"a":1} x', "not JSON"),
     ],
 )
-def test_what_is_no_row_names_its_line(line: bytes, said: str) -> None:
+def test_an_invalid_row_names_its_line(line: bytes, said: str) -> None:
     rows = read_rows([b"{}", line])
     assert next(rows) == (1, {})
     with pytest.raises(InputError) as caught:
@@ -170,7 +170,7 @@ def store_with_log(folder: Path, size: int) -> str:
     return str(folder)
 
 
-def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> None:
+def test_settings_of_a_file_complete_those_of_the_store(tmp_path: Path) -> None:
     store = store_with_log(tmp_path, 65536)
     file = tmp_path / "settings.json"
     row = {"type": "config", "load_ok": True, "commitlog_file_size": 65536, "message_delay_level": "1s 2s"}

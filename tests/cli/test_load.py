@@ -189,7 +189,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("operation", REFUSED.values(), ids=REFUSED.keys())
-def test_a_refusal_changes_nothing_and_the_run_goes_on(load: Load, operation: Row) -> None:
+def test_a_refusal_changes_nothing_and_the_run_continues(load: Load, operation: Row) -> None:
     answers = load(PUT, operation, PUT)
     expected = {name: operation[name] for name in ("op", "id") if name in operation}
     assert answers[1] == expected | {"status": "MESSAGE_ILLEGAL"}
@@ -276,7 +276,7 @@ def test_a_compressed_half_is_delivered_as_it_is_stored(load: Load) -> None:
     assert final.body == b"x" * 99
 
 
-def test_a_delayed_half_waits_as_in_the_original(load: Load) -> None:
+def test_a_delayed_half_waits_as_in_rocketmq(load: Load) -> None:
     """Its half topic becomes the real topic: such a message is lost there too."""
     load({**HALF, "delayLevel": 3}, END["commit"])
     half, final, op = load.messages()
@@ -378,7 +378,7 @@ def test_deliveries_come_in_the_order_of_their_times(load: Load) -> None:
     assert [message.body for message in load.messages()[4:]] == [b"1", b"1", b"2", b"3"]
 
 
-def test_what_waits_from_an_earlier_run_is_delivered(load: Load) -> None:
+def test_waiting_messages_of_an_earlier_run_are_delivered(load: Load) -> None:
     load({**PUT, "delayLevel": 2, "at_ms": AT})
     load({**PUT, "at_ms": AT + 4999})
     assert len(load.messages()) == 2
@@ -396,7 +396,7 @@ def test_a_clock_that_was_put_back_delivers_at_once(load: Load) -> None:
     assert [message.store_timestamp_ms for message in load.messages()] == [AT, AT - 1]
 
 
-def test_what_was_delivered_before_is_not_delivered_again(load: Load) -> None:
+def test_delivered_messages_are_not_delivered_again(load: Load) -> None:
     load({**PUT, "delayLevel": 1, "at_ms": AT}, {**PUT, "delayLevel": 1, "at_ms": AT + 500})
     (load.path / "config" / "delayOffset.json").write_text('{"offsetTable":{1:1}}')
     load({"op": "persist", "at_ms": AT + 1499})
@@ -510,7 +510,7 @@ def test_a_filter_that_is_replaced_by_none_makes_no_bitmaps(load: Load) -> None:
     assert bitmaps(load) == [MATCHES, DOES_NOT, None]
 
 
-def test_unreadable_filters_are_told_before_opening(load: Load) -> None:
+def test_unreadable_filters_are_reported_before_opening(load: Load) -> None:
     """Unreadable filters are reported before anything is opened."""
     load(FILTER, PUT, config=WITH_EXT)
     for name in ("consumerFilter.json", "consumerFilter.json.bak"):
@@ -552,7 +552,7 @@ def test_a_check_that_is_none(load: Load, changes: Row) -> None:
         load({**CHECK, **changes})
 
 
-def test_a_crash_keeps_what_was_acknowledged(load: Load) -> None:
+def test_a_crash_keeps_acknowledged_messages(load: Load) -> None:
     keyed = {**PUT, "keys": "k"}
     answers = load({**keyed, "at_ms": AT}, keyed, {"op": "crash"}, PUT)
     assert answers[-1] == {"op": "crash"}
@@ -636,7 +636,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD.values(), ids=BAD.keys())
-def test_a_bad_line_ends_the_run_and_what_came_before_stays(load: Load, line: Row | str | bytes) -> None:
+def test_a_bad_line_ends_the_run_but_keeps_earlier_operations(load: Load, line: Row | str | bytes) -> None:
     with pytest.raises(InputError, match=r"^line 4: "):
         load(PUT, "", HALF, line, PUT)
     assert len(load.answers) == 2
@@ -709,7 +709,7 @@ def test_without_config_the_files_tell_the_sizes(load: Load) -> None:
 
 
 @pytest.mark.parametrize("failing", ["write", "lines"])
-def test_whatever_is_raised_the_store_is_closed(load: Load, failing: str) -> None:
+def test_the_store_is_closed_after_any_error(load: Load, failing: str) -> None:
     class StopError(Exception):
         pass
 

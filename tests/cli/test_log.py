@@ -119,7 +119,7 @@ def test_an_empty_log(tmp_path: Path) -> None:
     assert dump(tmp_path, "--all") == (0, [], "")
 
 
-def test_files_made_ahead_are_no_damage(log: Log) -> None:
+def test_files_created_ahead_are_not_damage(log: Log) -> None:
     expected = log.dump()
     for start in (3 * FILE_SIZE, 4 * FILE_SIZE):
         (log.store / "commitlog" / f"{start:020d}").write_bytes(bytes(FILE_SIZE))
@@ -188,7 +188,7 @@ def test_a_wrong_blank(log: Log) -> None:
     assert places(log.dump("--all")[1]) == log.places
 
 
-def test_what_stands_behind_the_end(log: Log) -> None:
+def test_bytes_after_the_end(log: Log) -> None:
     end = len(log.data)
     log.data += bytes(30) + b"rubbish"
     for words in ([], ["--all"]):
@@ -228,7 +228,7 @@ def test_a_name_that_is_none(log: Log, name: str) -> None:
     assert name in err
 
 
-def test_what_is_no_store(tmp_path: Path) -> None:
+def test_folders_that_are_not_stores(tmp_path: Path) -> None:
     assert dump(tmp_path)[0] == 2
     assert dump(tmp_path / "absent")[0] == 2
     (tmp_path / "file").write_bytes(b"")
@@ -244,7 +244,7 @@ def test_queues_in_rocksdb_do_not_matter(log: Log) -> None:
 
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_change_is_told_or_leaves_the_rest(log: Log, data: st.DataObject) -> None:
+def test_any_change_is_reported_or_leaves_the_rest(log: Log, data: st.DataObject) -> None:
     """Whatever is changed: a status, whole rows, all of those before it, and no more than a line about it."""
     at = data.draw(st.integers(0, len(log.data) - 1))
     length = data.draw(st.integers(1, 60))

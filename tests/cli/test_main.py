@@ -132,7 +132,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None
     assert capsys.readouterr().err.startswith("usage: librmq")
 
 
-def test_what_a_terminal_could_take_for_a_command_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_control_sequences_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["dump", "s", "--\x1b[31m"],
         ["\x1b[31m"],
@@ -205,7 +205,7 @@ def test_help_loads_nothing_slow() -> None:
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     program = (
         "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
         "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
@@ -227,7 +227,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 @pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
 @pytest.mark.platform
-def test_a_closed_standard_output_is_no_error() -> None:
+def test_a_closed_standard_output_is_not_an_error() -> None:
     program = "import sys; from librmq.cli import main; sys.exit(main(['--help']))"
     environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent)}
     words = ["/bin/sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]
@@ -235,7 +235,7 @@ def test_a_closed_standard_output_is_no_error() -> None:
     assert (child.returncode, child.stderr) == (0, b"")
 
 
-def test_output_is_utf8_whatever_the_locale() -> None:
+def test_output_is_utf8_in_any_locale() -> None:
     program = (
         "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
         "module.queues = lambda arguments, output: output.row({'topic': '订单'}) or 0\n"

@@ -32,7 +32,7 @@ def damaged(store_copy: StoreCopy) -> tuple[Path, dict[str, Any]]:
     return copy, row
 
 
-def test_opening_for_writing_is_refused_and_says_what_to_do(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:
+def test_a_refused_opening_says_what_to_do(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:
     copy, row = damaged
     before = from_disk(copy)
     status, printed, err = run("load", copy)
@@ -45,7 +45,7 @@ def test_opening_for_writing_is_refused_and_says_what_to_do(run: Run, damaged: t
     assert run("queues", copy)[0] == 0
 
 
-def test_a_dry_run_prints_what_recovering_prints(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:
+def test_a_dry_run_prints_the_same_as_a_recovery(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:
     copy, row = damaged
     before = from_disk(copy)
     tried = run("recover", copy, "--dry-run")
@@ -64,7 +64,7 @@ def test_a_dry_run_on_real_stores(run: Run, folder: Path, store_copy: StoreCopy)
     assert run("recover", copy) == tried
 
 
-def test_a_dry_run_beside_a_writer_is_refused(run: Run, store_copy: StoreCopy) -> None:
+def test_a_dry_run_during_a_write_is_refused(run: Run, store_copy: StoreCopy) -> None:
     copy = store_copy("store-basic")
     with MessageStore.open(copy):
         status, printed, err = run("recover", "--dry-run", copy)
@@ -107,7 +107,7 @@ def test_salvage_into_a_new_store(run: Run, damaged: tuple[Path, dict[str, Any]]
 
 
 @stores
-def test_salvage_gives_what_dump_gives_of_a_recovered_store(run: Run, folder: Path, store_copy: StoreCopy) -> None:
+def test_salvage_agrees_with_dump_of_a_recovered_store(run: Run, folder: Path, store_copy: StoreCopy) -> None:
     copy = store_copy(folder)
     run("recover", copy)
     log = [row for row in run("dump", copy)[1] if row["type"] == "message"]

@@ -123,7 +123,7 @@ def test_other_rows_begin_another_table() -> None:
     assert text.count("end of file") == 1
 
 
-def test_rows_are_drawn_at_once_where_a_list_goes_on() -> None:
+def test_rows_of_a_continuing_list_are_printed_immediately() -> None:
     pytest.importorskip("rich")
     stream = io.StringIO()
     output = open_output("table", stream)

@@ -79,7 +79,7 @@ SELECTIONS: list[tuple[list[str], Test]] = [
 
 
 @pytest.mark.parametrize(("words", "wanted"), SELECTIONS, ids=[" ".join(words) or "all" for words, _ in SELECTIONS])
-def test_what_is_selected_is_shown_in_log_order(shell: Shell, words: list[str], wanted: Test) -> None:
+def test_selected_messages_are_shown_in_log_order(shell: Shell, words: list[str], wanted: Test) -> None:
     expected = [row for row in dumped(shell) if wanted(row)]
     assert expected
     answer = shell("show", "store", *words)
@@ -170,7 +170,7 @@ def test_tail_prints_the_last_messages(shell: Shell, words: list[str], wanted: T
     assert [row["phys"] for row in answer.rows] == expected[-count:]
 
 
-def test_tail_follows_what_is_stored(shell: Shell) -> None:
+def test_tail_follows_new_messages(shell: Shell) -> None:
     done = threading.Event()
     with MessageStore.open("new") as store:
         for number in range(3):

@@ -89,7 +89,7 @@ def test_a_query_is_bounded_in_time_and_number(run: Run, store: Path) -> None:
 GET = {"type": "get_message", "topic": "TopicTest", "queue_id": 0, "offset": 0}
 
 
-def test_what_a_question_leaves_out_has_a_usual_value(run: Run, store: Path) -> None:
+def test_missing_fields_of_a_query_have_defaults(run: Run, store: Path) -> None:
     questions = [
         GET,
         {"type": "index_query", "topic": "TopicTest", "key": "zp1Axdzf"},
@@ -172,7 +172,7 @@ def test_extreme_numbers_are_answered(run: Run, store: Path, most: int, queue_of
 # --- verify
 
 
-def test_damage_is_told_with_its_place(run: Run, copy: Path) -> None:
+def test_damage_is_reported_with_its_place(run: Run, copy: Path) -> None:
     data = bytearray((copy / LOG).read_bytes())
     data[88] ^= 1
     (copy / LOG).write_bytes(data)
@@ -186,14 +186,14 @@ def test_damage_is_told_with_its_place(run: Run, copy: Path) -> None:
     assert (first["file"], first["offset"], first["kind"]) == (LOG, 0, "checksum")
 
 
-def test_an_abort_marker_alone_is_told_and_sound(run: Run, copy: Path) -> None:
+def test_an_abort_marker_alone_is_reported_and_sound(run: Run, copy: Path) -> None:
     (copy / "abort").write_bytes(b"")
     status, printed, err = run("verify", copy)
     assert (status, printed) == (0, [{"type": "verify", "sound": True, "damage": []}])
     assert "abort" in err
 
 
-def test_a_folder_that_is_no_queue_is_damage(run: Run, copy: Path) -> None:
+def test_a_folder_that_is_not_a_queue_is_damage(run: Run, copy: Path) -> None:
     (copy / "consumequeue" / ("t" * 128) / "0").mkdir(parents=True)
     status, printed, _ = run("verify", copy)
     assert status == 1
@@ -208,7 +208,7 @@ MORE = {"queue": ["T", "0"], "query": ["--id", "x"]}
 
 
 @pytest.mark.parametrize("command", ON_STORES)
-def test_what_is_no_store(run: Run, tmp_path: Path, command: str) -> None:
+def test_folders_that_are_not_stores(run: Run, tmp_path: Path, command: str) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
     empty = tmp_path / "empty"
@@ -298,7 +298,7 @@ def test_load_makes_a_store_with_the_settings_given(run: Run, tmp_path: Path) ->
     assert [row["max_offset"] for row in run("queues", store)[1]] == [2]
 
 
-def test_load_goes_on_behind_a_refusal_and_says_why(run: Run, copy: Path) -> None:
+def test_load_continues_behind_a_refusal_and_says_why(run: Run, copy: Path) -> None:
     given = f"{json.dumps(PUT | {'topic': '..'})}\n{json.dumps(PUT)}\n"
     status, printed, err = run("load", copy, given=given)
     assert status == 0
@@ -309,7 +309,7 @@ def test_load_goes_on_behind_a_refusal_and_says_why(run: Run, copy: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"op": "what"}', '{"op": "put", "topic": "T", "queueId": 0}', "\xff"])
-def test_load_ends_at_a_line_that_is_no_operation(run: Run, copy: Path, line: str) -> None:
+def test_load_ends_at_an_invalid_line(run: Run, copy: Path, line: str) -> None:
     given = f"{json.dumps(PUT)}\n{line}\n{json.dumps(PUT)}\n".encode("latin-1")
     status, printed, err = run("load", copy, given=given)
     assert (status, len(printed)) == (2, 1)
@@ -353,7 +353,7 @@ def test_tables_of_every_command(store: Path, capsys: pytest.CaptureFixture[str]
         assert not shown.out.startswith("{")
 
 
-def test_a_copy_is_no_different(run: Run, store: Path, copy: Path) -> None:
+def test_a_copy_behaves_the_same(run: Run, store: Path, copy: Path) -> None:
     moved = copy.with_name("moved 订单")
     shutil.move(copy, moved)
     assert run("queues", moved) == run("queues", store)

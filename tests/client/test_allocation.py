@@ -94,7 +94,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_no_strategy_takes_in_this_order(strategy: AllocationStrategy) -> None:
+def test_arguments_that_no_strategy_accepts(strategy: AllocationStrategy) -> None:
     with pytest.raises(AllocationError, match="client id"):
         strategy("", [], [])
     with pytest.raises(AllocationError, match="at least one queue"):
@@ -160,7 +160,7 @@ def test_more_virtual_nodes_by_partial() -> None:
 # --- groups that do not agree
 
 
-def test_a_topic_of_one_of_two_instances_is_left_half_to_nobody() -> None:
+def test_half_of_a_topic_of_one_instance_is_unowned() -> None:
     group = {"c1": {"A": "*"}, "c2": {"A": "*", "B": "*"}}
     both = queues(2, topic="A") + queues(2, topic="B")
     assert unowned_queues(group, both) == [MessageQueue("B", "b", 0)]
@@ -175,7 +175,7 @@ def test_two_instances_with_a_topic_each_leave_half_of_each() -> None:
     assert [difference.topic for difference in group_differences(group)] == ["A", "B"]
 
 
-def test_differing_tags_leave_no_queue_but_are_told() -> None:
+def test_differing_tags_leave_no_queue_but_are_reported() -> None:
     group = {"c2": {"A": "x"}, "c1": {"A": "y"}, "c3": {"A": "x"}}
     assert unowned_queues(group, queues(6, topic="A")) == []
     (difference,) = group_differences(group)

@@ -44,7 +44,7 @@ def parts(body: bytes = BODY, size: int = 100, body_id: str = "id-1") -> list[De
     return deliver(split_body(Message("T", body), body_id, size))
 
 
-def test_parts_carry_what_the_message_had_but_its_unique_key() -> None:
+def test_parts_keep_all_fields_but_the_unique_key() -> None:
     message = Message("T", BODY, tags="x", keys=["k"], properties={"a": "1"}, unique_key="0A", flag=7)
     one, two, three = split_body(message, "id 1", 400)
     assert [len(part.body) for part in (one, two, three)] == [342, 342, 340]
@@ -60,7 +60,7 @@ def test_parts_carry_what_the_message_had_but_its_unique_key() -> None:
     assert (three.topic, three.flag, three.properties["LARGE_BODY_PART"]) == ("T", 7, "3/3")
 
 
-def test_what_fits_is_sent_as_it_is() -> None:
+def test_a_body_that_fits_is_sent_unchanged() -> None:
     message = Message("T", BODY)
     assert split_body(message, "id", 1024) == [message]
     assert split_body(message, "id")[0] is message
@@ -149,7 +149,7 @@ def test_a_queue_that_went_elsewhere_is_forgotten() -> None:
     assert assembler.add(here[1]) is None
 
 
-def test_a_body_with_lost_parts_is_given_up_and_told() -> None:
+def test_a_body_with_lost_parts_is_given_up_and_reported() -> None:
     """A body whose other parts were lost is dropped and reported."""
     assembler = BodyAssembler()
     stream = parts()
@@ -244,7 +244,7 @@ def test_parts_of_different_bodies_of_one_id_do_not_mix() -> None:
     assert assembler.add(bad[-1]) == BODY[::-1]
 
 
-def test_what_waits_is_bounded_however_small_the_parts() -> None:
+def test_incomplete_bodies_are_bounded_for_small_parts() -> None:
     assembler = BodyAssembler(held_limit=10_000)
     taken = 0
     with pytest.raises(LargeBodyError, match="exceed the limit of 10000"):  # noqa: PT012 (which one is refused is open)
@@ -305,7 +305,7 @@ def test_a_small_body_stays_in_its_message() -> None:
     assert fetch_body(deliver([message])[0], None) == BODY
 
 
-def test_what_was_not_sent_is_not_taken_from_outside() -> None:
+def test_a_reference_must_lead_to_the_sent_body() -> None:
     cupboard = Cupboard()
     message = parked(cupboard)
     with pytest.raises(LargeBodyError, match="larger than 10"):
@@ -337,7 +337,7 @@ def test_bodies_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", ["", "../../etc/passwd", "/etc/passwd", "A" * 64, "0" * 64 + "\n", "0" * 64])
-def test_a_folder_gives_nothing_for_what_is_no_reference(reference: str) -> None:
+def test_a_folder_returns_nothing_for_an_invalid_reference(reference: str) -> None:
     with pytest.raises(LargeBodyError):
         FolderBodies("bodies", MemoryFiles()).get(reference)
 

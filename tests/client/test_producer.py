@@ -195,7 +195,7 @@ def test_a_failed_try_goes_to_another_broker(two: tuple[Broker, Broker]) -> None
         (BrokerBusyError(ResponseCode.SYSTEM_BUSY, "busy"), 1),
     ],
 )
-def test_what_is_tried_again(two: tuple[Broker, Broker], failure: Exception, tries: int) -> None:
+def test_errors_that_are_retried(two: tuple[Broker, Broker], failure: Exception, tries: int) -> None:
     cluster = Cluster(*two, fail=lambda name: failure)
     with pytest.raises(type(failure)):
         Producer(cluster, "shop").send("T", b"x")
@@ -298,7 +298,7 @@ def test_one_way_messages_are_tried_once(two: tuple[Broker, Broker], caplog: pyt
     assert bodies(two[0]) + bodies(two[1]) == [b"y"]
 
 
-def test_a_one_way_message_or_a_batch_goes_where_it_is_told(broker: Broker) -> None:
+def test_one_way_messages_and_batches_accept_a_queue(broker: Broker) -> None:
     producer = Producer(broker, "shop")
     producer.send_oneway("T", b"x", selector=lambda queues, message, arg: queues[arg], arg=2)
     sent = producer.send_batch([Message("T", b"y"), Message("T", b"z")], queue=2)
@@ -340,7 +340,7 @@ def test_a_batch_is_stored_side_by_side(broker: Broker) -> None:
         ("T", b"x" * ((4 << 20) + 1), "at most"),
     ],
 )
-def test_what_is_refused_before_it_is_sent(broker: Broker, topic: str, body: bytes, why: str) -> None:
+def test_messages_refused_before_the_send(broker: Broker, topic: str, body: bytes, why: str) -> None:
     with pytest.raises(MessageIllegalError, match=why):
         Producer(broker, "shop").send(topic, body)
     assert bodies(broker) == []
@@ -419,12 +419,12 @@ def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
     assert [message.queue_id for message in broker.messages("T")] == [3]
 
 
-def test_a_path_is_no_route() -> None:
+def test_a_path_is_not_a_route() -> None:
     with pytest.raises(TypeError, match=r"Producer: expected a route, which is a Broker .* Broker\.open\('data'\)"):
         Producer("data", "shop")  # type: ignore[arg-type]
 
 
-def test_producers_show_who_they_are(broker: Broker) -> None:
+def test_producers_have_a_useful_repr(broker: Broker) -> None:
     producer = Producer(broker, "shop", instance_name="one", timeout=timedelta(seconds=1))
     assert repr(producer) == "<Producer shop, created, client 127.0.0.1@one>"
     assert producer.config.timeout == 1

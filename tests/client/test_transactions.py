@@ -109,7 +109,7 @@ def test_a_block_commits_or_rolls_back(shop: Shop) -> None:
     assert shop.checked == [(b"left open", 1)]
 
 
-def test_what_is_unknown_is_asked_about_until_it_is_discarded(shop: Shop) -> None:
+def test_unknown_outcomes_are_checked_until_discarded(shop: Shop) -> None:
     discarded: list[tuple[bytes, int]] = []
     shop.broker.discard_hooks.append(lambda half, times: discarded.append((half.body, times)))
     producer = shop.producer()

@@ -144,7 +144,7 @@ def test_asynchronous_sends_do_not_wait() -> None:
     assert replica.end == broker.store.log.end
 
 
-def test_a_copy_cut_in_the_middle_of_a_record_goes_on() -> None:
+def test_a_copy_cut_in_the_middle_of_a_record_continues() -> None:
     broker = opened()
     link = ReplicaLink(broker, manual(broker).manual_clock)
     replica = copy_of(broker, of=link)
@@ -257,7 +257,7 @@ def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCa
     assert copy_of(broker).follow()
 
 
-def test_a_deleted_topic_that_is_made_again_is_copied() -> None:
+def test_a_recreated_topic_is_copied() -> None:
     """Its queue starts at 0 again, although the copy has an older one of that name."""
     broker = opened(store=StoreConfig.tiny(max_total_size=2 << 16))
     replica = copy_of(broker)
@@ -295,7 +295,7 @@ def test_a_replica_takes_no_writes() -> None:
         assert store.log.end == broker.store.log.end
 
 
-def test_bytes_that_are_no_records_are_not_copied() -> None:
+def test_bytes_that_are_not_records_are_not_copied() -> None:
     broker = opened()
     replica = copy_of(broker)
     send(broker, "T", b"x" * 100)

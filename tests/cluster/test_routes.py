@@ -150,7 +150,7 @@ def test_a_new_broker_is_learnt_of_at_the_next_look() -> None:
     assert told.times == 2
 
 
-def test_what_can_not_be_a_route() -> None:
+def test_values_that_are_not_routes() -> None:
     runner = ManualRunner()
     with pytest.raises(ConfigError, match="at least one"):
         RouteTable()

@@ -130,7 +130,7 @@ def places(found: pa.Table) -> list[int]:
 
 @settings(max_examples=examples(30))
 @given(tree=TREES)
-def test_arrow_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
+def test_arrow_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:
     wanted = places(table.filter(as_arrow(tree)))
     found = dataset(path)
     assert places(found.to_table(filter=as_arrow(tree), columns=["physicalOffset"])) == wanted
@@ -140,7 +140,7 @@ def test_arrow_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tre
 
 @settings(max_examples=examples(30))
 @given(tree=TREES)
-def test_duckdb_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
+def test_duckdb_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:
     duckdb = pytest.importorskip("duckdb")
     asked = f"SELECT physicalOffset FROM {{}} WHERE {as_sql(tree)}"
     with duckdb.connect() as connection:
@@ -152,7 +152,7 @@ def test_duckdb_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tr
 
 @settings(max_examples=examples(30))
 @given(tree=TREES)
-def test_polars_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
+def test_polars_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:
     polars = pytest.importorskip("polars")
 
     def of(tree: Any) -> Any:
@@ -207,6 +207,6 @@ def test_filters_of_a_dataset_add_up(path: Path, table: pa.Table) -> None:
 
 
 @pytest.mark.parametrize("method", ["get_fragments", "sort_by", "join", "join_asof"])
-def test_what_needs_files_of_a_dataset_is_refused(path: Path, method: str) -> None:
+def test_methods_that_need_files_of_a_dataset_are_refused(path: Path, method: str) -> None:
     with pytest.raises(NotImplementedError, match="to_table"):
         getattr(dataset(path), method)("queueOffset")

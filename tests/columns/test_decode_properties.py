@@ -119,7 +119,7 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
 
 @settings(max_examples=examples(150))
 @given(st.lists(records(), min_size=1, max_size=4), st.data())
-def test_what_is_no_record_is_told_as_plainly_decoded(raws: list[bytes], data: st.DataObject) -> None:
+def test_invalid_records_are_reported_as_by_the_plain_decoder(raws: list[bytes], data: st.DataObject) -> None:
     """Other bytes are reported like by the plain decoder."""
     whole = bytearray(b"".join(raws))
     for _ in range(data.draw(st.integers(1, 4))):

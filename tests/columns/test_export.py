@@ -97,7 +97,7 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OUTS)
-def test_an_export_goes_on(store: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_continues(store: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exports, "_STEP_BYTES", 1)
     export(store, tmp_path / name, tags="t0 || t1")
     assert export(store, tmp_path / name, tags="t0 || t1").rows == 0
@@ -159,7 +159,7 @@ def test_messages_that_retention_deleted(store: Path, tmp_path: Path) -> None:
     assert made.rows == reader(store, topic="A", columns=["topic"]).read_all().num_rows
 
 
-def test_an_export_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
+def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
     export(store, tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="was begun as csv with the columns topic"):
         export(store, tmp_path / "out.csv", columns=["body"])
@@ -213,7 +213,7 @@ def test_a_shortened_export_is_refused(store: Path, tmp_path: Path, lost: str) -
     assert not out.exists() or out.stat().st_size == 0
 
 
-def test_what_no_filter_took_may_be_deleted(tmp_path: Path) -> None:
+def test_messages_that_no_filter_accepts_may_be_deleted(tmp_path: Path) -> None:
     config = replace(CONFIG, max_total_size=2 * CONFIG.commitlog_file_size)
     clock = ManualClock(START_MS)
     out = tmp_path / "out.jsonl"

@@ -187,7 +187,7 @@ class CountingFiles(DiskFiles):
         {"filter": pc.field("storeTimestamp") > pa.scalar(moment(396) * 1000, pa.timestamp("us", "UTC"))},
     ],
 )
-def test_what_is_not_wanted_is_not_read(path: Path, tmp_path: Path, settings: Any) -> None:
+def test_unneeded_records_are_not_read(path: Path, tmp_path: Path, settings: Any) -> None:
     """A file of the log that holds no wanted row is at most opened to look up a time."""
     store = tmp_path / "s"
     shutil.copytree(path, store)
@@ -387,7 +387,7 @@ def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- the room
 
 
-def test_a_name_of_the_room_is_no_module() -> None:
+def test_an_export_of_a_package_is_not_a_module() -> None:
     names = vars(librmq.columns)["__all__"]
     assert not [name for name in names if type(getattr(librmq.columns, name)) is type(os)]
     assert callable(dataset)

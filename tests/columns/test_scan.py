@@ -35,7 +35,7 @@ def test_public_names() -> None:
     assert all(getattr(librmq.columns, name) is not None for name in names)
 
 
-def test_scan_reads_what_is_wanted(path: str) -> None:
+def test_scan_reads_only_the_requested_rows(path: str) -> None:
     def bodies(options: ReadOptions) -> list[int]:
         return sorted(int(body) for batch in scan(options, ["body"]) for body in batch.column("body").to_pylist())
 

@@ -47,7 +47,7 @@ def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
 
 
 @given(st.lists(PIECES, min_size=1, max_size=60), st.integers(0, 400), st.sampled_from([1, 2, 50]))
-def test_chains_in_lock_step_find_what_one_chain_finds(pieces: list[bytes], zeros: int, windows: int) -> None:
+def test_chains_in_lock_step_agree_with_a_single_chain(pieces: list[bytes], zeros: int, windows: int) -> None:
     data = b"".join(pieces) + bytes(zeros)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starts, "_STRETCH", 512)

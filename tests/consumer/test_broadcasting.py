@@ -105,7 +105,7 @@ class FullDisk(MemoryFiles):
         super().write(path, data)
 
 
-def test_progress_that_no_file_takes_is_written_later(one_queue: Kit) -> None:
+def test_progress_that_cannot_be_saved_is_saved_later(one_queue: Kit) -> None:
     """A full disk keeps no reader in the group either."""
     files = FullDisk()
     files.make_folder("/offsets")
@@ -125,7 +125,7 @@ def test_progress_that_no_file_takes_is_written_later(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize("start", list(ConsumeFrom))
-def test_the_message_that_makes_its_topic_comes(rmq: Kit, start: ConsumeFrom) -> None:
+def test_the_message_that_creates_its_topic_is_delivered(rmq: Kit, start: ConsumeFrom) -> None:
     """The first send to a new topic made queues whose first message was never delivered (issue 14, 2.4)."""
     broadcasting(rmq, topic="new", consume_from=start)
     send(rmq, "before the first rebalance", topic="new", queue=0)
@@ -138,7 +138,7 @@ def test_the_message_that_makes_its_topic_comes(rmq: Kit, start: ConsumeFrom) ->
     assert bodies(rmq) == ["before the first rebalance", "after it", "in a queue that is new"]
 
 
-def test_what_was_there_is_left_out(rmq: Kit) -> None:
+def test_messages_before_the_start_are_skipped(rmq: Kit) -> None:
     send(rmq, "old", queue=0)
     broadcasting(rmq, consume_from=ConsumeFrom.LAST)
     rmq.advance(seconds=1)

@@ -146,7 +146,7 @@ def test_the_done_part_of_a_batch_counts(broker: Broker, runner: ManualRunner) -
     consumer.shutdown()
 
 
-def test_a_rest_is_no_consume_timeout(broker: Broker, runner: ManualRunner) -> None:
+def test_a_rest_does_not_count_as_a_consume_timeout(broker: Broker, runner: ManualRunner) -> None:
     bank = Bank(seconds=3600)
     consumer = consume(broker, bank, consume_timeout=60)
     send(broker, 2)
@@ -179,7 +179,7 @@ def test_a_message_of_its_own_still_fails(broker: Broker, runner: ManualRunner) 
     consumer.shutdown()
 
 
-def test_a_clock_put_back_ends_a_rest(broker: Broker, runner: ManualRunner) -> None:
+def test_a_clock_set_back_ends_a_rest(broker: Broker, runner: ManualRunner) -> None:
     bank = Bank(seconds=60)
     consumer = consume(broker, bank)
     send(broker, 1)

@@ -48,7 +48,7 @@ def test_a_queue_is_consumed_in_order_from_the_first_lock_on(one_queue: Kit) -> 
     assert bodies(one_queue) == list("abcdef")
 
 
-def test_a_failure_lets_the_queue_rest_in_place(one_queue: Kit) -> None:
+def test_a_failure_pauses_the_queue(one_queue: Kit) -> None:
     listener = Noted(one_queue, {"b": 2})
     ordered(one_queue, listener)
     listener.since()
@@ -60,7 +60,7 @@ def test_a_failure_lets_the_queue_rest_in_place(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "expected_ms"), [(0.3, 300), (0.001, 10), (100, 30_000), (None, 1000)])
-def test_a_listener_says_how_long(one_queue: Kit, seconds: float | None, expected_ms: int) -> None:
+def test_a_listener_chooses_the_pause(one_queue: Kit, seconds: float | None, expected_ms: int) -> None:
     def listener(message: DeliveredMessage) -> None:
         if not message.reconsume_times:
             raise SuspendQueue(seconds=seconds)
@@ -112,7 +112,7 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> N
     assert [message.body for message in one_queue.dead_letters("g")] == [b"bad"]
 
 
-def test_dead_letter_ends_an_orderly_message_at_once(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_letter_ends_an_orderly_message_immediately(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """an orderly consumer retried ``raise DeadLetter`` forever (issue 14, 1.10)."""
 
     def listen(message: DeliveredMessage) -> None:
@@ -145,7 +145,7 @@ def test_an_unsent_dead_letter_keeps_the_queue_waiting(one_queue: Kit) -> None:
     assert one_queue.dead_letters("g") == []
 
 
-def test_without_a_maximum_it_never_ends_and_is_reported(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_maximum_retries_never_end(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     consumer = ordered(one_queue, Noted(one_queue, {"bad": 10**9}))
     sent = send(one_queue, "bad", "good")[0]
     with caplog.at_level(logging.WARNING, "librmq"):
@@ -174,7 +174,7 @@ def test_several_calls_committed_together(one_queue: Kit) -> None:
     assert consumer.progress()[T0] == 2
 
 
-def test_as_many_queues_at_once_as_threads(four_queues: Kit) -> None:
+def test_as_many_parallel_queues_as_threads(four_queues: Kit) -> None:
     ordered(four_queues, threads=2)
     four_queues.faults.slow_listener("g", 1, times=20)
     for queue in range(4):
@@ -198,7 +198,7 @@ def test_a_takeover_waits_for_the_periodic_lock(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_queue_lost_in_mid_message_is_kept_by_its_lock(one_queue: Kit, locked: bool) -> None:
+def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bool) -> None:
     """The next one waits until the listener has ended; with the lock switched off it overtakes."""
     settings: dict[str, Any] = {"strategy": newest_takes_all, "lock_queues": locked}
     first = ordered(one_queue, **settings)
@@ -260,7 +260,7 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
     assert listener.seen == [("a", 0, 0), ("b", 0, 12_000)]
 
 
-def test_after_a_lost_lock_a_client_goes_on_behind_others(one_queue: Kit) -> None:
+def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> None:
     """It is cut off for minutes, and another instance consumes meanwhile."""
     seam = seam_of(one_queue)
     first = ordered(one_queue, route=seam)
@@ -303,7 +303,7 @@ def test_broadcasting_in_order_needs_no_lock(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_shutdown_gives_the_locks_back(one_queue: Kit, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_releases_the_locks(one_queue: Kit, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
     seam = seam_of(one_queue)
     consumer = ordered(one_queue, route=seam)
     if is_cut:

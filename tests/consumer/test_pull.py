@@ -150,7 +150,7 @@ def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypat
     monkeypatch.undo()
 
 
-def test_each_poll_commits_what_the_ones_before_gave(filled: Kit) -> None:
+def test_each_poll_commits_messages_of_earlier_polls(filled: Kit) -> None:
     consumer = subscribed(filled)
     consumer.poll()
     filled.advance(seconds=20)
@@ -160,7 +160,7 @@ def test_each_poll_commits_what_the_ones_before_gave(filled: Kit) -> None:
     assert filled.broker.consumer_offset("g", "t", 0) == 10
 
 
-def test_what_was_polled_and_not_dealt_with_comes_again(filled: Kit) -> None:
+def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
     """Leaving the block by an exception (Ctrl-C, say) means that the messages of the last poll were not."""
     consumer = reader(filled)
     consumer.assign(QUEUES[:1])
@@ -206,7 +206,7 @@ def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
     assert sorted(map(int, handled)) == list(range(30))
 
 
-def test_a_loop_left_early_goes_on_by_the_next_poll(filled: Kit) -> None:
+def test_the_next_poll_continues_a_loop_left_early(filled: Kit) -> None:
     consumer = reader(filled, pull_batch_size=10)
     consumer.assign(QUEUES[:1])
     with consumer:
@@ -217,7 +217,7 @@ def test_a_loop_left_early_goes_on_by_the_next_poll(filled: Kit) -> None:
         assert [message.queue_offset for message in consumer.poll()] == list(range(4, 10))
 
 
-def test_a_seek_within_a_loop_counts_at_once(filled: Kit) -> None:
+def test_a_seek_within_a_loop_counts_immediately(filled: Kit) -> None:
     consumer = reader(filled)
     consumer.assign(QUEUES[:1])
     seen = []
@@ -322,7 +322,7 @@ def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, str
 
 
 @pytest.mark.parametrize("offsets", [3, "x", [QUEUES[0]], {QUEUES[0]: "1"}, {QUEUES[0]: -1}])
-def test_wrong_queues_and_offsets_are_told(filled: Kit, offsets: Any) -> None:
+def test_wrong_queues_and_offsets_are_reported(filled: Kit, offsets: Any) -> None:
     consumer: Any = reading(filled, 1)
     with pytest.raises(TypeError, match=r"expected .*queue offset.*, found"):
         consumer.commit(offsets)

@@ -39,7 +39,7 @@ def reader(broker: Broker) -> Iterator[PullConsumer]:
 
 
 @pytest.mark.anyio
-async def test_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
+async def test_a_poll_waits_and_others_continue(broker: Broker, reader: PullConsumer) -> None:
     producer = Producer(broker, "writers")
     polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
     for _ in range(100):  # the loop continues
@@ -132,7 +132,7 @@ async def test_one_poll_at_a_time(reader: PullConsumer) -> None:
     assert await reader.poll_async(0) == []  # the next may
 
 
-def test_a_poll_goes_on_in_another_loop(broker: Broker, reader: PullConsumer) -> None:
+def test_a_poll_continues_in_another_loop(broker: Broker, reader: PullConsumer) -> None:
     assert asyncio.run(reader.poll_async(0)) == []
     Producer(broker, "writers").send("T", b"1")  # of a queue whose reader waited in the first loop
     assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]

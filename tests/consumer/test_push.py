@@ -61,7 +61,7 @@ def test_messages_come_to_the_listener_of_their_topic(rmq: Kit) -> None:
     assert [message.body for message in others] == [b"c"]
 
 
-def test_what_a_listener_sees(one_queue: Kit) -> None:
+def test_fields_that_a_listener_sees(one_queue: Kit) -> None:
     delivered: list[DeliveredMessage] = []
     subscribed(one_queue, delivered.append)
     result = send(one_queue, "a", "b", tags="x", keys="k1 k2", properties={"color": "red"})[1]
@@ -85,7 +85,7 @@ def test_what_a_listener_sees(one_queue: Kit) -> None:
     assert "DeliveredMessage('t'" in repr(message)
 
 
-def test_only_tags_that_are_asked_for(four_queues: Kit) -> None:
+def test_only_requested_tags_are_delivered(four_queues: Kit) -> None:
     subscribed(four_queues, filters={"tags": "Aa || C"})
     send(four_queues, "a", tags="Aa")
     send(four_queues, "b", tags="BB")  # the same hash as Aa
@@ -121,7 +121,7 @@ def test_a_batch_never_spans_two_pulls(one_queue: Kit) -> None:
 @pytest.mark.parametrize(
     ("index", "again"), [(None, ""), (0, "bcd"), (1, "cd"), (3, ""), (99, ""), (-1, "abcd"), (-2, "abcd")]
 )
-def test_a_batch_listener_tells_what_is_consumed(one_queue: Kit, index: int | None, again: str) -> None:
+def test_a_batch_listener_returns_the_last_consumed_index(one_queue: Kit, index: int | None, again: str) -> None:
     send(one_queue, *"abcd")
     consumer = subscribed(one_queue, lambda messages: None if messages[0].reconsume_times else index, batch_size=4)
     one_queue.advance(seconds=30)
@@ -129,7 +129,7 @@ def test_a_batch_listener_tells_what_is_consumed(one_queue: Kit, index: int | No
     assert consumer.progress()[T0] == 4
 
 
-def test_nothing_returned_is_a_failure_where_asked_for(one_queue: Kit) -> None:
+def test_returning_nothing_can_count_as_a_failure(one_queue: Kit) -> None:
     answers = iter([None, False, True])
     consumer = one_queue.consumer("g", fail_fast=False)
     consumer.subscribe("t", must_return=True)(lambda message: next(answers))
@@ -180,7 +180,7 @@ def test_a_redelivery_shows_its_first_topic(one_queue: Kit) -> None:
     assert (shown[0][0], shown[0][1], shown[0][3]) == ("t", sent.message_id, "t")
 
 
-def test_a_level_of_its_own_and_the_dead_letters_at_once(one_queue: Kit) -> None:
+def test_a_listener_chooses_a_level_or_a_dead_letter(one_queue: Kit) -> None:
     def listener(message: DeliveredMessage) -> None:
         if message.body == b"late" and not message.reconsume_times:
             raise ReconsumeLater(delay_level=2)
@@ -195,7 +195,7 @@ def test_a_level_of_its_own_and_the_dead_letters_at_once(one_queue: Kit) -> None
     assert [message.body for message in one_queue.dead_letters("g")] == [b"never"]
 
 
-def test_own_maximum_and_the_hook_before_the_last_attempt(one_queue: Kit) -> None:
+def test_own_maximum_and_hook_before_the_last_attempt(one_queue: Kit) -> None:
     last: list[int] = []
     subscribed(one_queue, fail, max_reconsume_times=2, before_last_attempt=lambda m: last.append(m.reconsume_times))
     send(one_queue, "a")
@@ -205,7 +205,7 @@ def test_own_maximum_and_the_hook_before_the_last_attempt(one_queue: Kit) -> Non
     assert len(one_queue.dead_letters("g")) == 1
 
 
-def test_what_cannot_be_sent_back_comes_again_after_5_seconds(one_queue: Kit) -> None:
+def test_a_failed_send_back_is_retried_after_5_seconds(one_queue: Kit) -> None:
     seam, listener = seam_of(one_queue), Noted(one_queue, {"a": 2, "b": 2})
     seam.cut(SendBack)
     consumer = subscribed(one_queue, listener, route=seam)
@@ -285,7 +285,7 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
     assert consumer.progress()[T0] == 10
 
 
-def test_progress_passes_what_the_filter_drops_behind_a_message(one_queue: Kit) -> None:
+def test_progress_passes_filtered_messages(one_queue: Kit) -> None:
     consumer = subscribed(one_queue, filters={"tags": "a"})
     send(one_queue, "a", tags="a")
     send(one_queue, "b", tags="b")  # comes with the same pull, after the listener's message
@@ -358,7 +358,7 @@ def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: Cons
 @pytest.mark.parametrize(
     ("begin", "expected"), [(ConsumeFrom.FIRST, "abc"), (ConsumeFrom.LAST, ""), (ConsumeFrom.TIMESTAMP, "bc")]
 )
-def test_where_nothing_is_stored_the_setting_decides(one_queue: Kit, begin: ConsumeFrom, expected: str) -> None:
+def test_the_setting_decides_without_stored_progress(one_queue: Kit, begin: ConsumeFrom, expected: str) -> None:
     for body in "abc":
         time_ms = one_queue.clock.now_ms()
         send(one_queue, body)
@@ -403,7 +403,7 @@ def test_reset_of_a_running_group(one_queue: Kit) -> None:
     assert bodies(one_queue)[5:] == ["d"]
 
 
-def test_what_fails_at_the_end_still_leaves_the_group(one_queue: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_shutdown_still_leaves_the_group(one_queue: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = subscribed(one_queue)
     one_queue.run_until_idle()
 
@@ -420,7 +420,7 @@ def test_what_fails_at_the_end_still_leaves_the_group(one_queue: Kit, monkeypatc
 # --------------------------------------------------------------------------------------------------------- rebalancing
 
 
-def test_queues_are_shared_out_when_members_come_and_go(four_queues: Kit) -> None:
+def test_queues_are_reallocated_when_members_change(four_queues: Kit) -> None:
     first = subscribed(four_queues)
     four_queues.run_until_idle()
     assert assigned(first) == [0, 1, 2, 3]
@@ -432,7 +432,7 @@ def test_queues_are_shared_out_when_members_come_and_go(four_queues: Kit) -> Non
     assert [assigned(one) for one in (first, third)] == [[0, 1], [2, 3]]
 
 
-def test_a_member_without_a_queue(one_queue: Kit) -> None:
+def test_a_member_without_a_queue_is_idle(one_queue: Kit) -> None:
     for _ in range(2):
         subscribed(one_queue)
     send(one_queue, "a")
@@ -452,7 +452,7 @@ def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: Kit) -> None:
     assert assigned(first) == []
 
 
-def test_a_topic_that_is_made_later_is_noticed(rmq: Kit) -> None:
+def test_a_topic_that_is_created_later_is_noticed(rmq: Kit) -> None:
     subscribed(rmq, topic="later", consume_from=ConsumeFrom.FIRST)
     rmq.advance(seconds=100)
     send(rmq, "a", topic="later")
@@ -473,7 +473,7 @@ def test_topics_and_queues_may_be_added_while_it_runs(one_queue: Kit) -> None:
     assert bodies(one_queue) == ["a"]
 
 
-def test_what_was_open_is_looked_at_on_the_grid_of_20_seconds(one_queue: Kit) -> None:
+def test_open_questions_are_repeated_every_20_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
     seam.cut(ConsumerIds)
     consumer = subscribed(one_queue, route=seam)
@@ -507,7 +507,7 @@ def test_the_guard_refuses_a_group_that_differs(rmq: Kit) -> None:
     subscribed(rmq, filters={"tags": "x"}, guard=True).start()
 
 
-def test_instances_that_differ_are_told_of_once_a_change(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_instances_that_differ_are_reported_once_a_change(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """Two instances with different subscriptions lost messages without a word (issue 14, 2.2)."""
     with caplog.at_level(logging.WARNING, "librmq"):
         subscribed(four_queues, filters={"tags": "a"})
@@ -526,7 +526,7 @@ def test_instances_that_differ_are_told_of_once_a_change(four_queues: Kit, caplo
         assert caplog.records == []
 
 
-def test_two_clients_of_one_id_are_named(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_clients_with_one_id_are_named(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
     consumers = [PushConsumer(rmq.broker, "g", instance_name="c1") for _ in range(2)]
     with caplog.at_level(logging.WARNING, "librmq"):
         for consumer in consumers:
@@ -556,7 +556,7 @@ def test_a_client_of_another_route_is_named(rmq: Kit) -> None:
         ({"max_held_messages_of_topic": 20, "pull_batch_size": 8}, 18),
     ],
 )
-def test_pulling_stops_above_a_limit_and_goes_on_below(one_queue: Kit, settings: dict[str, Any], most: int) -> None:
+def test_pulling_stops_above_a_limit_and_continues_below(one_queue: Kit, settings: dict[str, Any], most: int) -> None:
     metrics, waiting = Metrics(), list[float]()
     send(one_queue, *(f"{number:0100}" for number in range(60)))
     subscribed(
@@ -602,7 +602,7 @@ def test_pause_and_resume(one_queue: Kit) -> None:
     assert bodies(one_queue) == ["a"]
 
 
-def test_a_message_that_is_stuck_goes_back(one_queue: Kit) -> None:
+def test_a_stuck_message_is_sent_back(one_queue: Kit) -> None:
     consumer = subscribed(one_queue, consume_timeout=60)
     one_queue.faults.slow_listener("g", 140)
     send(one_queue, "stuck", "other")
@@ -755,7 +755,7 @@ def test_threads(orderly: bool) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_shutdown_ends_though_a_listener_does_not(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits within its bound; interrupted, it leaves the group all the same."""
     release, begun = threading.Event(), threading.Event()
     with Broker.temporary() as broker:
@@ -837,7 +837,7 @@ def test_gauges_of_a_groups_instances_add_up(four_queues: Kit) -> None:
 # ------------------------------------------------------------------------------------- brokers that change or are away
 
 
-def test_a_broker_that_is_cut_off_is_a_line_a_topic(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """A cut broker of 8 queues made 269 warnings a minute (issue 14, 5.1)."""
     seam = seam_of(four_queues)
     subscribed(four_queues, route=seam)
@@ -856,7 +856,7 @@ def test_a_broker_that_is_cut_off_is_a_line_a_topic(four_queues: Kit, caplog: py
     assert "g@g: pulling t works again" in caplog.text
 
 
-def test_a_pull_that_fails_is_tried_again_after_3_seconds(one_queue: Kit) -> None:
+def test_a_pull_that_fails_is_retried_after_3_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
     seam.cut(PullMessage)
     subscribed(one_queue, route=seam)
@@ -868,7 +868,7 @@ def test_a_pull_that_fails_is_tried_again_after_3_seconds(one_queue: Kit) -> Non
 
 
 @pytest.mark.parametrize("has_another", [False, True])
-def test_a_forgotten_client_finds_out_by_itself(one_queue: Kit, has_another: bool) -> None:
+def test_a_forgotten_client_notices_it(one_queue: Kit, has_another: bool) -> None:
     """Its pull is answered, and it asks again: now if the group has other members, else at its next heartbeat."""
     consumer = subscribed(one_queue)
     if has_another:
@@ -887,7 +887,7 @@ def test_a_forgotten_client_finds_out_by_itself(one_queue: Kit, has_another: boo
     assert consumer.client.client_id in ids
 
 
-def test_members_that_come_do_not_disturb_pulls(one_queue: Kit) -> None:
+def test_joining_members_do_not_disturb_pulls(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
     subscribed(one_queue, route=seam)
     one_queue.advance(seconds=20)
@@ -897,7 +897,7 @@ def test_members_that_come_do_not_disturb_pulls(one_queue: Kit) -> None:
     assert not [request for request in seam.asked if isinstance(request, PullMessage)]
 
 
-def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_strategy_moves_no_queue(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     broken = False
 
     def strategy(client_id: str, queues: Any, clients: Any) -> Any:
@@ -919,7 +919,7 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: Kit, capl
     assert assigned(consumer) == [0, 1]
 
 
-def test_a_lost_pull_is_made_again_after_120_seconds(one_queue: Kit) -> None:
+def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
     consumer = subscribed(one_queue, route=seam)
     one_queue.advance(seconds=30)

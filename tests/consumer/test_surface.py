@@ -98,7 +98,7 @@ def test_a_predicate_lets_messages_pass_as_consumed(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
-def test_a_predicate_and_a_batch_agree_on_what_is_consumed(one_queue: Kit, answer: int | Exception) -> None:
+def test_a_predicate_and_a_batch_agree_on_consumption(one_queue: Kit, answer: int | Exception) -> None:
     """The listener counts the messages that it got, which are not all of the batch."""
     calls: list[list[str]] = []
 
@@ -179,7 +179,7 @@ def test_redeliveries_of_several_topics_keep_to_their_listeners(one_queue: Kit) 
 
 
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
-def test_a_path_is_no_route(kind: Any) -> None:
+def test_a_path_is_not_a_route(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a route, which is a Broker .* Broker\.open\('data'\)"):
         kind("data", "g")
     with pytest.raises(TypeError, match="expected a route"):
@@ -197,7 +197,7 @@ def test_durations_are_seconds_or_timedeltas(one_queue: Kit) -> None:
         assert reader.poll(timedelta(0)) == []
 
 
-def test_consumers_show_what_they_do(one_queue: Kit) -> None:
+def test_consumers_have_a_useful_repr(one_queue: Kit) -> None:
     consumer = subscribed(one_queue)
     assert repr(consumer) == "<PushConsumer g@g, created, topics: t, queues: 0>"
     consumer.start()
@@ -248,6 +248,6 @@ def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
 
 
 @pytest.mark.parametrize("filters", [{"tags": 3}, {"sql": ["a = 1"]}])
-def test_a_filter_that_is_no_text_is_refused(one_queue: Kit, filters: dict[str, Any]) -> None:
+def test_a_filter_that_is_not_a_string_is_refused(one_queue: Kit, filters: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected text, found"):
         one_queue.consumer("g").subscribe("t", print, **filters)

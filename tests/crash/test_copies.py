@@ -108,7 +108,7 @@ def sound(files: Files) -> dict[int, bytes]:
     }
 
 
-def test_what_is_cut_is_in_the_log_or_kept_aside() -> None:
+def test_cut_records_are_in_the_log_or_kept_aside() -> None:
     found = damaged(filled(SMALL))
     images = crashes(found, lambda files: opened(files, SMALL, thorough=True).close())
     expected = sound(images[0].files()) | sound(images[-1].files())
@@ -122,7 +122,7 @@ def test_what_is_cut_is_in_the_log_or_kept_aside() -> None:
         assert verify(ROOT, SMALL, files).sound, image
 
 
-def test_what_is_cut_is_on_the_device_though_nobody_flushed_it() -> None:
+def test_cut_bytes_are_flushed_before_the_cut() -> None:
     files = BusyFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)

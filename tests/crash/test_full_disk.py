@@ -144,7 +144,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
 
 @real
 @pytest.mark.parametrize("durability", ["async", "sync"])
-def test_a_full_disk_is_an_error_and_the_store_goes_on(disk: Path, durability: Literal["async", "sync"]) -> None:
+def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability: Literal["async", "sync"]) -> None:
     """Several times full and not full: each time an error, each time the same store continues."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
@@ -226,7 +226,7 @@ def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], 
 
 @real
 @pytest.mark.parametrize("kind", ["ext4-1024", "ext4-4096", "tmpfs"])
-def test_no_signal_kills_a_writer_whatever_runs_out_when(kind: str, tmp_path: Path) -> None:
+def test_no_exhausted_resource_kills_a_writer(kind: str, tmp_path: Path) -> None:
     """A separate process, so that a signal is noticed; it fills its own disk at any moment."""
     with small_file_system(kind, tmp_path) as disk:
         write_greedily(disk)
@@ -426,7 +426,7 @@ EXT = replace(SMALL, enable_consumequeue_ext=True)
 
 
 @pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
-def test_whatever_block_is_the_last_nothing_is_lost(config: StoreConfig) -> None:
+def test_nothing_is_lost_at_any_last_block(config: StoreConfig) -> None:
     """Whatever block is the last nothing is lost and nothing written without one."""
     assert sum(run_out(seed, config) for seed in range(8)) > 50
 

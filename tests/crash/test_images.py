@@ -23,7 +23,7 @@ def test_a_store_survives_any_crash(number: int) -> None:
 
 
 @pytest.mark.parametrize("seed", ["slow 168"])
-def test_a_store_survives_what_it_once_did_not(seed: str) -> None:
+def test_a_store_survives_crashes_that_once_broke_it(seed: str) -> None:
     assert check_lives(seed, LIVES) == sum(LIVES)
 
 
@@ -34,7 +34,7 @@ def test_a_store_survives_very_many_crashes(slow_budget: SlowBudget) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_producers_beside_each_other(number: int) -> None:
+def test_producers_in_parallel(number: int) -> None:
     """In separate threads, whose order differs from run to run."""
     run = Run(f"threads {number}")
     for what in (Run.append, Run.threads, Run.flush, Run.threads, Run.pass_time):
@@ -58,7 +58,7 @@ def some_files() -> RecordingFiles:
     return files
 
 
-def test_what_was_flushed_is_there() -> None:
+def test_flushed_data_is_there() -> None:
     files = some_files()
     file = files.create("/a/f", 3 * PAGE)
     file.buffer[10:20] = b"0123456789"
@@ -126,7 +126,7 @@ def test_length_and_name_are_flushed_apart() -> None:
     assert found("file", "/a") == {b"12345678"}
 
 
-def test_what_is_in_a_folder_without_a_name_is_gone() -> None:
+def test_files_of_an_unnamed_folder_are_lost() -> None:
     files = some_files()
     files.make_folder("/a/b/c")
     file = files.create("/a/b/c/f", 8)
@@ -184,7 +184,7 @@ def test_two_names_of_one_file_have_the_same_bytes() -> None:
     assert len({image.contents["/a/f"] for image in images_of(files)}) > 2
 
 
-def test_an_image_is_made_again_by_seed_and_crash_point() -> None:
+def test_seed_and_crash_point_reproduce_an_image() -> None:
     files = some_files()
     for name in "fgh":
         files.create(f"/a/{name}", PAGE).buffer[:] = b"x" * PAGE

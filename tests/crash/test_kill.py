@@ -172,7 +172,7 @@ def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = Fals
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_killed_writer_acknowledged_is_there(tmp_path: Path, mode: str) -> None:
+def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None:
     acknowledged: list[Acknowledged] = []
     for life, messages in enumerate((60, 400)):
         acknowledged += live(tmp_path / "store", mode, life, messages)

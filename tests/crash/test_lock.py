@@ -136,7 +136,7 @@ def test_a_dead_writer_holds_no_lock(store: Path) -> None:
         fill(store)
 
 
-def test_readers_and_verify_let_no_lock_go(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readers_and_verify_release_no_lock(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A lock of fcntl is gone when its process closes any descriptor of the file."""
     with MessageStore.open(store, CONFIG) as writer:
         with MessageStore.open(store, read_only=True) as reader:

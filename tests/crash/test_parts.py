@@ -126,7 +126,7 @@ def test_units_that_are_closed_alone() -> None:
 
 @pytest.mark.parametrize("units_of_none", [0, 4])
 @pytest.mark.parametrize("vouched", [0, 4])
-def test_what_somebody_wrote_who_died_is_written_again(vouched: int, units_of_none: int) -> None:
+def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: int) -> None:
     """Units that no entry leads to are before those that one does: they came to no entry when their writer died."""
     files = on_a_disk()
     queue = queue_of(files, vouched)

@@ -161,18 +161,18 @@ def check_images(seed: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_what_is_pending_survives_a_power_failure(number: int) -> None:
+def test_pending_messages_survive_a_power_failure(number: int) -> None:
     check_images(f"pending {number}", 12)
 
 
 @pytest.mark.slow
-def test_what_is_pending_survives_many_power_failures(slow_budget: SlowBudget) -> None:
+def test_pending_messages_survive_many_power_failures(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(200, "images of what is pending", at_least=2):
         check_images(f"slow pending {number}", 40)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_what_is_pending_survives_a_kill_at_any_write(number: int) -> None:
+def test_pending_messages_survive_a_kill_at_any_write(number: int) -> None:
     """Every event of the trace in turn: all writes are there, on the device or not."""
     seed = f"kill {number}"
     life = live(seed, steps=25)

@@ -212,7 +212,7 @@ def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[W
     assert verify(str(path), CONFIG).sound
 
 
-def test_the_command_shows_what_recovering_would_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_result_of_a_recovery(capsys: pytest.CaptureFixture[str]) -> None:
     folder = existing("store-crash")
     before = snapshot_of(folder / "store")
     assert main(["queues", str(folder / "store"), "--format", "jsonl"]) == 0
@@ -255,7 +255,7 @@ def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[
 
 
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
-def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
+def test_polling_during_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
     """Order and content exact, nothing twice, nothing in part, at any moment of the reader."""
     count = 3 * examples(1000)
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
@@ -281,7 +281,7 @@ def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ex
         assert [number_of(message) for message in reader] == [*range(count)]
 
 
-def test_keys_are_found_beside_many_small_appends(path: Path, writers: list[Writer]) -> None:
+def test_keys_are_found_during_many_small_appends(path: Path, writers: list[Writer]) -> None:
     writers.append(writer := Writer(path))
     count = examples(1200)
     with open_reader(path) as reader:

@@ -43,7 +43,7 @@ def broker_files(image: Image) -> dict[str, bytes | None]:
 
 
 @configs
-def test_what_was_flushed(config: StoreConfig) -> None:
+def test_after_a_flush_nothing_is_unflushed(config: StoreConfig) -> None:
     files = BusyFiles()
     store = filled(files, config)
     assert store.flush() == store.log.end
@@ -52,7 +52,7 @@ def test_what_was_flushed(config: StoreConfig) -> None:
 
 @configs
 @pytest.mark.parametrize("expiring", [False, True])
-def test_what_was_closed(config: StoreConfig, expiring: bool) -> None:
+def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool) -> None:
     """Once the marker is gone, everything is there."""
     files = BusyFiles()
     store = filled(files, config, 200)
@@ -72,7 +72,7 @@ def test_what_was_closed(config: StoreConfig, expiring: bool) -> None:
 @configs
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
-def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -> None:
+def test_after_a_recovery_nothing_is_unflushed(config: StoreConfig, thorough: bool, flushed: int) -> None:
     """The dead writer may have flushed nothing; the next one vouches for what it opens."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
@@ -91,7 +91,7 @@ def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -
 
 
 @configs
-def test_what_was_deleted_by_whoever_died(config: StoreConfig) -> None:
+def test_queues_deleted_by_a_dead_process(config: StoreConfig) -> None:
     """The next one writes to none of these queues, and vouches for them all the same."""
     files = BusyFiles()
     store = filled(files, config, 200)
@@ -111,7 +111,7 @@ def test_what_was_deleted_by_whoever_died(config: StoreConfig) -> None:
         (f"consumequeue/New/0/{7:020d}", True),
     ],
 )
-def test_what_was_deleted_as_it_was_opened(name: str, thorough: bool) -> None:
+def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
     """Otherwise a crash after the store was closed would restore it."""
     files = BusyFiles()
     store = filled(files, SMALL_EXT, 5)
@@ -127,7 +127,7 @@ def test_what_was_deleted_as_it_was_opened(name: str, thorough: bool) -> None:
 
 
 @pytest.mark.parametrize("at", [36, 500], ids=["a header", "an entry"])
-def test_a_crash_while_the_whole_index_is_made_again(at: int) -> None:
+def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
     """The checkpoint vouches for the files that were there: one that is left of the new ones must not pass for them."""
     files = BusyFiles()
     store = filled(files, SMALL, 200)
@@ -239,7 +239,7 @@ def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
 
 @configs
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_was_opened_expires_before_the_first_append(config: StoreConfig, closed: bool) -> None:
+def test_opened_files_can_expire_before_the_first_append(config: StoreConfig, closed: bool) -> None:
     """Opening flushes everything, so that retention needs no flush of an append first."""
     files = BusyFiles()
     store = filled(files, config, 200)

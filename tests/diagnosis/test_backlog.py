@@ -103,7 +103,7 @@ def test_a_group_without_progress_in_a_topic_has_no_rows() -> None:
     assert (list(found), found.by_group(), found.by_topic(), found.total) == ([], [], [], 0)
 
 
-def test_progress_beyond_the_end_is_no_lag_but_a_finding() -> None:
+def test_progress_beyond_the_end_is_a_finding_without_lag() -> None:
     store = Store()
     store.send("T", 0, 5)
     store.progress("G", "T", q0=8, q3=2)  # queue 3 does not exist

@@ -30,7 +30,7 @@ def test_a_sound_design_has_no_findings(sound: Kit) -> None:
     assert kinds(sound) == []
 
 
-def test_volumes_count_what_is_stored(sound: Kit) -> None:
+def test_volumes_count_stored_messages(sound: Kit) -> None:
     (volume,) = topic_volumes(sound.broker)
     records = [message.size for message in sound.broker.messages("T")]
     assert volume == ("T", 4, 80, sum(records), max(records))

@@ -134,7 +134,7 @@ def test_a_transaction_that_is_given_up(rmq: Kit) -> None:
     assert {one.group for one in story(rmq.broker, name)} == {"P"}
 
 
-def test_a_duplicate_is_told(rmq: Kit) -> None:
+def test_a_duplicate_is_reported(rmq: Kit) -> None:
     for _ in range(2):
         rmq.broker.store.append(Message("orders", b"x", unique_key="U1"))
     first, second = story(rmq.broker, "U1")

@@ -37,7 +37,7 @@ def test_plans_by_age_by_lag_and_to_the_end(behind: Kit) -> None:
     assert plan_skip(broker, "G", "T", older_than=10_000).queues == ()
 
 
-def test_a_skip_does_what_its_plan_says_and_is_noted(behind: Kit) -> None:
+def test_a_skip_follows_its_plan_and_is_recorded(behind: Kit) -> None:
     plan = plan_skip(behind.broker, "G", "T", lag_above=3)
     done = skip(behind.broker, plan)
     assert behind.broker.consumer_offsets("G", "T") == {0: 7, 1: 7}
@@ -46,7 +46,7 @@ def test_a_skip_does_what_its_plan_says_and_is_noted(behind: Kit) -> None:
     assert lag(behind.broker).total == 6
 
 
-def test_a_second_group_replays_what_was_skipped(behind: Kit) -> None:
+def test_a_second_group_replays_skipped_messages(behind: Kit) -> None:
     skip(behind.broker, plan_skip(behind.broker, "G", "T", to_end=True))
     (note,) = skipped(behind.broker)
     assert replay(behind.broker, note, "later") == 20

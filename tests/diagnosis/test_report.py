@@ -182,7 +182,7 @@ def test_retries_letters_and_instances_of_a_broker(rmq: Kit) -> None:
     assert "no customer #" in section(render_page(found), "dead-letters")
 
 
-def test_what_a_folder_cannot_tell_is_unknown(tmp_path: Path) -> None:
+def test_values_that_a_folder_lacks_are_unknown(tmp_path: Path) -> None:
     path = made(tmp_path / "store")
     progress(path, {"orders@g": {0: 4}})
     found = report(path, check=False)
@@ -324,7 +324,7 @@ def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
 # --- comparison
 
 
-def test_a_comparison_tells_rates_and_what_is_new(tmp_path: Path) -> None:
+def test_a_comparison_reports_rates_and_new_findings(tmp_path: Path) -> None:
     path = made(tmp_path / "store", 30, queues=1)
     progress(path, {"orders@g": {0: 10}, "orders@h": {0: 50}})
     earlier = report(path)

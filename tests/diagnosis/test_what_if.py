@@ -154,7 +154,7 @@ def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
     assert sum(runs) / len(runs) == pytest.approx(expected, rel=0.15)
 
 
-def test_what_helps_and_what_does_not() -> None:
+def test_changes_that_help_and_that_do_not() -> None:
     bound = Consumption(lags=[1000] * 4, handler_s=0.25, handler_spread=0, clients=2, threads=5)
     found = {one.name: one for one in what_if(bound)}
     assert found["as it is"].estimate.rate_per_s == 40
@@ -166,7 +166,7 @@ def test_what_helps_and_what_does_not() -> None:
     assert more["twice the consumers"].speed_up == pytest.approx(1, rel=0.02)
 
 
-def test_a_full_downstream_is_told() -> None:
+def test_a_full_downstream_is_reported() -> None:
     found = {
         one.name: one
         for one in what_if(Consumption(lags=[1000] * 4, handler_s=0.25, clients=2, threads=5, downstream_per_s=20))
@@ -181,7 +181,7 @@ def test_an_inflow_that_is_too_large_never_drains() -> None:
     assert found.utilisation == 3
 
 
-def test_no_lag_is_no_time_but_a_wait() -> None:
+def test_no_lag_takes_no_time_but_a_wait() -> None:
     found = estimate(Consumption(lags=[0], handler_s=0.1, threads=1, stored_per_s=5))
     assert (found.drain_s, found.bound_by, found.utilisation) == (0, "nothing", 0.5)
     assert found.wait_s == pytest.approx(0.1)  # as M/M/1 has it

@@ -46,7 +46,7 @@ def names(files: Files, path: str) -> list[tuple[str, int, bool]]:
 # ------------------------------------------------------------------------------------------------- one contract
 
 
-def test_a_made_file_is_zero_and_keeps_what_is_written(files: Files, root: str) -> None:
+def test_a_new_file_is_zero_and_keeps_written_bytes(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     file = files.create(path, 5000)
     assert (file.path, file.size, file.writable, len(file.buffer)) == (path, 5000, True, 5000)
@@ -115,7 +115,7 @@ def test_a_file_is_made_once(files: Files, root: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["open", "create", "read", "write", "rename"])
-def test_what_is_not_there(files: Files, root: str, call: str) -> None:
+def test_missing_files(files: Files, root: str, call: str) -> None:
     path = os.path.join(root, "none", "f")
     calls: dict[str, Callable[[], object]] = {
         "open": lambda: files.open(path),
@@ -247,7 +247,7 @@ def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("system", "told"), [("linux", []), ("darwin", ["mapping"]), ("win32", ["mapping"])])
-def test_a_flush_takes_along_what_only_the_mapping_knows(
+def test_a_flush_includes_changes_made_through_a_mapping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, told: list[str]
 ) -> None:
     """Linux alone writes out a file's mapped pages with the file."""
@@ -275,7 +275,7 @@ def test_a_folder_is_not_mapped(tmp_path: Path) -> None:
         assert str(tmp_path) in str(told.value)
 
 
-def test_links_are_followed_and_those_that_lead_nowhere_told(tmp_path: Path) -> None:
+def test_links_are_followed_and_broken_ones_reported(tmp_path: Path) -> None:
     files = DiskFiles()
     (tmp_path / "s").mkdir()
     (tmp_path / "folder").mkdir()
@@ -331,7 +331,7 @@ def test_a_lock_held_by_another_process_names_it(tmp_path: Path) -> None:
     files.lock(path).release()
 
 
-def test_asking_who_holds_a_lock_does_not_release_it(tmp_path: Path) -> None:
+def test_querying_a_lock_does_not_release_it(tmp_path: Path) -> None:
     path, files = str(tmp_path / "lock"), DiskFiles()
     held = files.lock(path)
     assert files.lock_holder(path) is not None
@@ -383,7 +383,7 @@ def test_a_trace_tells_all_that_changes_files_in_order() -> None:
     ]
 
 
-def test_failing_files_fail_when_told_and_once() -> None:
+def test_failing_files_fail_once_on_request() -> None:
     files = FailingFiles(MemoryFiles())
     files.make_folder("/s")
     files.fail("create", 2)

@@ -95,7 +95,7 @@ def test_errors_are_those_of_the_disk(folder: Path) -> None:
     files.create(f"{root}/a", 4)
 
 
-def test_a_change_to_what_was_deleted_does_not_bring_it_back(folder: Path) -> None:
+def test_a_change_to_a_deleted_file_does_not_restore_it(folder: Path) -> None:
     files = OverlayFiles()
     file = files.open(f"{folder}/a", writable=True)
     files.delete(f"{folder}/a")
@@ -104,7 +104,7 @@ def test_a_change_to_what_was_deleted_does_not_bring_it_back(folder: Path) -> No
     assert (folder / "a").read_bytes() == b"aaaa"
 
 
-def test_somebody_elses_lock_is_respected(tmp_path: Path) -> None:
+def test_the_lock_of_another_process_is_respected(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path, SMALL) as store:
         store.append(Message("T", b"x"))
         with pytest.raises(StoreLockedError):
@@ -115,7 +115,7 @@ def test_somebody_elses_lock_is_respected(tmp_path: Path) -> None:
         MessageStore.open(tmp_path, SMALL).close()
 
 
-def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
+def test_a_store_is_continued_in_memory_only(tmp_path: Path) -> None:
     on_disk(filled(SMALL, 60), tmp_path)
     before = from_disk(tmp_path)
     files = OverlayFiles()
@@ -131,7 +131,7 @@ def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_would_be_recovered_is_what_is_recovered(seed: int, tmp_path: Path) -> None:
+def test_a_preview_agrees_with_the_recovery(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for number in range(examples(6)):
         for which, subject in enumerate(subjects()):

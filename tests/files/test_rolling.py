@@ -110,7 +110,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("name", FOREIGN, ids=ascii)
-def test_a_name_that_does_not_follow_is_told(name: str) -> None:
+def test_a_name_that_does_not_follow_is_reported(name: str) -> None:
     files = MemoryFiles()
     made(files, 1)
     files.write(f"/s/{name}", bytes(SIZE))
@@ -119,7 +119,7 @@ def test_a_name_that_does_not_follow_is_told(name: str) -> None:
     assert (told.value.file, told.value.kind) == (f"/s/{name}", "name")
 
 
-def test_a_gap_is_told_with_what_is_missing() -> None:
+def test_a_gap_is_reported_with_the_missing_file() -> None:
     files = MemoryFiles()
     made(files, 4)
     files.delete(f"/s/{SIZE:020d}")
@@ -127,7 +127,7 @@ def test_a_gap_is_told_with_what_is_missing() -> None:
         opened(files)
 
 
-def test_a_folder_is_no_file() -> None:
+def test_a_folder_is_not_a_file() -> None:
     files = MemoryFiles()
     files.make_folder(f"/s/{0:020d}")
     with pytest.raises(CorruptionError):
@@ -135,7 +135,7 @@ def test_a_folder_is_no_file() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, SIZE - 1, SIZE + 1])
-def test_a_wrong_length_is_told(length: int) -> None:
+def test_a_wrong_length_is_reported(length: int) -> None:
     files = MemoryFiles()
     made(files, 1)
     files.write(f"/s/{SIZE:020d}", bytes(length))
@@ -144,7 +144,7 @@ def test_a_wrong_length_is_told(length: int) -> None:
     assert (told.value.kind, told.value.offset) == ("size", min(length, SIZE))
 
 
-def test_a_length_that_changed_since_is_told() -> None:
+def test_a_length_that_changed_since_is_reported() -> None:
     files = MemoryFiles()
     made(files, 2)
     queue = opened(files)
@@ -153,7 +153,7 @@ def test_a_length_that_changed_since_is_told() -> None:
         queue.file_at(SIZE)
 
 
-def test_refreshing_shows_what_another_process_did() -> None:
+def test_refreshing_shows_changes_by_another_process() -> None:
     files = MemoryFiles()
     queue = made(files, 1)
     reader = opened(files, writable=False)
@@ -257,7 +257,7 @@ def test_reserving_takes_growing_steps() -> None:
     assert files.calls[-1].split()[3] == str(size)
 
 
-def test_a_flush_takes_what_was_written_and_the_folder() -> None:
+def test_a_flush_covers_written_data_and_the_folder() -> None:
     files = Recording()
     queue = made(files, 3)
     for start in (0, SIZE, 0):
@@ -273,7 +273,7 @@ def test_a_flush_takes_what_was_written_and_the_folder() -> None:
 
 
 @pytest.mark.parametrize("failing", ["flush 0", "flush 64", "flush s"])
-def test_what_was_not_flushed_stays_dirty(failing: str) -> None:
+def test_unflushed_files_stay_dirty(failing: str) -> None:
     files = Recording()
     queue = made(files, 2)
     queue.mark_dirty(0)
@@ -304,7 +304,7 @@ def test_a_mark_made_during_a_flush_is_kept() -> None:
     assert files.calls == ["flush 0", "flush s", "flush 0"]
 
 
-def test_a_file_deleted_during_a_flush_is_no_failure() -> None:
+def test_a_file_deleted_during_a_flush_is_not_a_failure() -> None:
     class Deleting(Recording):
         def flush(self, file: File) -> None:
             queue.delete_from(0)
@@ -362,7 +362,7 @@ def test_a_file_that_could_not_be_deleted_is_still_there() -> None:
     assert queue.file(SIZE).buffer[:] == b"\1" * SIZE
 
 
-def test_a_reader_who_comes_too_late_finds_nothing() -> None:
+def test_a_reader_that_is_too_late_finds_nothing() -> None:
     class Late(Recording):
         def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
             queue.delete_before(SIZE)

@@ -10,7 +10,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from tests.interrupting import interrupted_at_call
 
 
-def test_a_file_whose_making_was_interrupted_is_made_again(tmp_path: Path) -> None:
+def test_a_file_of_an_interrupted_creation_is_recreated(tmp_path: Path) -> None:
     number, came = 0, True
     while came:
         pool = MappingPool(4)

@@ -56,7 +56,7 @@ def test_a_disk_is_flushed_at_once_or_that_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
-def test_used_bytes_are_read_and_written_by_no_mapping(place: tuple[Files, str]) -> None:
+def test_used_bytes_are_read_and_written_without_a_mapping(place: tuple[Files, str]) -> None:
     files, path = place
     file = files.create(path, 8192)
     assert files.read_used(path, 8192) == b""
@@ -75,7 +75,7 @@ def test_used_bytes_are_read_and_written_by_no_mapping(place: tuple[Files, str])
         assert files.read_used(path, 8192) == file.buffer[:5001]
 
 
-def test_a_link_is_not_read_by_no_mapping(tmp_path: Path) -> None:
+def test_a_link_is_not_read_without_a_mapping(tmp_path: Path) -> None:
     """The opening that follows names it."""
     (tmp_path / "file").write_bytes(b"data")
     (tmp_path / "link").symlink_to(tmp_path / "file")

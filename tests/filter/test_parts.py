@@ -23,7 +23,7 @@ from librmq.filter import (
 )
 
 
-def test_tags_with_one_code_are_told_apart_by_text() -> None:
+def test_tags_with_one_code_are_distinguished_by_text() -> None:
     tags = TagFilter("Aa || C")
     assert tags_code("Aa") == tags_code("BB")
     assert tags.matches_code(tags_code("BB"))

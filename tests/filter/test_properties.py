@@ -186,7 +186,7 @@ def test_huge_expressions_are_answered_or_refused(name: str) -> None:
         assert match_arrow(sql.question, maps).to_pylist() == [sql.matches(message)]
 
 
-def test_depths_that_the_original_takes() -> None:
+def test_depths_that_rocketmq_takes() -> None:
     for text in (
         "(" * 1_000 + "a = 1" + ")" * 1_000,
         " AND ".join(["a = 1"] * 1_000),

@@ -94,7 +94,7 @@ def test_columns_are_never_null() -> None:
     frame.unpersist()
 
 
-def test_what_a_source_can_tell_it_is_asked(tmp_path: Path) -> None:
+def test_a_source_is_asked_only_for_known_values(tmp_path: Path) -> None:
     from pyspark.sql import functions as F  # noqa: N812
 
     from librmq.filter import SqlFilter
@@ -122,7 +122,7 @@ def test_long_chains_stay_shallow() -> None:
         assert [row[0] for row in frame.select(column).collect()] == [expected]
 
 
-def test_what_is_too_large_says_so() -> None:
+def test_too_large_values_are_named() -> None:
     from librmq.errors import FilterError
     from librmq.filter import SqlFilter
     from tests.spark_session import shared_session

@@ -254,7 +254,7 @@ def test_the_caret_stands_below_its_place_on_a_terminal() -> None:
         assert shown.isprintable()
 
 
-def test_what_is_no_text_is_no_expression() -> None:
+def test_an_expression_must_be_a_string() -> None:
     for wrong in (None, 5, b"a = 1", ["a = 1"]):
         with pytest.raises(TypeError, match="a filter expression is a str"):
             SqlFilter(wrong)  # type: ignore[arg-type]
@@ -297,7 +297,7 @@ def test_dialects() -> None:
         SqlFilter("a = 1", dialect="6")  # type: ignore[arg-type]
 
 
-def test_what_follows_is_ignored_with_a_warning_or_refused() -> None:
+def test_trailing_text_is_ignored_with_a_warning_or_refused() -> None:
     with pytest.warns(FilterWarning, match="garbage"):
         sql = SqlFilter("a = 1 garbage !!!")
     assert sql.matches({"a": "1"}) is True

@@ -40,7 +40,7 @@ def test_each_target_has_beginnings_and_nothing_else_is_kept() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_kept_does_no_harm(target: str) -> None:
+def test_the_corpus_does_no_harm(target: str) -> None:
     for data in seeds(target):
         TARGETS[target](data)
 

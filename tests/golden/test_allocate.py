@@ -17,7 +17,7 @@ ANSWERS = ("result", "error_type")
 
 
 @pytest.mark.parametrize("left_out", [OPTIONAL + ANSWERS, ()], ids=["inputs only", "with the answers"])
-def test_every_case_is_answered_as_by_the_original(run_lines: Run, left_out: tuple[str, ...]) -> None:
+def test_every_case_is_answered_as_by_rocketmq(run_lines: Run, left_out: tuple[str, ...]) -> None:
     cases = jsonl(existing("allocate.jsonl"))
     status, lines, err = run_lines(
         "allocate", given=[{key: value for key, value in case.items() if key not in left_out} for case in cases]
@@ -97,14 +97,14 @@ def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, row: Row | st
         (ROOMS | {"mqs": [["T", "room@b", 0]], "cids": ["other"]}, {"result": []}),
     ],
 )
-def test_cases_beside_those_of_the_original(run_lines: Run, row: Row, answer: Row) -> None:
+def test_cases_beyond_those_of_rocketmq(run_lines: Run, row: Row, answer: Row) -> None:
     status, lines, err = run_lines("allocate", given=[row])
     assert (status, err) == (0, "")
     assert json.loads(lines[0]) == row | answer
 
 
 @pytest.mark.parametrize("folder", folders("clients-"))
-def test_a_client_owns_what_a_real_one_did(folder: Path) -> None:
+def test_a_client_owns_the_same_queues_as_a_real_one(folder: Path) -> None:
     """Real clients of 4.9.4 with the default strategy; most folders have them rebalance."""
     events = folder / "events.jsonl"
     for event in jsonl(events) if events.exists() else ():

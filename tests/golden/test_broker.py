@@ -122,7 +122,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
 
 
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)
-def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
+def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
     rows = jsonl(folder / "messages.jsonl")
     runner = ManualRunner()
     config = StoreConfig(message_delay_level=delay_levels(folder))

@@ -68,7 +68,7 @@ def test_the_queues_are_the_recorded_ones(folder: Path, read: Callable[..., list
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_messages_are_what_the_queues_lead_to(folder: Path, read: Callable[..., list[Any]]) -> None:
+def test_messages_are_those_that_queue_entries_point_to(folder: Path, read: Callable[..., list[Any]]) -> None:
     names = sorted(columns_of("queues") - {"store", "_corrupt_record"})
     found = read(folder / "store", topic=ALL_TOPICS, columns=names)
     queues = {(row["topic"], row["queue_id"], row["offset"]): row for row in rows(folder, "cq")}

@@ -52,7 +52,7 @@ def test_the_command_prints_the_recorded_rows(file: str, dialect: Dialect) -> No
 
 
 @pytest.mark.parametrize(("file", "dialect"), DIALECTS)
-def test_strict_refuses_exactly_what_is_ignored(file: str, dialect: Dialect) -> None:
+def test_strict_refuses_exactly_the_ignored_text(file: str, dialect: Dialect) -> None:
     for row, sql in compiling(file, dialect):
         if sql.selector.ignored_from is None:
             SqlFilter(row["expr"], dialect=dialect, strict=True)

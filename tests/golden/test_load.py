@@ -497,7 +497,7 @@ def split(operations: Sequence[Row]) -> int:
 
 
 @stores
-def test_a_run_goes_on_where_another_ended(folder: Path, tmp_path: Path) -> None:
+def test_a_run_continues_where_another_ended(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder)
     operations = [operation for operation, _ in without_what_comes_later(folder)]
     at = split(operations)

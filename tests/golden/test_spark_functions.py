@@ -46,7 +46,7 @@ def test_every_filter_case_in_sql_text(spark: Any, figure: Callable[[str], None]
     figure(f"filter, Spark SQL text: {answered} compiling cases answered by the Arrow back-end")
 
 
-def test_what_does_not_compile_is_refused_at_once() -> None:
+def test_an_invalid_expression_is_refused_immediately() -> None:
     """Every expression that does not compile is refused immediately."""
     refused = 0
     for file, dialect in DIALECTS:

@@ -48,7 +48,7 @@ def test_the_queues_are_the_recorded_ones(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_messages_are_what_the_queues_lead_to(folder: Path) -> None:
+def test_messages_are_those_that_queue_entries_point_to(folder: Path) -> None:
     frame = read(folder, topicPattern=".*", minPartitions="3").schema(RECORD).load(str(folder / "store"))
     found = {(row["topic"], row["queue_id"], row["queue_offset"]): row for row in map(of_record, frame.collect())}
     by_place = {row["phys"]: row for row in rows(folder, "message")}

@@ -58,7 +58,7 @@ def test_opening_a_cleanly_closed_store_changes_nothing(folder: Path, path: Path
     assert after == before
 
 
-def test_recovering_agrees_and_goes_on(folder: Path, path: Path) -> None:
+def test_recovering_agrees_and_continues(folder: Path, path: Path) -> None:
     config = config_of(folder)
     with MessageStore.open(path, config, thorough=True, clock=ManualClock(NOW)) as store:
         after_start = queues_of(rows(folder, "store")[1])

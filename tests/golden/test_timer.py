@@ -227,7 +227,7 @@ def copied(folder: Path, path: Path) -> Path:
 
 
 @timers
-def test_a_recorded_store_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+def test_a_recorded_store_is_continued(folder: Path, tmp_path: Path) -> None:
     path = copied(folder, tmp_path / "store")
     wheel, log = (path / "timerwheel").read_bytes(), (path / "timerlog" / f"{0:020}").read_bytes()
     clock = ManualClock(rows(folder, "timer_state")[-1]["at_ms"])

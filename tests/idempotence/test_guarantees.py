@@ -282,7 +282,7 @@ HAPPENINGS: Final[dict[str, Callable[[World], None]]] = {
 }
 
 
-def test_the_table_has_what_is_tested() -> None:
+def test_the_table_lists_the_tested_cases() -> None:
     assert list(TABLE) == list(HAPPENINGS)
     assert {store for row in TABLE.values() for store in row} == {
         "memory",

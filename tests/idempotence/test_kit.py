@@ -79,7 +79,7 @@ def test_a_retried_message_is_known_by_its_id() -> None:
 
 
 @pytest.mark.parametrize("in_bulk", [False, True])
-def test_a_batch_goes_on_where_it_stopped(in_bulk: bool) -> None:
+def test_a_batch_continues_where_it_stopped(in_bulk: bool) -> None:
     seen: list[str] = []
     refused = {"o-3"}
 

@@ -159,7 +159,7 @@ def test_consumed_messages_are_forgotten_in_time() -> None:
         ("unknown", "its present state is unknown"),
     ],
 )
-def test_what_became_of_a_lost_claim_is_told(meanwhile: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fate_of_a_lost_claim_is_logged(meanwhile: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
     store = BrokenStore(*(["look"] if meanwhile == "unknown" else []))
     guarded = Guarded(store, consuming_timeout=10)
     other = guarded.another()
@@ -179,7 +179,7 @@ def test_what_became_of_a_lost_claim_is_told(meanwhile: str, told: str, caplog: 
     assert f"later than 10000 ms after its claim: {told}" in caplog.text
 
 
-def test_a_lost_claim_of_a_listener_that_failed_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_claim_of_a_listener_that_failed_is_reported_too(caplog: pytest.LogCaptureFixture) -> None:
     guarded = Guarded(consuming_timeout=10)
 
     def fail_late() -> None:
@@ -206,7 +206,7 @@ def test_the_key_is_a_function() -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, ""])
-def test_without_a_key_there_is_no_guard(nothing: str | None) -> None:
+def test_messages_without_a_key_are_not_guarded(nothing: str | None) -> None:
     guarded = Guarded(key=lambda message: nothing)
     guarded.guard(delivery(1))
     guarded.guard(delivery(1))
@@ -215,7 +215,7 @@ def test_without_a_key_there_is_no_guard(nothing: str | None) -> None:
     assert len(guarded.store) == 0
 
 
-def test_a_key_that_is_no_text_is_refused() -> None:
+def test_a_key_that_is_not_a_string_is_refused() -> None:
     guarded = Guarded(key=lambda message: 7)
     with pytest.raises(ConfigError, match="key: expected a text or None, found 7"):
         guarded.guard(delivery(1))
@@ -430,7 +430,7 @@ class Batches:
         return None if result is True else result + 1
 
 
-def test_a_listener_of_lists_gets_what_is_new() -> None:
+def test_a_listener_of_lists_gets_only_new_messages() -> None:
     batches = Batches()
     assert batches.give(1, 2) is None
     assert batches.give(2, 3, 1, 4) is None
@@ -439,7 +439,7 @@ def test_a_listener_of_lists_gets_what_is_new() -> None:
     assert batches.guard.counts == DedupCounts(consumed=4, duplicates=4)
 
 
-def test_a_list_stops_at_a_message_that_somebody_else_has() -> None:
+def test_a_list_stops_at_a_message_claimed_by_another() -> None:
     batches = Batches()
     batches.hold(3)
     assert batches.give(1, 2, 3, 4) == 2
@@ -564,7 +564,7 @@ def test_one_by_one_where_only_true_means_consumed() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_what_is_rolled_back_is_released(batch: bool) -> None:
+def test_rolled_back_messages_are_released(batch: bool) -> None:
     results = [OrderlyResult.ROLLBACK, OrderlyResult.HOLD, OrderlyResult.COMMIT]
     guard = DedupListener(
         lambda message: results.pop(0), MemoryDedupStore(), group="billing", batch=batch, clock=ManualClock()

@@ -101,7 +101,7 @@ def embedded(database: Callable[[str], Database], name: str) -> Post:
 # --- adding
 
 
-def test_what_commits_is_sent_and_what_does_not_is_not(post: Post, name: str) -> None:
+def test_only_committed_messages_are_sent(post: Post, name: str) -> None:
     sender = post.sender()
     with Session(post.engine) as session:
         session.execute(sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)"), {"name": name})
@@ -172,7 +172,7 @@ def test_adding_to_an_async_session(embedded: Post) -> None:
     ("topic", "size"),
     [("", 1), ("a b", 1), ("t" * 128, 1), ("SCHEDULE_TOPIC_XXXX", 1), ("orders", 0), ("orders", (4 << 20) + 1)],
 )
-def test_what_no_broker_would_take_is_refused(embedded: Post, topic: str, size: int) -> None:
+def test_messages_that_no_broker_accepts_are_refused(embedded: Post, topic: str, size: int) -> None:
     message = Message(topic, bytes(size))
     with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError):
         embedded.outbox.add(connection, message)
@@ -334,7 +334,7 @@ def test_rows_with_a_key_can_be_sent_by_it(embedded: Post) -> None:
 
 
 @pytest.mark.parametrize("status", [None, "SEND_OK", "OK", SendStatus.SEND_OK])
-def test_what_counts_as_sent(embedded: Post, status: object) -> None:
+def test_results_that_count_as_sent(embedded: Post, status: object) -> None:
     class Foreign:
         def send(self, message: Message) -> object:
             result = Result(None)
@@ -398,7 +398,7 @@ def test_a_thread_sends(tmp_path: Path) -> None:
         assert (sender.sent, connection.execute("SELECT state FROM rmq_outbox").fetchall()) == (1, [(1,)])
 
 
-def test_closing_gives_back_what_was_not_begun(post: Post) -> None:
+def test_closing_releases_rows_that_were_not_started(post: Post) -> None:
     sender = post.sender()
 
     def close(message: Message) -> object:
@@ -414,7 +414,7 @@ def test_closing_gives_back_what_was_not_begun(post: Post) -> None:
     assert post.producer.bodies == ["one", "two"]
 
 
-def test_what_was_sent_is_kept_for_a_while(embedded: Post) -> None:
+def test_sent_rows_are_kept_for_a_while(embedded: Post) -> None:
     sender = embedded.sender(keep_sent=60)
     embedded.add("one")
     embedded.run(sender)
@@ -449,7 +449,7 @@ def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path:
                 OutboxSender(wrong, embedded.producer)
 
 
-def test_a_database_out_of_reach_is_told_once_and_asked_again(
+def test_a_database_out_of_reach_is_reported_once_and_retried(
     embedded: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "later" / "shop.db"

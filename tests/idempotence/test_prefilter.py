@@ -52,7 +52,7 @@ def test_a_prefilter_saves_statements(tmp_path: Path, filtered: bool) -> None:
     counted.store.close()
 
 
-def test_other_processes_and_restarts_are_no_matter(tmp_path: Path) -> None:
+def test_other_processes_and_restarts_do_not_matter(tmp_path: Path) -> None:
     one, two = (Counted(tmp_path / "x.db", SeenKeys()) for _ in range(2))
     assert one.claim("k", "a1") == (Claim.NEW, 1)
     assert two.claim("k", "b1") == (Claim.CONSUMING, 3)  # surely new here, and there all the same

@@ -144,14 +144,14 @@ def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, k
     assert store.look(key, NOW + 1) == DedupRecord(True, "a1", KEPT)
 
 
-def test_what_is_consumed_is_not_released(store: DedupStore, key: str) -> None:
+def test_consumed_keys_are_not_released(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     store.finish(key, "a1", NOW, KEPT)
     assert not store.release(key, "a1", NOW)
     assert store.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMED
 
 
-def test_nobody_finishes_what_nobody_claimed(store: DedupStore, key: str) -> None:
+def test_an_unclaimed_key_cannot_be_finished(store: DedupStore, key: str) -> None:
     assert not store.finish(key, "a1", NOW, KEPT)
     assert not store.release(key, "a1", NOW)
     assert store.look(key, NOW) is None
@@ -168,7 +168,7 @@ def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
         assert store.claim(each, "b1", NOW, UNTIL) is Claim.CONSUMING, each
 
 
-def test_purging_deletes_what_has_expired_and_nothing_else(store: DedupStore, key: str) -> None:
+def test_purging_deletes_only_expired_records(store: DedupStore, key: str) -> None:
     store.purge(KEPT, 1000)
     for number in range(5):
         store.claim(f"{key}.{number}", "a1", NOW, UNTIL + number)
@@ -294,7 +294,7 @@ def test_a_long_key_is_hashed_below_the_limit() -> None:
 # --- unreachable servers
 
 
-def test_a_server_that_is_not_there_is_told(key: str) -> None:
+def test_a_server_that_is_not_there_is_reported(key: str) -> None:
     nobody: list[DedupStore] = [
         RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0))),
         SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"),
@@ -311,7 +311,7 @@ def test_a_server_that_is_not_there_is_told(key: str) -> None:
         SqlDedupStore("mysql+pymysql://127.0.0.1:1/x").create()
 
 
-def test_a_table_that_is_not_there_is_told(tmp_path: Path, key: str) -> None:
+def test_a_table_that_is_not_there_is_reported(tmp_path: Path, key: str) -> None:
     with SqlDedupStore(f"sqlite:///{tmp_path / 'x.db'}") as store:
         with pytest.raises(DedupStoreError, match="no such table"):
             store.claim(key, "a1", NOW, UNTIL)
@@ -319,7 +319,7 @@ def test_a_table_that_is_not_there_is_told(tmp_path: Path, key: str) -> None:
             store.purge(NOW, 1)
 
 
-def test_a_file_that_is_locked_is_told(tmp_path: Path, key: str) -> None:
+def test_a_file_that_is_locked_is_reported(tmp_path: Path, key: str) -> None:
     path = tmp_path / "x.db"
     with SqliteDedupStore(path, timeout=0) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -335,7 +335,7 @@ def test_a_file_that_is_locked_is_told(tmp_path: Path, key: str) -> None:
         assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
 
 
-def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(DedupStoreError, match="not a database"):
         SqliteDedupStore(tmp_path / "x.db")
@@ -343,7 +343,7 @@ def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
         SqliteDedupStore(tmp_path / "no" / "folder.db")
 
 
-def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place], key: str) -> None:
+def test_a_foreign_value_in_redis_is_reported(place: Callable[[str], Place], key: str) -> None:
     store = in_redis(place)
     store.client.set(store.prefix + key, "mine")
     calls: list[Callable[[], object]] = [
@@ -363,7 +363,7 @@ def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place]
 # --- each by itself
 
 
-def test_a_closed_handle_is_told(tmp_path: Path, key: str) -> None:
+def test_a_closed_handle_is_reported(tmp_path: Path, key: str) -> None:
     store = SqliteDedupStore(tmp_path / "x.db")
     store.close()
     store.close()
@@ -433,7 +433,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             SqliteDedupStore(tmp_path / "x.db", table=table)
 
 
-def test_redis_clears_away_what_has_expired(place: Callable[[str], Place], key: str) -> None:
+def test_redis_removes_expired_records(place: Callable[[str], Place], key: str) -> None:
     """A minute after its time, so that clocks may differ: until then the time in the record decides."""
     store = in_redis(place)
     store.claim(key, "a1", NOW, UNTIL)
@@ -534,7 +534,7 @@ def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], nam
 
 
 @pytest.mark.parametrize("name", ["postgresql", "mysql"])
-def test_a_connection_that_broke_is_made_anew(place: Callable[[str], Place], name: str, key: str) -> None:
+def test_a_broken_connection_is_reopened(place: Callable[[str], Place], name: str, key: str) -> None:
     where = place(name)
     store = where.open()
     assert isinstance(store, SqlDedupStore)
@@ -554,7 +554,7 @@ def test_a_connection_that_broke_is_made_anew(place: Callable[[str], Place], nam
     assert store.finish(key, "a1", NOW, KEPT)
 
 
-def test_a_memory_store_forgets_what_was_released(key: str) -> None:
+def test_a_memory_store_forgets_released_keys(key: str) -> None:
     store = MemoryDedupStore()
     store.claim(key, "a1", NOW, UNTIL)
     assert len(store) == 1
@@ -580,7 +580,7 @@ def test_purging_is_due_every_minute_or_while_there_is_more() -> None:
     assert len(store) == 0
 
 
-def test_a_store_that_can_not_be_purged_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_can_not_be_purged_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     run_due = purge_step(SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"), every=5)
     assert run_due(NOW) == NOW + 5_000
     assert "could not be purged" in caplog.text

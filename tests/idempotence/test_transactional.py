@@ -177,7 +177,7 @@ def test_with_an_async_session(database: Callable[[str], Database], base: str, n
     assert place.effects(name + "x") == 0
 
 
-def test_what_is_not_asynchronous_is_not_entered_so(tmp_path: Path, name: str) -> None:
+def test_synchronous_sessions_refuse_async_with(tmp_path: Path, name: str) -> None:
     async def deliver(connection: sqlite3.Connection) -> None:
         async with transactional(connection, message_of(name), group="billing"):
             pass
@@ -223,7 +223,7 @@ def test_each_statement_by_itself_is_refused(database: Callable[[str], Database]
                 transactional(each, message_of(name), group="billing").__enter__()
 
 
-def test_what_is_no_connection_is_refused(name: str) -> None:
+def test_values_that_are_not_connections_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="expected a session or connection, found int"):
         transactional(7, message_of(name), group="billing").__enter__()
     with pytest.raises(ConfigError, match="group"):

@@ -153,7 +153,7 @@ def test_a_name_that_comes_twice_is_refused() -> None:
 
 
 @given(ANY_TEXT)
-def test_what_is_utf8_is_read_as_it_is(text: str) -> None:
+def test_valid_utf8_is_read_unchanged(text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
     assert java_decode(text.encode()) == text
 

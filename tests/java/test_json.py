@@ -131,7 +131,7 @@ def test_of_equal_keys_the_last_wins() -> None:
         (b'{"\xff":1}', "byte 2 is not UTF-8"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(text: str | bytes, reason: str) -> None:
+def test_errors_name_their_position(text: str | bytes, reason: str) -> None:
     with pytest.raises(MalformedError) as caught:
         loads(text)
     assert str(caught.value).startswith(reason)
@@ -149,12 +149,12 @@ def test_64_levels_are_read_and_written() -> None:
     "value",
     [b"x", {1.5: 1}, {True: 1}, {None: 1}, {("a", 1): 1}, {"a": {1, 2}}, float("nan"), [float("inf")]],
 )
-def test_what_has_no_form_is_refused(value: object) -> None:
+def test_values_without_a_json_form_are_refused(value: object) -> None:
     with pytest.raises(MalformedError, match="expected"):
         dumps(value)
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[object] = []
     value.append(value)
     with pytest.raises(MalformedError, match="at most 64 deep"):

@@ -37,7 +37,7 @@ def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None
         decode_batch(raw[:at] + struct.pack(">i", value) + raw[at + 4 :])
 
 
-def test_what_does_not_fit_a_batch_is_refused() -> None:
+def test_messages_that_do_not_fit_a_batch_are_refused() -> None:
     for item in (BatchItem(b"", 2**31), BatchItem(b"", 0, bytes(32_768))):
         with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
             encode_batch([BatchItem(b""), item])
@@ -53,12 +53,12 @@ def test_what_does_not_fit_a_batch_is_refused() -> None:
         ([Message("T", b""), Message("T", b"", delay_level=1)], "delayed"),
     ],
 )
-def test_what_is_no_batch_is_refused(messages: list[Message], why: str) -> None:
+def test_invalid_batches_are_refused(messages: list[Message], why: str) -> None:
     with pytest.raises(MessageIllegalError, match=why):
         check_batch(messages)
 
 
-def test_what_means_the_same_is_one_batch() -> None:
+def test_batches_with_equal_meaning_are_equal() -> None:
     check_batch([Message("T", b""), Message("T", b"", wait_store_ok=True), Message("T", b"", properties={"a": "b"})])
     check_batch([Message("T", b"", wait_store_ok=False), Message("T", b"", wait_store_ok=False)])
 

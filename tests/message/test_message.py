@@ -132,7 +132,7 @@ def test_a_time_to_wait_for() -> None:
         ({"properties": {"UNIQ_KEY": "1", "TAGS": "a"}}, "TAGS, UNIQ_KEY is not for users"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(arguments: dict[str, object], reason: str) -> None:
+def test_values_that_cannot_be_stored_are_refused(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(MessageIllegalError) as caught:
         Message("T", **({"body": b""} if arguments.keys().isdisjoint({"body", "json"}) else {}), **arguments)  # type: ignore[arg-type]
     assert reason in str(caught.value)

@@ -133,7 +133,7 @@ def test_a_topic_has_127_bytes_at_most_with_the_first_magic() -> None:
         decode_record(patched(long, 88 + 300, b"\x80"))
 
 
-def test_negative_lengths_count_as_0_as_in_the_original() -> None:
+def test_negative_lengths_count_as_0_as_in_rocketmq() -> None:
     raw = encode_record(record(body=b"", properties_raw=b""))
     for at, value in [(84, b"\x80\0\0\0"), (len(raw) - 2, b"\x80\0")]:
         odd = patched(raw, at, value)
@@ -159,7 +159,7 @@ def test_only_the_body_has_a_checksum() -> None:
         assert decode_record(broken, check_body=False).topic == "TopicTest"
 
 
-def test_a_broken_frame_is_told_before_a_broken_body() -> None:
+def test_a_broken_frame_is_reported_before_a_broken_body() -> None:
     broken = patched(patched(encode_record(record()), 88, b"H"), 103, b"\x7f\xff")
     with pytest.raises(RecordError, match="properties length"):
         check_record(broken, 0, len(broken), check_body=True)
@@ -180,7 +180,7 @@ def test_a_blank_has_size_0_wherever_8_bytes_are_left() -> None:
         decode_record(blank)
 
 
-def test_zeros_are_no_record() -> None:
+def test_zeros_are_not_a_record() -> None:
     with pytest.raises(RecordError, match="magic: expected daa320a7, found 00000000"):
         check_record(bytes(200), 0, 200, check_body=True)
 
@@ -222,7 +222,7 @@ def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: b
         {"magic": record_format.BLANK_MAGIC},
     ],
 )
-def test_what_does_not_fit_is_not_written(changes: dict[str, object]) -> None:
+def test_rows_that_do_not_fit_are_not_written(changes: dict[str, object]) -> None:
     with pytest.raises(MessageIllegalError):
         encode_record(record(**changes))
 

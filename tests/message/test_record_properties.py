@@ -290,7 +290,7 @@ def test_bodies_there_and_back(body: bytes, kind: int) -> None:
 @given(st.binary(min_size=1, max_size=200), st.sampled_from([kind << 8 for kind in range(8)]), st.integers(0, 300))
 @example(b"\x04\x22\x4d\x18\x60\x70\x73\xff\xff\xff\x7f", COMPRESSION_LZ4, 100)
 @example(b"\x28\xb5\x2f\xfd\xa0\xff\xff\xff\x7f", COMPRESSION_ZSTD, 100)
-def test_rubbish_is_no_compressed_body(body: bytes, kind: int, limit: int) -> None:
+def test_rubbish_is_not_a_compressed_body(body: bytes, kind: int, limit: int) -> None:
     pytest.importorskip("lz4.frame")
     pytest.importorskip("zstandard")
     with suppress(BodyCompressionError):
@@ -305,7 +305,7 @@ def test_message_ids_there_and_back(host: Host, physical_offset: int) -> None:
 
 
 @given(TEXT | st.text("0123456789abcdefABCDEF.:[] ", max_size=60))
-def test_rubbish_is_no_id_and_no_host(text: str) -> None:
+def test_rubbish_is_not_an_id_or_host(text: str) -> None:
     for parse in (
         parse_host,
         parse_offset_message_id,
@@ -364,7 +364,7 @@ def test_json_there_and_back(value: Any) -> None:
 
 
 @given(TEXT | st.text('{}[]:,"\\ \n\t0123456789-+.eEtruefalsn', max_size=60) | st.binary())
-def test_rubbish_is_no_json(text: str | bytes) -> None:
+def test_rubbish_is_not_json(text: str | bytes) -> None:
     try:
         value = loads(text)
     except MalformedError:

@@ -38,7 +38,7 @@ def read_back(body: bytes) -> StoredMessage:
     return StoredMessage(encode_record(stored(body=body)))
 
 
-def test_what_was_stored_is_read_as_text_or_json() -> None:
+def test_stored_bodies_are_read_as_text_or_json() -> None:
     assert read_back("grüße".encode()).text() == "grüße"
     with pytest.raises(MalformedError, match="expected UTF-8"):
         read_back(b"\xff").text()
@@ -58,7 +58,7 @@ SHAPES: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stored_message_says_what_its_record_says(shape: dict[str, object]) -> None:
+def test_a_stored_message_has_the_fields_of_its_record(shape: dict[str, object]) -> None:
     record = stored(**shape)
     raw = encode_record(record)
     message = StoredMessage(raw)
@@ -107,7 +107,7 @@ def test_a_bomb_concerns_its_body_only() -> None:
     assert "主题" in repr(message)
 
 
-def test_a_damaged_body_is_told_by_its_checksum() -> None:
+def test_a_damaged_body_is_reported_by_its_checksum() -> None:
     raw = bytearray(encode_record(stored()))
     raw[BODY_AT] ^= 1
     assert not StoredMessage(bytes(raw)).crc_ok
@@ -135,7 +135,7 @@ def test_stored_messages_are_shown_shortly() -> None:
     assert len(text) < 500
 
 
-def test_what_was_not_checked_raises_typed_errors_only() -> None:
+def test_unchecked_records_raise_only_typed_errors() -> None:
     with pytest.raises(RecordError, match="at least 91 bytes, found 90"):
         StoredMessage(bytes(90))
     for flag in (0, 16, 32, 48):
@@ -157,6 +157,6 @@ def test_what_was_not_checked_raises_typed_errors_only() -> None:
             getattr(message, attribute)
 
 
-def test_a_stored_message_costs_little_beside_its_bytes() -> None:
+def test_a_stored_message_needs_little_more_than_its_bytes() -> None:
 
     assert sys.getsizeof(StoredMessage(encode_record(stored()))) <= 64

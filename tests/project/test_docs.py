@@ -130,7 +130,7 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
 @POSIX
 @pytest.mark.platform
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_print_what_is_shown(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = []
     for block in blocks(document):
         if block.kind == "console":
@@ -264,7 +264,7 @@ def mark_of_the_demo() -> str:
     return found[1]
 
 
-def test_the_demo_makes_its_folder_anew_and_leaves_others_alone(folder: Path) -> None:
+def test_the_demo_replaces_only_its_own_folder(folder: Path) -> None:
     mine = folder / "mine"
     mine.mkdir()
     (mine / "README.txt").write_text("not to be lost", encoding="utf-8")
@@ -283,7 +283,7 @@ def test_the_demo_makes_its_folder_anew_and_leaves_others_alone(folder: Path) ->
     assert not (own / "old").exists()
 
 
-def test_the_embedded_log_goes_on(folder: Path) -> None:
+def test_the_embedded_log_continues(folder: Path) -> None:
     first, second = (run(sys.executable, EXAMPLES / "embed_log.py", "log").stdout for _ in range(2))
     assert "invoice-1: 1 found, the last is number 1" in first
     assert "invoice-1: 2 found, the last is number 4" in second

@@ -62,7 +62,7 @@ def test_order_and_stock_agree_though_the_shop_dies(tmp_path: Path, capsys: pyte
     assert shown.index("shop: asked about order-3: booked") < shown.index("warehouse: one coat for order-3")
 
 
-def test_what_never_ran_and_is_asked_about_never_runs(tmp_path: Path) -> None:
+def test_a_checked_transaction_that_never_ran_cannot_run(tmp_path: Path) -> None:
     """The check puts a row where there is none, so that a late transaction can't commit."""
     module = example("order_stock")
     with Kit() as rmq:

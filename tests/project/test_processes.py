@@ -59,7 +59,7 @@ def run(code: str, *arguments: object) -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["at rest", "while another thread has the runner"])
-def test_a_broker_is_of_no_use_in_a_forked_child(tmp_path: Path, holds: bool) -> None:
+def test_a_broker_is_unusable_in_a_forked_child(tmp_path: Path, holds: bool) -> None:
     run(
         """
 broker = Broker.open(sys.argv[1], store_config=StoreConfig.tiny())
@@ -108,7 +108,7 @@ broker.close()
     )
 
 
-def test_a_consumer_in_a_forked_child_shuts_down_at_once(tmp_path: Path) -> None:
+def test_a_consumer_in_a_forked_child_shuts_down_immediately(tmp_path: Path) -> None:
     """A listener that was at work at the fork never ends in the child; waiting for it would take an hour here."""
     run(
         """

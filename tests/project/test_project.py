@@ -102,7 +102,7 @@ def test_the_first_python_that_will_do_is_taken(tmp_path: Path) -> None:
         ("3.12.1", "python3 (3.12.1) has no venv module"),
     ],
 )
-def test_a_missing_python_is_told_in_a_sentence(tmp_path: Path, version: str | None, said: str) -> None:
+def test_a_missing_python_is_reported_in_a_sentence(tmp_path: Path, version: str | None, said: str) -> None:
     if version:
         fake_python(tmp_path, "python3", version, is_new=version != "3.9.2", has_venv=False)
     found = run_finder(tmp_path)
@@ -119,13 +119,13 @@ def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
-def test_a_wheel_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_wheel_that_is_not_there_is_reported(tmp_path: Path) -> None:
     done = run_check("--wheel", str(tmp_path / "no.whl"))
     assert done.returncode == 2
     assert "there is no wheel" in done.stderr
 
 
-def test_check_tells_what_it_takes() -> None:
+def test_check_prints_its_arguments() -> None:
     done = run_check("--help")
     assert done.returncode == 0
     assert all(word in done.stdout for word in ("--quick", "--lint", "--fix", "--keep-going", "--wheel"))
@@ -259,7 +259,7 @@ class TestScreen:
     ) -> None:
         assert tools("project").Testing(None).first_failing(f"head\n{line}\n") == test
 
-    def test_downloads_are_told_apart(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    def test_downloads_are_distinguished(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
         screen = tools("screen")
         step = screen.Step(screen.Screen(io.StringIO(), live=True), "packages")
         installing = tools("environment").Installing(step, tmp_path)
@@ -304,7 +304,7 @@ def test_the_budget_of_a_slow_test_has_a_floor_and_a_ceiling() -> None:
     assert plenty.reached[0].startswith("10 of 10 points in ")
 
 
-def test_slow_tests_share_what_is_left(tmp_path: Path) -> None:
+def test_slow_tests_share_the_remaining_time(tmp_path: Path) -> None:
     here, there = (SlowTime(tmp_path, 100, 4) for _ in range(2))  # two processes
     assert here.share("a") == 25
     assert there.share("b") == 25
@@ -314,7 +314,7 @@ def test_slow_tests_share_what_is_left(tmp_path: Path) -> None:
     assert there.share("d") == 0
 
 
-def test_what_tests_tell_comes_from_all_processes(tmp_path: Path) -> None:
+def test_notes_of_tests_come_from_all_processes(tmp_path: Path) -> None:
     """Figures, how far slow tests came, and each reason of skips once."""
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
@@ -361,7 +361,7 @@ def test_rows_are_spread_from_first_to_last() -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_store_folders_hold_a_store_and_what_is_expected_of_it(folder: Path) -> None:
+def test_store_folders_hold_a_store_and_its_expected_results(folder: Path) -> None:
     assert (folder / "store" / "commitlog").is_dir()
     assert len(rows(folder, "config")) == 1
     assert sum(len(rows(folder, kind)) for kind in {row["type"] for row in jsonl(folder / "expected.jsonl")}) == len(

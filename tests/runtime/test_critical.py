@@ -39,7 +39,7 @@ def handlers() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_a_signal_is_taken_after_the_stretch(handlers: list[int]) -> None:
+def test_a_signal_is_handled_after_the_block(handlers: list[int]) -> None:
     done = False
 
     def stretch() -> None:
@@ -54,7 +54,7 @@ def test_a_signal_is_taken_after_the_stretch(handlers: list[int]) -> None:
     assert handlers == [signal.SIGUSR1]
 
 
-def test_every_signal_that_came_is_taken_once(handlers: list[int]) -> None:
+def test_every_signal_is_handled_once(handlers: list[int]) -> None:
     def stretch() -> None:
         with critical:
             for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2, signal.SIGUSR1):
@@ -66,7 +66,7 @@ def test_every_signal_that_came_is_taken_once(handlers: list[int]) -> None:
     assert isinstance(taken.value.__context__, Taken)
 
 
-def test_an_error_of_the_stretch_goes_along(handlers: list[int]) -> None:
+def test_an_error_of_the_block_is_kept(handlers: list[int]) -> None:
     def stretch() -> None:
         with critical:
             signal.raise_signal(signal.SIGUSR1)
@@ -142,7 +142,7 @@ def was_interrupted(number: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize("interrupts", [True, False])
-def test_system_calls_go_on_as_the_application_chose(handlers: list[int], interrupts: bool) -> None:
+def test_system_calls_resume_as_the_application_chose(handlers: list[int], interrupts: bool) -> None:
     """What `signal.siginterrupt` says holds during a stretch and after it."""
     signal.siginterrupt(signal.SIGALRM, interrupts)
     with critical:

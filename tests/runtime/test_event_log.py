@@ -35,7 +35,7 @@ def test_a_queue_adds_its_parts(log: EventLog, caplog: pytest.LogCaptureFixture)
     assert fields(record) == {"rmq_queue": "t/b/2", "rmq_topic": "t", "rmq_broker": "b", "rmq_queue_id": 2}
 
 
-def test_names_of_a_record_are_no_problem(log: EventLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_reserved_names_of_log_records_are_allowed(log: EventLog, caplog: pytest.LogCaptureFixture) -> None:
     log.error("%(name)s", name="x", msg=1, args=2, exc_info=ValueError("no"), thread=4)
     (record,) = caplog.records
     assert record.getMessage() == "x"

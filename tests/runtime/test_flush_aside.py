@@ -53,7 +53,7 @@ def full() -> StoreIOError:
     return StoreIOError("allocate", "/store", OSError(errno.ENOSPC, "full"))
 
 
-def test_progress_is_saved_so_long_after_a_change() -> None:
+def test_progress_is_saved_after_a_delay() -> None:
     owner = Owner(runs_aside=False)
     assert owner.run(0) is None
     owner.at = 1
@@ -64,7 +64,7 @@ def test_progress_is_saved_so_long_after_a_change() -> None:
     assert owner.saved == 2
 
 
-def test_what_changes_during_a_flush_is_saved_by_the_next() -> None:
+def test_changes_during_a_flush_are_saved_by_the_next() -> None:
     owner = Owner(runs_aside=True)
     owner.at = 1
     assert owner.run(0) == 5000
@@ -82,7 +82,7 @@ def test_what_changes_during_a_flush_is_saved_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("runs_aside", [False, True])
-def test_a_full_disk_is_tried_again_and_told_once(runs_aside: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_retried_and_logged_once(runs_aside: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "librmq.runtime")
     owner = Owner(runs_aside=runs_aside)
 
@@ -106,7 +106,7 @@ def test_a_full_disk_is_tried_again_and_told_once(runs_aside: bool, caplog: pyte
     assert caplog.text.count("next try in") == 2
 
 
-def test_another_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_kind_of_failure_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     owner = Owner(runs_aside=False)
     owner.at, owner.error = 1, full()
     owner.run(0)
@@ -129,7 +129,7 @@ def test_a_flush_that_a_save_has_overtaken_does_nothing() -> None:
     assert owner.saved == 2
 
 
-def test_nothing_is_flushed_once_it_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_flushed_once_it_is_released(caplog: pytest.LogCaptureFixture) -> None:
     owner = Owner(runs_aside=True)
     owner.at = 1
     owner.run(0)
@@ -156,7 +156,7 @@ def test_a_closed_store_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "progress: saving fails: closed" in caplog.text
 
 
-def test_a_clock_put_back_delays_no_save() -> None:
+def test_a_clock_set_back_delays_no_save() -> None:
     owner = Owner(runs_aside=False)
     owner.at = 1
     assert owner.run(1_000_000) == 1_005_000
@@ -166,7 +166,7 @@ def test_a_clock_put_back_delays_no_save() -> None:
     assert owner.saved == 1
 
 
-def test_save_does_it_at_once() -> None:
+def test_save_is_immediate() -> None:
     owner = Owner(runs_aside=True)
     owner.at = 3
     owner.saver.save()

@@ -83,7 +83,7 @@ def test_a_step_that_was_or_is_woken_again_runs(workers: int, in_ms: int | None,
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_submitted_work_runs_and_so_does_what_follows(workers: int) -> None:
+def test_submitted_and_later_work_runs(workers: int) -> None:
     for number in places():
         with having_workers(workers) as runner:
             ended = [threading.Event(), threading.Event()]
@@ -131,7 +131,7 @@ def broker() -> Iterator[Broker]:
         yield opened
 
 
-def test_what_an_interrupted_send_has_stored_is_delivered(broker: Broker) -> None:
+def test_messages_of_an_interrupted_send_are_delivered(broker: Broker) -> None:
     """By the next send at the latest."""
     came_to: dict[bytes, threading.Event] = {}
     consumer = PushConsumer(broker, "G")
@@ -163,7 +163,7 @@ def test_what_an_interrupted_send_has_stored_is_delivered(broker: Broker) -> Non
     [lambda broker: broker.call(UpdateOffset("G", "T", 0, 1)), lambda broker: broker.create_topic("U", 1)],
     ids=["progress", "topic"],
 )
-def test_what_an_interrupted_call_has_changed_is_saved(change: Callable[[Broker], object]) -> None:
+def test_changes_of_an_interrupted_call_are_saved(change: Callable[[Broker], object]) -> None:
     for number in places():
         files = MemoryFiles()
         broker = Broker.open("/b", files=files, store_config=StoreConfig.tiny())

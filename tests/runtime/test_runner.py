@@ -46,7 +46,7 @@ def test_work_gives_its_result_or_its_error(runner: ThreadRunner) -> None:
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_is_no_exception_is_a_failure_like_any_other(runner: ThreadRunner, raised: type[BaseException]) -> None:
+def test_a_base_exception_is_a_failure_like_any_other(runner: ThreadRunner, raised: type[BaseException]) -> None:
     def listener() -> None:
         raise raised("bye")
 
@@ -68,7 +68,7 @@ def test_a_coroutine_gives_its_result_or_is_cancelled(runner: ThreadRunner) -> N
     assert not runner.running
 
 
-def test_others_get_the_lock_though_a_step_is_always_due(runner: ThreadRunner) -> None:
+def test_other_threads_get_the_lock_beside_endless_steps(runner: ThreadRunner) -> None:
     stop = threading.Event()
     step = Step("always due", lambda now_ms: None if stop.is_set() else now_ms)
     with runner.lock:
@@ -81,7 +81,9 @@ def test_others_get_the_lock_though_a_step_is_always_due(runner: ThreadRunner) -
         stop.set()
 
 
-def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_is_logged_and_others_continue(
+    runner: ThreadRunner, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(now_ms: int) -> int | None:
         raise ValueError("of the step")
 
@@ -104,7 +106,7 @@ def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplo
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_is_no_exception_ends_no_thread(
+def test_a_base_exception_ends_no_thread(
     runner: ThreadRunner, raised: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(now_ms: int) -> int | None:
@@ -143,7 +145,7 @@ def test_a_child_is_not_held_up_by_a_lock_of_the_parent(runner: ThreadRunner) ->
     holder.join()
 
 
-def test_by_hand_what_is_no_exception_goes_up() -> None:
+def test_manual_runner_propagates_a_base_exception() -> None:
     runner = ManualRunner(ManualClock())
 
     def listener() -> None:
@@ -155,7 +157,7 @@ def test_by_hand_what_is_no_exception_goes_up() -> None:
     assert not runner.running
 
 
-def test_by_hand_steps_run_at_their_times() -> None:
+def test_manual_runner_runs_steps_at_their_times() -> None:
     runner = ManualRunner(ManualClock(1_000_000))
     seen: list[int] = []
 
@@ -189,7 +191,7 @@ def test_work_that_waits_for_each_other_runs_at_once(runner: ThreadRunner) -> No
         submit(lambda: together.wait(30), 8)
 
 
-def test_swift_work_does_not_wait_for_one_that_blocks(runner: ThreadRunner) -> None:
+def test_fast_work_does_not_wait_for_blocked_work(runner: ThreadRunner) -> None:
     behind = threading.Event()
     ended = threading.Semaphore(0)
     with runner.lock:
@@ -220,7 +222,7 @@ def test_a_worker_that_makes_steps_due_takes_them_itself(runner: ThreadRunner) -
 
 @pytest.mark.parametrize("max_threads", [3, 64])
 @pytest.mark.parametrize("seed", range(examples(8)))
-def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
+def test_no_due_work_is_left(seed: int, max_threads: int) -> None:
     runner = ThreadRunner(max_threads=max_threads)
     ended = threading.Semaphore(0)
 
@@ -255,7 +257,7 @@ def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
     assert runner.shutdown()
 
 
-def test_runners_show_what_they_are() -> None:
+def test_runners_have_a_useful_repr() -> None:
     runner = ManualRunner(ManualClock(5))
     assert repr(runner) == "<ManualRunner at 5 ms>"
     assert repr(runner.clock) == "ManualClock(5)"
@@ -277,7 +279,7 @@ class PutBack(SystemClock):
 
 
 @pytest.mark.parametrize("reading", range(1, 12))
-def test_a_step_runs_whenever_the_clock_is_put_back(reading: int) -> None:
+def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
     """The thread that sleeps until the next step took its time from a clock that was put back just then."""
     runner, has_run = ThreadRunner(PutBack(reading)), threading.Event()
 

@@ -84,7 +84,7 @@ def outcomes() -> Outcomes:
 
 @pytest.mark.parametrize("has_clock", [False, True])
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_steps_go_on_while_every_worker_is_in_user_code(waiting: int, has_clock: bool, outcomes: Outcomes) -> None:
+def test_steps_continue_while_every_worker_is_in_user_code(waiting: int, has_clock: bool, outcomes: Outcomes) -> None:
     runner = ThreadRunner(max_threads=2 if has_clock else 1)
     busy, stepped = Busy(), threading.Event()
     with runner.lock:
@@ -103,7 +103,7 @@ def test_steps_go_on_while_every_worker_is_in_user_code(waiting: int, has_clock:
     assert runner.shutdown()
 
 
-def test_without_more_threads_those_that_are_there_do_it(
+def test_existing_threads_suffice_without_more(
     runner: ThreadRunner, outcomes: Outcomes, refusing: Refusing, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy = Busy()
@@ -118,7 +118,7 @@ def test_without_more_threads_those_that_are_there_do_it(
     assert "can't start new thread" in caplog.text
 
 
-def test_a_first_thread_that_cannot_start_is_tried_again(
+def test_a_first_thread_that_cannot_start_is_retried(
     runner: ThreadRunner, refusing: Refusing, outcomes: Outcomes, caplog: pytest.LogCaptureFixture
 ) -> None:
     stepped = threading.Semaphore(0)
@@ -153,7 +153,7 @@ def test_a_send_without_a_thread_is_not_failed(how: str, tmp_path: Path, refusin
 
 
 @pytest.mark.parametrize("is_swift", [False, True])
-def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
+def test_a_worker_replaces_a_missing_clock_thread(
     is_swift: bool, outcomes: Outcomes, refusing: Refusing, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner, stepped = ThreadRunner(max_threads=1), threading.Semaphore(0)
@@ -175,7 +175,7 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
     assert caplog.text.count("so a worker runs the steps") == 1
 
 
-def test_the_clock_thread_goes_on_without_a_first_worker(
+def test_the_clock_thread_continues_without_a_first_worker(
     runner: ThreadRunner,
     outcomes: Outcomes,
     refusing: Refusing,
@@ -217,7 +217,7 @@ def test_a_coroutine_without_loop_fails_its_listener(runner: ThreadRunner, outco
     assert isinstance(outcomes.found[0], RuntimeError | RmqError)
 
 
-def test_what_cannot_be_applied_of_a_coroutine_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_result_of_a_coroutine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     runner = ThreadRunner()
     begun = threading.Event()
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_applied_of_a_coroutine_is_told_too(caplog: pytest.LogCap
     assert "fails: its result could not be applied" in caplog.text
 
 
-def test_what_is_due_in_ages_keeps_nothing_else_from_its_time(runner: ThreadRunner) -> None:
+def test_a_step_in_the_far_future_delays_nothing(runner: ThreadRunner) -> None:
     asleep, stepped = threading.Event(), threading.Event()
     with runner.lock:
         runner.wake(Step("first", lambda now_ms: asleep.set()), runner.now_ms() + 1)
@@ -246,9 +246,7 @@ def test_what_is_due_in_ages_keeps_nothing_else_from_its_time(runner: ThreadRunn
     assert stepped.wait(WAIT_S)
 
 
-def test_a_loop_whose_thread_cannot_start_is_made_again(
-    runner: ThreadRunner, outcomes: Outcomes, refusing: Refusing
-) -> None:
+def test_a_loop_without_a_thread_is_recreated(runner: ThreadRunner, outcomes: Outcomes, refusing: Refusing) -> None:
     async def listener() -> int:
         return 5
 

@@ -122,7 +122,7 @@ def test_a_message_is_carried_to_its_time() -> None:
     assert carried.told == [0]
 
 
-def test_what_is_due_arrives_at_once() -> None:
+def test_due_messages_arrive_immediately() -> None:
     carried = Carried()
     carried.send(-5)
     carried.pass_to(0)
@@ -158,7 +158,7 @@ def test_a_saved_progress_repeats_nothing() -> None:
     [{"SCHEDULE_TARGET_MS": "x"}, {"SCHEDULE_TARGET_QID": "-1"}, {"SCHEDULE_TARGET_QID": "q"},
      {"SCHEDULE_TARGET_TOPIC": "a/b"}, {"SCHEDULE_TARGET_TOPIC": HOP_TOPIC}],
 )  # fmt: skip
-def test_what_names_no_place_is_dropped(changes: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_without_a_destination_are_dropped(changes: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     carried = Carried()
     message = send_at(Message("T", b"bad"), START_MS)
     message.properties |= changes

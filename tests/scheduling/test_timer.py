@@ -60,7 +60,7 @@ def test_the_slot_of_a_time_and_when_it_is_emptied(at: int, delay: int, out: int
     assert comes >= at + delay
 
 
-def test_what_reaches_the_wheel_too_late_comes_at_once() -> None:
+def test_late_messages_skip_the_wheel() -> None:
     wheel = Wheel()
     message = Message("T", b"late")
     message.properties["TIMER_DELAY_SEC"] = "2"
@@ -89,7 +89,7 @@ def test_what_reaches_the_wheel_too_late_comes_at_once() -> None:
         ({"TIMER_DELAY_MS": -5}, None),
     ],
 )
-def test_which_property_wins(properties: dict[str, Any], out: int | None) -> None:
+def test_the_property_that_wins(properties: dict[str, Any], out: int | None) -> None:
     wheel = Wheel()
     stored = wheel.store.message_at(wheel.put(**properties).physical_offset)
     assert stored is not None
@@ -111,21 +111,21 @@ def test_which_property_wins(properties: dict[str, Any], out: int | None) -> Non
         {"TIMER_DELIVER_MS": START_MS, "TIMER_DEL_UNIQKEY": "T+U"},
     ],
 )
-def test_what_is_refused(properties: dict[str, Any]) -> None:
+def test_refused_messages(properties: dict[str, Any]) -> None:
     wheel = Wheel()
     with pytest.raises(TimerRefusedError):
         wheel.put(**properties)
     assert wheel.store.log.end == 0
 
 
-def test_topics_that_cannot_be_are_refused() -> None:
+def test_impossible_topics_are_refused() -> None:
     message = Message("a/b", b"")
     message.properties["TIMER_DELAY_SEC"] = "5"
     with pytest.raises(MessageIllegalError, match="can't be the name of a folder"):
         Wheel().timers.put(message)
 
 
-def test_a_delay_level_goes_before() -> None:
+def test_a_delay_level_takes_precedence() -> None:
     wheel = Wheel()
     wheel.put(DELAY=1, TIMER_DELAY_SEC=5)
     (stored,) = wheel.store
@@ -167,7 +167,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
     assert real.properties_raw.endswith(b"\x02")
 
 
-def test_messages_come_in_the_order_of_their_times() -> None:
+def test_messages_are_delivered_in_order_of_time() -> None:
     wheel = Wheel()
     seconds = [(number * 37) % 91 + 1 for number in range(200)]
     for number, second in enumerate(seconds):
@@ -188,7 +188,7 @@ def test_a_thousand_messages_over_a_week() -> None:
     assert [at for _, at in wheel.delivered()] == [1000 + number * 600_000 for number in range(1_000)]
 
 
-def test_many_new_messages_take_several_turns() -> None:
+def test_many_new_messages_take_several_steps() -> None:
     wheel = Wheel(replace(TINY, most_at_once=32))
     for number in range(100):
         message = Message("T", b"%d" % number)
@@ -206,7 +206,7 @@ def test_many_new_messages_take_several_turns() -> None:
 # --- put on
 
 
-def test_what_is_further_away_than_the_window_is_put_on() -> None:
+def test_messages_beyond_the_window_roll() -> None:
     wheel = Wheel()
     wheel.put(TIMER_DELAY_SEC=430)
     assert wheel.pass_to(500_000) is None
@@ -216,7 +216,7 @@ def test_what_is_further_away_than_the_window_is_put_on() -> None:
     assert wheel.runs == [101_000, 202_000, 303_000, 354_000, 430_000]  # nearly there: half the window
 
 
-def test_a_deletion_is_put_on_with_what_it_deletes() -> None:
+def test_a_deletion_rolls_with_its_message() -> None:
     wheel = Wheel()
     wheel.put(b"stays", key="S", TIMER_DELAY_SEC=250)
     wheel.put(b"gone", key="G", TIMER_DELAY_SEC=250)
@@ -250,7 +250,7 @@ def test_deletion(at: int, key: str, deliver: int, gone: bool) -> None:
     assert wheel.delivered() == ([] if gone else [(b"b", 11_000)])
 
 
-def test_a_deletion_before_what_it_deletes() -> None:
+def test_a_deletion_stored_before_its_message() -> None:
     wheel = Wheel()
     wheel.put(b"delete", key="D", TIMER_DELIVER_MS=START_MS + 10_500, TIMER_DEL_UNIQKEY="T+U")
     wheel.put(TIMER_DELIVER_MS=START_MS + 10_500)
@@ -349,7 +349,7 @@ def test_a_kill_loses_nothing_and_nothing_is_early(saved: bool) -> None:
     assert all(at >= due[body] for body, at in again.delivered())
 
 
-def test_a_wheel_that_is_lost_is_made_again() -> None:
+def test_a_wheel_that_is_lost_is_rebuilt() -> None:
     wheel = Wheel()
     for number in range(40):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=number % 20 + 1)
@@ -409,7 +409,7 @@ def test_a_checkpoint_of_another_length() -> None:
         wheel.after_kill()
 
 
-def test_chains_that_lead_nowhere_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_chains_that_lead_nowhere_terminate(caplog: pytest.LogCaptureFixture) -> None:
     wheel = Wheel()
     for _ in range(3):
         wheel.put(TIMER_DELAY_SEC=5)
@@ -462,7 +462,7 @@ def test_units_and_blanks_are_read_back() -> None:
 # --- errors and clocks
 
 
-def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
+def test_a_clock_that_is_set_back_delivers_at_the_new_time() -> None:
     wheel = Wheel()
     wheel.put(b"before", TIMER_DELAY_SEC=20)
     wheel.pass_to(10_000)
@@ -475,7 +475,7 @@ def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
     assert wheel.delivered() == [(b"after", -55_000), (b"before", 20_000)]
 
 
-def test_a_clock_that_is_put_back_while_a_slot_is_emptied() -> None:
+def test_a_clock_that_is_set_back_while_a_slot_is_emptied() -> None:
     wheel = Wheel(replace(TINY, most_at_once=2))
     for number in range(5):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)

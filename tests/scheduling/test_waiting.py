@@ -68,7 +68,7 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
         ),
     ],
 )
-def test_what_cannot_be_delivered_is_dropped_with_an_error(
+def test_undeliverable_messages_are_dropped_with_an_error(
     part: type[ByTime], properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = part()
@@ -83,7 +83,7 @@ def test_what_cannot_be_delivered_is_dropped_with_an_error(
 
 
 @BOTH
-def test_a_damaged_record_is_passed_over(part: type[ByTime], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_is_skipped(part: type[ByTime], caplog: pytest.LogCaptureFixture) -> None:
     waiting = part()
     waiting.put_soon()
     waiting.put_soon(b"sound")
@@ -94,7 +94,7 @@ def test_a_damaged_record_is_passed_over(part: type[ByTime], caplog: pytest.LogC
 
 
 @BOTH
-def test_what_is_gone_with_the_logs_begin_is_passed_over(part: type[ByTime]) -> None:
+def test_messages_deleted_by_retention_are_skipped(part: type[ByTime]) -> None:
     waiting = part()
     for _ in range(40):
         waiting.put_soon(bytes(100))
@@ -117,7 +117,7 @@ def failing_once(error: Exception, call: Callable[..., Any]) -> Callable[..., An
 
 
 @BOTH
-def test_a_full_disk_is_tried_again_later(
+def test_a_full_disk_is_retried_later(
     part: type[ByTime], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = part()
@@ -130,7 +130,7 @@ def test_a_full_disk_is_tried_again_later(
 
 
 @BOTH
-def test_a_failed_flush_is_told(part: type[ByTime], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_is_reported(part: type[ByTime], monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = with_settings(part, save_every_s=0)
     monkeypatch.setattr(waiting.store, "flush", failing_once(FlushFailedError(OSError()), waiting.store.flush))
     with pytest.raises(FlushFailedError):  # noqa: PT012 (timers save when a message is put)

@@ -55,7 +55,7 @@ def test_a_queue_without_progress_counts_from_its_begin(tmp_path: Path) -> None:
     assert row["unread"] == len([n for n in range(in_first) if n % 3 or n // 3 >= 4])
 
 
-def test_a_message_is_no_duplicate_of_itself(tmp_path: Path) -> None:
+def test_a_message_is_not_a_duplicate_of_itself(tmp_path: Path) -> None:
     path = store(tmp_path / "s", [("T", 0, "a a"), ("T", 0, "b  b c"), ("T", 1, "c"), ("U", 0, "a")])
     assert found("duplicates", path, "topic", "key", "secondsAfter") == {("T", "c", 1.0)}
     assert found("duplicates-approximate", path, "topic", "key") <= {("T", "c")}

@@ -139,9 +139,7 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"view": "queues"}, "body binary", "no column 'body'"),
     ],
 )
-def test_what_is_wrong_is_told_on_the_driver(
-    folder: Path, options: dict[str, str], schema: str | None, text: str
-) -> None:
+def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], schema: str | None, text: str) -> None:
     with pytest.raises(PySparkException) as told:
         read(folder, schema, **options).rdd.getNumPartitions()
     assert text in str(told.value)
@@ -267,9 +265,7 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         ({"mode": "fast"}, "FAILFAST"),
     ],
 )
-def test_a_stream_says_what_is_wrong_with_its_options(
-    folder: Path, tmp_path: Path, options: dict[str, str], text: str
-) -> None:
+def test_a_stream_names_its_wrong_options(folder: Path, tmp_path: Path, options: dict[str, str], text: str) -> None:
     stream = shared_session().readStream.format("rocketmq").schema("topic string").options(**options)
     query = (
         stream.load(str(folder)).writeStream.format("noop")

@@ -65,7 +65,7 @@ def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> None:
 
 
 @pytest.mark.spark
-def test_limits_restarts_and_what_comes_later(tmp_path: Path) -> None:
+def test_limits_restarts_and_later_messages(tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     sink = Sink(tmp_path / "sink")
     clock = ManualClock(START_MS)

@@ -66,7 +66,7 @@ def rows(count: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.spark
-def test_what_is_written_is_what_the_store_would_have_written(tmp_path: Path) -> None:
+def test_spark_writes_the_same_bytes_as_the_store(tmp_path: Path) -> None:
     path, plain = new_store(tmp_path / "store"), new_store(tmp_path / "plain")
     given = rows(300)
     frame = shared_session().createDataFrame(given, SCHEMA).coalesce(1)
@@ -103,7 +103,7 @@ def test_order_and_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-def test_a_job_that_comes_again_writes_nothing(tmp_path: Path) -> None:
+def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "made"
     frame = shared_session().createDataFrame([(b"x",), (b"y",)], "body binary")
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_a_job_that_comes_again_writes_nothing(tmp_path: Path) -> None:
         ("tags string", {"topics": "x"}, "did you mean topic"),
     ],
 )
-def test_what_is_wrong_is_told_on_the_driver(tmp_path: Path, column: str, options: dict[str, str], text: str) -> None:
+def test_errors_are_raised_on_the_driver(tmp_path: Path, column: str, options: dict[str, str], text: str) -> None:
     path = new_store(tmp_path / "store")
     frame = shared_session().createDataFrame([], f"topic string, body binary, {column}")
     with pytest.raises(PySparkException, match=text):
@@ -156,7 +156,7 @@ def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- commit, without a session
 
 
-def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
+def test_a_task_that_is_retried_writes_once(tmp_path: Path) -> None:
     """Only the records of the attempt whose message reached the driver are added."""
     from pyspark.sql.types import BinaryType, StructField, StructType
 
@@ -243,7 +243,7 @@ def stage(
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_a_job_comes_again_after_its_records_are_gone(tmp_path: Path, died: bool) -> None:
+def test_a_job_repeated_after_its_records_expired(tmp_path: Path, died: bool) -> None:
     """A job that died before it showed a record is not done, whatever was written and deleted at its place since."""
     path = new_store(tmp_path / "store")
     with MessageStore.open(path) as store:
@@ -362,7 +362,7 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("job", [".", "..", ".hidden", "../up", "a/b", "", "-x", "a\0"])
-def test_a_job_id_that_is_no_name_is_refused(tmp_path: Path, job: str) -> None:
+def test_an_invalid_job_id_is_refused(tmp_path: Path, job: str) -> None:
     from pyspark.sql.types import BinaryType, StructField, StructType
 
     path = new_store(tmp_path / "store")

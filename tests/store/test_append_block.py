@@ -25,7 +25,7 @@ def records(count: int, first: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("files", [DiskFiles(), MemoryFiles()], ids=["disk", "memory"])
-def test_the_buffer_shows_what_is_put(files: Files, tmp_path: Path) -> None:
+def test_the_buffer_shows_written_data(files: Files, tmp_path: Path) -> None:
     files_path = str(tmp_path / "f") if isinstance(files, DiskFiles) else "/f"
     for keep_descriptor in (False, True):
         path = f"{files_path}{keep_descriptor}"

@@ -86,7 +86,7 @@ def test_filters_are_replaced_as_a_whole(folder: Path) -> None:
     assert BrokerTables.open(str(folder)).filters == {"B": {"topic": "B"}}
 
 
-def test_only_what_has_changed_is_written_and_counted(folder: Path) -> None:
+def test_only_changes_are_written_and_counted(folder: Path) -> None:
     config = persisted(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     config.persist(8)
@@ -100,7 +100,7 @@ def test_only_what_has_changed_is_written_and_counted(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "topics.json.bak"])
 
 
-def test_what_is_not_known_is_kept(folder: Path) -> None:
+def test_unknown_values_are_kept(folder: Path) -> None:
     text = '{\n\t"dataVersion":{\n\t\t"counter":1,\n\t\t"stateVersion":5,\n\t\t"timestamp":2\n\t},\n\t"new":[1,2],\n\t"topicConfigTable":{\n\t\t"T":{\n\t\t\t"attributes":{}\n\t\t}\n\t}\n}'  # fmt: skip  # noqa: E501
     folder.mkdir()
     (folder / "topics.json").write_text(text)
@@ -134,7 +134,7 @@ def test_the_backup_stands_in_for_a_damaged_file(folder: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_file_without_backup_is_told(folder: Path, text: str) -> None:
+def test_a_damaged_file_without_backup_is_reported(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / "consumerOffset.json").write_text(text)
     with pytest.raises(CorruptionError) as told:

@@ -116,7 +116,7 @@ def test_abort_marker(place: tuple[Files, str]) -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_as_the_original_reads_it(folder: Path) -> None:
+def test_as_rocketmq_reads_it(folder: Path) -> None:
     """Without a recovery, memory agrees with the file."""
     (config,) = rows(folder, "config")
     if config["abort_file_present"]:

@@ -155,7 +155,7 @@ def test_a_queue_changed_since_closing_is_refused_when_asked() -> None:
         assert len(served(store)) == 200
 
 
-def test_a_queue_that_is_gone_is_made_again() -> None:
+def test_a_queue_that_is_gone_is_rebuilt() -> None:
     files = in_memory(closed())
     lose_queue(files)
     with opened(files) as store:
@@ -163,7 +163,7 @@ def test_a_queue_that_is_gone_is_made_again() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_a_lost_queue_is_made_again_however_old() -> None:
+def test_a_lost_queue_is_rebuilt_however_old() -> None:
     """A deleted queue is rebuilt, for messages of any age."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
@@ -185,7 +185,7 @@ def test_after_a_kill_it_is_not_looked_at() -> None:
         assert len(served(again)) == 201
 
 
-def test_a_full_disk_is_closed_cleanly_all_the_same() -> None:
+def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
     """A disk without room for it is closed cleanly all the same."""
     memory = in_memory(closed())
     before = contents(memory)

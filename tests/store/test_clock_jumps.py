@@ -31,7 +31,7 @@ def test_a_store_from_before_1970_opens_again(start_ms: int, clean: bool) -> Non
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_a_narrow_search_finds_what_came_after_a_jump_back() -> None:
+def test_a_narrow_search_finds_messages_after_a_clock_jump() -> None:
     files, back_ms = MemoryFiles(), START_MS - 3_600_000
     for name, start_ms in (("before", START_MS), ("after", back_ms)):
         clock = ManualClock(start_ms)

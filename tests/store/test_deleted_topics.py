@@ -43,7 +43,7 @@ def messages(folder: Path) -> list[bytes]:
 SINCE = [b"since 0", b"since 1", b"since 2"]
 
 
-def test_a_topic_that_was_made_again_has_only_what_came_since(tmp_path: Path) -> None:
+def test_a_recreated_topic_has_only_new_messages(tmp_path: Path) -> None:
     as_a_broker_left_it(tmp_path)
     before = derived(from_disk(tmp_path))
     assert messages(tmp_path) == SINCE

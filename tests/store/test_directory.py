@@ -80,13 +80,13 @@ def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
         (files_with(sizes=log_files(1000, 4000, 7000, 10000)), "one of every 3 files"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(files: MemoryFiles, said: str) -> None:
+def test_unsupported_stores_are_refused_by_name(files: MemoryFiles, said: str) -> None:
     with pytest.raises(NotAStoreError) as caught:
         directory.recognise(ROOT, files)
     assert said in str(caught.value)
 
 
-def test_a_file_is_no_store() -> None:
+def test_a_file_is_not_a_store() -> None:
     files = MemoryFiles()
     files.write(ROOT, b"text")
     with pytest.raises(NotAStoreError, match="expected the folder of a store, found a file"):
@@ -98,7 +98,7 @@ def test_a_gap_in_the_log_is_damage_rather_than_several_paths(starts: tuple[int,
     assert directory.recognise(ROOT, files_with(sizes=log_files(*starts))) is StoreKind.V4
 
 
-def test_what_can_be_opened_how() -> None:
+def test_folders_and_the_ways_to_open_them() -> None:
     nothing, rocks = (
         MemoryFiles(),
         files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-1"),
@@ -112,7 +112,7 @@ def test_what_can_be_opened_how() -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_stores_of_the_original(folder: Path) -> None:
+def test_stores_of_rocketmq(folder: Path) -> None:
     assert directory.recognise(str(folder / "store"), DiskFiles()) is StoreKind.V4
 
 
@@ -134,7 +134,7 @@ def test_queues_are_sorted_by_topic_and_number() -> None:
 @pytest.mark.parametrize(
     "name", ["T/x", "T/01", "T/-1", "T/2147483648", "T/99999999999999999999999", "T/٣", "t" * 128, "主" * 43]
 )
-def test_a_folder_that_is_no_queue_is_damage(name: str) -> None:
+def test_a_folder_that_is_not_a_queue_is_damage(name: str) -> None:
     files = files_with(f"consumequeue/{name}/" if "/" in name else f"consumequeue/{name}/0/", "consumequeue/T/0/")
     with pytest.raises(CorruptionError) as caught:
         directory.list_queues(ROOT, files)
@@ -150,7 +150,7 @@ def test_the_longest_topic() -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_queues_of_the_original(folder: Path) -> None:
+def test_queues_of_rocketmq(folder: Path) -> None:
     queues = rows(folder, "store")[0]["queues"]
     told = [(row["topic"], row["queue_id"]) for row in queues if row["max_offset"]]
     assert directory.list_queues(str(folder / "store"), DiskFiles()) == told
@@ -181,7 +181,7 @@ def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
 
 
 @pytest.mark.parametrize("folder", store_folders())
-def test_settings_of_the_original(folder: Path) -> None:
+def test_settings_of_rocketmq(folder: Path) -> None:
     store, files = str(folder / "store"), DiskFiles()
     expected = StoreConfig.from_row(rows(folder, "config")[0] | UNLIMITED)
     assert directory.infer_config(store, files) == expected
@@ -201,7 +201,7 @@ def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
     directory.check_config(ROOT, TINY, files)
 
 
-def test_each_setting_is_told_by_its_files() -> None:
+def test_each_setting_is_inferred_from_its_files() -> None:
     sizes = log_files(2000, 3000) | {
         "consumequeue/T/0/00000000000000000040": 40,
         "consumequeue_ext/T/0/00000000000000000000": 512,
@@ -302,7 +302,7 @@ def properties(text: str) -> dict[str, str]:
     return {name: json.loads(f'"{value}"') for name, value in pairs}
 
 
-def test_broker_conf_names_what_shapes_files() -> None:
+def test_broker_conf_names_the_settings_of_file_sizes() -> None:
     conf = properties(directory.broker_conf(ROOT, TINY))
     assert conf == {
         "storePathRootDir": os.path.abspath(ROOT),

@@ -187,7 +187,7 @@ def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("config", [ASYNC, SYNC], ids=["async", "sync"])
-def test_a_pipelined_append_returns_at_once(config: StoreConfig) -> None:
+def test_a_pipelined_append_returns_immediately(config: StoreConfig) -> None:
     files = HeldFiles()
     with open_store(files, config) as store:
         acknowledgements = [store.submit(message(number), number % 2) for number in range(50)]
@@ -240,7 +240,7 @@ def test_the_thread_of_the_store_completes_it(config: StoreConfig) -> None:
                 files.flushed.acquire()
 
 
-def test_one_who_only_looks_sees_them_complete_in_order() -> None:
+def test_an_observer_sees_them_complete_in_order() -> None:
     files = HeldFiles()
     with open_store(files, SYNC, background=True) as store:
         acknowledgements = [store.submit(message(number)) for number in range(200)]
@@ -255,7 +255,7 @@ def test_one_who_only_looks_sees_them_complete_in_order() -> None:
 # ----------------------------------------------------------------------------------------------------- by time
 
 
-def test_who_moves_a_manual_clock_flushes_the_log() -> None:
+def test_moving_a_manual_clock_flushes_the_log() -> None:
     files = HeldFiles()
     clock = ManualClock(START_MS)
     with open_store(files, clock=clock) as store:
@@ -305,7 +305,7 @@ def refused(call: Callable[[], object]) -> FlushFailedError:
     return raised.value
 
 
-def test_a_failed_flush_is_told_to_the_producer_and_sticks() -> None:
+def test_a_failed_flush_is_reported_to_the_producer_and_sticks() -> None:
     store, files, results = failing_store()
     error = refused(lambda: store.append(message(10)))
     assert isinstance(error.cause, StoreIOError)
@@ -423,7 +423,7 @@ def unflushed(store: MessageStore) -> Acknowledgement[AppendResult]:
     return acknowledgement
 
 
-def test_close_completes_what_was_submitted() -> None:
+def test_close_completes_submitted_appends() -> None:
     store = open_store(HeldFiles())
     acknowledgement = unflushed(store)
     store.close()
@@ -432,7 +432,7 @@ def test_close_completes_what_was_submitted() -> None:
 
 
 @pytest.mark.parametrize("let_go", [MessageStore.abandon, MessageStore.recover])
-def test_nothing_is_acknowledged_by_a_store_that_was_let_go(let_go: Callable[[MessageStore], object]) -> None:
+def test_nothing_is_acknowledged_by_a_store_that_was_abandoned(let_go: Callable[[MessageStore], object]) -> None:
     files = HeldFiles()
     store = open_store(files)
     acknowledgement = unflushed(store)
@@ -504,7 +504,7 @@ def test_a_flush_waits_for_the_one_that_flushes_the_queues() -> None:
         assert checkpoints[0], "the checkpoint vouched for a queue that had not reached the device"
 
 
-def test_opening_after_a_kill_flushes_what_may_be_unflushed() -> None:
+def test_opening_after_a_kill_flushes_unflushed_data() -> None:
     """The page cache survived it; a checkpoint may vouch for that only once it has reached the device."""
     dead = open_store(MemoryFiles(), SMALL)
     for number in range(150):
@@ -570,7 +570,7 @@ def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> No
     assert store_threads() == []
 
 
-def test_after_recovering_time_goes_on() -> None:
+def test_after_recovering_time_continues() -> None:
     files = HeldFiles()
     with open_store(files, AT_ONCE, background=True) as store:
         store.append(message())

@@ -106,11 +106,11 @@ def check_case(folder: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("number", range(examples(8)))
-def test_what_is_left_of_a_damaged_log_is_consumed(tmp_path: Path, number: int) -> None:
+def test_messages_left_in_a_damaged_log_are_consumed(tmp_path: Path, number: int) -> None:
     check_case(tmp_path, random.Random(f"flipped {number}"))
 
 
 @pytest.mark.slow
-def test_what_is_left_of_many_logs_is_consumed(tmp_path: Path, slow_budget: SlowBudget) -> None:
+def test_messages_left_in_many_logs_are_consumed(tmp_path: Path, slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(1000, "damaged logs"):
         check_case(tmp_path / str(number), random.Random(f"flipped again {number}"))

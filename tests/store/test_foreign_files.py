@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_no_store(tmp_path: Path) -> None:
+def test_folders_that_are_not_stores(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(NotAStoreError):
         MessageStore.open(tmp_path / "file")
@@ -81,7 +81,7 @@ LINKS = (
 
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS, *LINKS])
-def test_what_is_foreign_to_a_store_is_refused(folder: Path, name: str) -> None:
+def test_foreign_files_in_a_store_are_refused(folder: Path, name: str) -> None:
     """Files and folders of wrong names, and links that lead nowhere."""
     path = folder / name
     if name in FILES:
@@ -97,7 +97,7 @@ def test_what_is_foreign_to_a_store_is_refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["README", "consumequeue/note.txt", "consumequeue/TopicA/note.txt", "index/note.txt", "config/x", "other/y"]
 )
-def test_what_does_no_harm_is_left_alone(folder: Path, name: str) -> None:
+def test_harmless_files_are_left_alone(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"")
     assert verify(str(folder), SMALL).sound
@@ -110,7 +110,7 @@ def test_what_does_no_harm_is_left_alone(folder: Path, name: str) -> None:
 
 @pytest.mark.platform
 @pytest.mark.skipif(sys.platform == "win32", reason="names are no bytes")
-def test_names_that_are_no_text(folder: Path) -> None:
+def test_names_that_are_not_strings(folder: Path) -> None:
     os.mkdir(os.fsencode(folder) + b"/consumequeue/\xff\xfe")
     refused(folder)
     assert not verify(str(folder), SMALL).sound
@@ -165,7 +165,7 @@ def test_a_pipe_does_not_hang(folder: Path, place: str) -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything is readable to root")
 @pytest.mark.parametrize("place", ["commitlog", "commitlog/00000000000000000000", "consumequeue/TopicA/0", "index"])
-def test_what_may_not_be_read_is_told(folder: Path, place: str) -> None:
+def test_unreadable_files_are_reported(folder: Path, place: str) -> None:
     (folder / place).chmod(0)
     try:
         with pytest.raises(StoreIOError) as told, MessageStore.open(folder, SMALL) as store:

@@ -118,7 +118,7 @@ def test_one_flush_for_all_that_was_appended(device: Device) -> None:
     assert device.commit.flushed == 1000
 
 
-def test_what_is_flushed_is_not_flushed_again(device: Device) -> None:
+def test_flushed_data_is_not_flushed_again(device: Device) -> None:
     device.commit.reach(0)
     assert device.flushes == []
     device.commit.reach(device.append())
@@ -126,7 +126,7 @@ def test_what_is_flushed_is_not_flushed_again(device: Device) -> None:
     assert device.flushes == [100]
 
 
-def test_those_whom_a_flush_came_too_early_for_share_the_next(device: Device) -> None:
+def test_appends_during_a_flush_share_the_next_one(device: Device) -> None:
     with held(device) as (waiters, row):
         for _ in range(20):
             waiters.start(device.append())
@@ -143,7 +143,7 @@ def test_those_whom_a_flush_came_too_early_for_share_the_next(device: Device) ->
     assert outcomes[1:] == [2100] * 20
 
 
-def test_nobody_returns_before_the_flush_that_covers_him(device: Device) -> None:
+def test_no_waiter_returns_before_its_flush(device: Device) -> None:
     with held(device) as (waiters, row):
         waiters.start(device.append())
         row.waiting.acquire()
@@ -155,7 +155,7 @@ def test_nobody_returns_before_the_flush_that_covers_him(device: Device) -> None
     waiters.join()
 
 
-def test_a_failed_flush_fails_all_who_wait_and_all_who_come(device: Device) -> None:
+def test_a_failed_flush_fails_current_and_later_waiters(device: Device) -> None:
     with held(device) as (waiters, row):
         for _ in range(5):
             waiters.start(device.append())
@@ -179,7 +179,7 @@ def test_a_failed_flush_fails_all_who_wait_and_all_who_come(device: Device) -> N
     assert device.failures == 1
 
 
-def test_what_was_flushed_before_a_failure_stays_acknowledged(device: Device) -> None:
+def test_earlier_flushes_outlast_a_failed_one(device: Device) -> None:
     device.commit.reach(device.append())
     device.error = no_space()
     with pytest.raises(FlushFailedError):
@@ -197,7 +197,7 @@ def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
     assert device.commit.failure is device.error
 
 
-def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
+def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
     """A flushed waiter continues and wakes the next; later callers queue after them."""
     turns: list[int] = []
     commit = device.commit
@@ -220,7 +220,7 @@ def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
-def test_a_leader_who_is_interrupted_leaves_the_lead_to_another(device: Device, error: BaseException) -> None:
+def test_an_interrupted_leader_passes_the_flush_to_another(device: Device, error: BaseException) -> None:
     device.error = error
     place = device.append()
     with pytest.raises(type(error)):
@@ -279,7 +279,7 @@ def test_an_acknowledgement_is_not_given_after_a_failure(device: Device) -> None
 # ------------------------------------------------------------------------------------------------------- letting go
 
 
-def test_nothing_is_acknowledged_once_the_log_is_let_go(device: Device) -> None:
+def test_nothing_is_acknowledged_once_the_log_is_released(device: Device) -> None:
     device.commit.reach(device.append())
     late = Acknowledgement("late", device.commit, device.append())
     device.commit.stop("the log was let go")
@@ -301,7 +301,7 @@ def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
 
 
 @pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.forget])
-def test_those_who_wait_when_the_log_is_let_go_are_told(
+def test_waiters_get_an_error_when_the_log_is_released(
     device: Device, let_go: Callable[[GroupCommit, str], Any]
 ) -> None:
     with held(device) as (waiters, row):

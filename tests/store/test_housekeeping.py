@@ -208,7 +208,7 @@ def test_under_load_the_log_is_flushed_every_half_second(subject: Subject) -> No
     assert subject.wakes <= 20, "one a flush, not one an append"
 
 
-def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject) -> None:
+def test_appends_during_a_flush_need_another(subject: Subject) -> None:
     subject.append(ENOUGH)
     subject.appended_during_flush = 100
     subject.run_until(30)
@@ -217,7 +217,7 @@ def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject)
     assert subject.commit.flushed == subject.log.end
 
 
-def test_what_comes_while_retention_works_is_kept_in_mind(subject: Subject) -> None:
+def test_changes_during_retention_are_not_forgotten(subject: Subject) -> None:
     subject.appended_during_expire = 100  # its append checked the alarm while it was off
     due = subject.run()
     assert subject.wakes == 0
@@ -256,7 +256,7 @@ def test_a_clock_that_is_set_back_holds_up_no_flush(subject: Subject) -> None:
     assert subject.commit.flushed == subject.log.end
 
 
-def test_in_sync_what_nobody_waits_for_is_flushed_at_once() -> None:
+def test_sync_flushes_unawaited_appends_immediately() -> None:
     subject = Subject(StoreConfig(durability="sync"))
     subject.run()
     assert subject.append(100)
@@ -324,7 +324,7 @@ def test_an_entry_while_the_alarm_is_off_is_kept_in_mind(subject: Subject) -> No
 
 
 @pytest.mark.parametrize("error", [io_error("flush"), CorruptionError("/index/1", 0, "size", "wrong")])
-def test_a_failed_flush_of_derived_files_is_tried_again(
+def test_a_failed_flush_of_derived_files_is_retried(
     subject: Subject, caplog: pytest.LogCaptureFixture, error: StoreError
 ) -> None:
     subject.append(100, MANY)
@@ -352,7 +352,7 @@ def test_retention_is_asked_at_the_start_and_when_it_wishes(subject: Subject) ->
     assert subject.expired == [0, 3]
 
 
-def test_a_failure_of_retention_is_told_and_tried_again(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_retention_is_logged_and_retried(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     subject.expire_error = io_error("delete")
     subject.append(ENOUGH)
     assert subject.run() == 0.5
@@ -396,7 +396,7 @@ def test_pages_are_made_ready_once(subject: Subject) -> None:
     assert touched <= subject.log.end + (4 << 20)
 
 
-def test_the_producer_wakes_before_he_reaches_what_is_not_ready(subject: Subject) -> None:
+def test_the_producer_wakes_before_unprepared_space(subject: Subject) -> None:
     subject.append(100)
     subject.run()
     while not subject.append(64 << 10):
@@ -417,7 +417,7 @@ def test_the_next_file_is_made_ahead() -> None:
     assert len(subject.log.sequence.starts) == 3
 
 
-def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_preallocation_is_not_a_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     def full(file: File, begin: int, end: int) -> None:
         raise io_error("allocate")
 

@@ -225,7 +225,7 @@ def test_damaged_chains_end_where_they_do_in_4_9(changes: dict[str, int], expect
 
 
 @pytest.mark.parametrize(("number", "previous"), [(3, 4), (1, 4), (1, 3)])
-def test_circles_are_told(number: int, previous: int) -> None:
+def test_circles_are_reported(number: int, previous: int) -> None:
     file = one_file(slots=1)
     for n in range(1, 5):
         file.put(1, n, BEGIN)
@@ -428,7 +428,7 @@ class CountingFiles(MemoryFiles):
             raise StoreIOError(call, path, OSError(28, "No space left on device"))
 
 
-def test_flush_reaches_what_was_written_and_no_more() -> None:
+def test_flush_covers_exactly_what_was_written() -> None:
     files = CountingFiles()
     files.make_folder("/store/index")
     index = open_index(files)
@@ -560,7 +560,7 @@ def test_whoever_dies_between_two_writes_has_a_successor(slots: int, entries: in
 
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (1000, 128)])
-def test_what_died_without_its_header_is_taken_back(slots: int, entries: int) -> None:
+def test_entries_without_their_header_are_removed(slots: int, entries: int) -> None:
     images: list[dict[str, bytes]] = []
     files = WatchedFiles(lambda: images.append(contents(files)))
     index = open_index(files, slots=slots, entries=entries)
@@ -630,7 +630,7 @@ def test_readers_miss_nothing_between_two_writes(slots: int, entries: int) -> No
 
 
 @pytest.mark.usefixtures("_both_ways")
-def test_a_write_that_ends_while_somebody_looks_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """He has seen its slot, and the header as it was before."""
     at_header, go_on = threading.Semaphore(0), threading.Semaphore(0)
     writes = 0

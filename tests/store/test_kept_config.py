@@ -59,7 +59,7 @@ def test_delay_levels_go_along(tmp_path: Path) -> None:
     assert infer_config(str(tmp_path / "store"), DiskFiles()).message_delay_level == StoreConfig().message_delay_level
 
 
-def test_a_broker_gets_what_it_needs(tmp_path: Path) -> None:
+def test_broker_conf_has_all_needed_settings(tmp_path: Path) -> None:
     lines = broker_conf(str(tmp_path), StoreConfig(commitlog_file_size=65_536)).splitlines()
     assert "enablePropertyFilter=true" in lines
     assert "maxMessageSize=65528" in lines
@@ -180,7 +180,7 @@ def test_named_settings_replace_the_kept_ones(caplog: pytest.LogCaptureFixture) 
         MessageStore.open("/store", StoreConfig(max_total_size=1 << 10), files=files)
 
 
-def test_a_configuration_knows_what_was_named() -> None:
+def test_a_configuration_knows_which_settings_were_named() -> None:
     assert StoreConfig(durability="sync").named == {"durability"}
     assert "max_total_size" not in StoreConfig.broker().named
     assert "max_total_size" in StoreConfig.broker(max_total_size=None).named

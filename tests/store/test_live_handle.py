@@ -39,7 +39,7 @@ def test_append_succeeds_where_no_thread_can_be_started(
         assert len(list(store.messages("T"))) == 50
 
 
-def test_queues_of_a_live_store_have_what_was_appended() -> None:
+def test_queues_of_a_live_store_have_all_appends() -> None:
     with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
         for _ in range(5):
             store.append(message())
@@ -48,7 +48,7 @@ def test_queues_of_a_live_store_have_what_was_appended() -> None:
         assert {name: queue.max_offset for name, queue in store.queues.items()} == {("T", 0): 6}
 
 
-def test_a_second_writer_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_second_writer_learns_what_to_do(tmp_path: Path) -> None:
     with (
         MessageStore.open(tmp_path / "s", StoreConfig.tiny()),
         pytest.raises(
@@ -75,7 +75,7 @@ def test_open_waits_for_another_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", [-1, "soon", float("nan"), None])
-def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path, wait: Any) -> None:
+def test_a_wait_that_is_not_a_duration_is_refused(tmp_path: Path, wait: Any) -> None:
     with pytest.raises(ConfigError, match="wait: expected seconds"):
         MessageStore.open(tmp_path / "s", wait=wait)
     assert not (tmp_path / "s").exists()
@@ -86,7 +86,7 @@ def test_a_config_of_another_type_is_named() -> None:
         MessageStore.open("/s", {"max_message_size": 5}, files=MemoryFiles())  # type: ignore[arg-type]
 
 
-def test_the_repr_says_what_a_handle_is_good_for() -> None:
+def test_the_repr_shows_the_state_of_a_handle() -> None:
     files = MemoryFiles()
     with MessageStore.open("/s", StoreConfig.tiny(), files=files) as store:
         assert repr(store) == "<MessageStore '/s': is open for writing>"
@@ -95,7 +95,7 @@ def test_the_repr_says_what_a_handle_is_good_for() -> None:
     assert repr(store) == "<MessageStore '/s': is closed>"
 
 
-def test_a_deletion_by_retention_is_no_write() -> None:
+def test_a_deletion_by_retention_does_not_count_as_a_write() -> None:
     """A producer waits meanwhile for the deletion; a broker does not consider the store stuck."""
     seen: list[bool] = []
 
@@ -182,7 +182,7 @@ BESIDE: dict[str, Callable[[MessageStore], object]] = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_call_beside_a_recovery_waits_for_it(name: str) -> None:
+def test_a_call_during_a_recovery_waits(name: str) -> None:
     files = MeanwhileFiles()
     with MessageStore.open("/s", StoreConfig.tiny(), files=files, background=False) as store:
         for _ in range(5):

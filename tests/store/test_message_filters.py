@@ -256,7 +256,7 @@ def test_the_bitmap_is_looked_at_before_the_log(log_reads: Counter) -> None:
             assert log_reads() == 100
 
 
-def test_a_read_goes_on_behind_what_the_bitmaps_rule_out(log_reads: Counter) -> None:
+def test_a_read_continues_after_messages_excluded_by_bitmaps(log_reads: Counter) -> None:
     with opened(MemoryFiles(), registered("T"), replace(SMALL_EXT, consumequeue_file_size=2000)) as store:
         for number in range(20):
             store.append(priced(60 if number else 7))
@@ -468,7 +468,7 @@ def test_switches_are_true_or_false(name: str) -> None:
         StoreConfig.from_row({name: "yes"})
 
 
-def test_what_is_no_filter() -> None:
+def test_values_that_are_not_filters() -> None:
     with opened(MemoryFiles(), registered("T")) as store:
         with pytest.raises(ConfigError, match="one of tags, sql, registration, predicate"):
             store.matching(tags="a", sql="a = 1")

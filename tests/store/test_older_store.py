@@ -63,7 +63,7 @@ def test_an_older_store_that_was_killed_recovers(older: Path) -> None:
     assert verify(older, CONFIG).sound
 
 
-def test_a_group_goes_on_in_an_older_store(older: Path) -> None:
+def test_a_group_continues_in_an_older_store(older: Path) -> None:
     runner = ManualRunner(ManualClock(LATER_MS))
     seen: list[bytes] = []
     with Broker.open(older, store_config=CONFIG, runner=runner) as broker:

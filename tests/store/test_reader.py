@@ -214,7 +214,7 @@ def test_there_is_nothing_new_without_a_change(pair: Pair) -> None:
     assert not pair.writer.refresh()
 
 
-def test_what_a_writer_left_who_came_and_went_is_seen(pair: Pair) -> None:
+def test_changes_of_a_finished_writer_are_seen(pair: Pair) -> None:
     pair.writer.append(Message("TopicA", b"1", keys="k"))
     pair.writer.close()
     assert pair.reader.read("TopicA", 0, 0).next_offset == 1
@@ -225,7 +225,7 @@ def test_what_a_writer_left_who_came_and_went_is_seen(pair: Pair) -> None:
     assert len(pair.reader.find_by_key("TopicA", "k")) == 2
 
 
-def test_who_goes_through_a_queue_comes_to_its_end_of_now(pair: Pair) -> None:
+def test_an_iteration_ends_at_the_current_end(pair: Pair) -> None:
     """Not to the known end, with which the first messages came."""
     for number in range(3):
         pair.writer.append(Message("TopicA", b"%d" % number))
@@ -244,7 +244,7 @@ def test_messages_and_queues_that_were_given_out_stay(pair: Pair) -> None:
     assert (queue.read(0, 1), log.read(0)) == before
 
 
-def test_only_what_was_asked_for_again_is_read_again(pair: Pair) -> None:
+def test_only_repeated_requests_are_read_again(pair: Pair) -> None:
     """A read that finds messages does not check the lock or the folders."""
 
     class Counted(MemoryFiles):
@@ -313,7 +313,7 @@ def test_a_file_that_is_just_being_made_is_not_there_yet(pair: Pair, kind: str) 
         served(reader)
 
 
-def test_a_wrong_length_is_told(pair: Pair) -> None:
+def test_a_wrong_length_is_reported(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(5), 50)
     pair.files.write(f"{ROOT}/commitlog/{0:020d}", bytes(4097))
     with pytest.raises(CorruptionError):
@@ -370,7 +370,7 @@ def test_a_record_ending_in_zeros_is_served_if_one_follows(fresh: bool) -> None:
     agree(reader, pair.writer)
 
 
-def test_rubbish_behind_the_end_is_no_damage(pair: Pair) -> None:
+def test_rubbish_after_the_end_is_not_damage(pair: Pair) -> None:
     pair.writer.append(Message("TopicA", b"1"))
     end = pair.writer.log.end
     buffer = pair.writer.log.sequence.file(0).buffer
@@ -451,7 +451,7 @@ def late_entries(reader: MessageStore) -> int:
 
 
 @configs
-def test_what_is_held_in_memory_is_bounded(config: StoreConfig) -> None:
+def test_memory_use_is_bounded(config: StoreConfig) -> None:
     config = StoreConfig.tiny(enable_consumequeue_ext=config is SMALL_EXT)
     pair = Pair(config=config)
     most = 0
@@ -489,7 +489,7 @@ def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
     agree(pair.reader, pair.writer)
 
 
-def test_a_queue_that_is_ahead_of_what_is_known_of_the_log(pair: Pair) -> None:
+def test_a_queue_ahead_of_the_known_log(pair: Pair) -> None:
     """It was not used before, and shows no message beyond the known log; none is skipped."""
     for number in range(4):
         pair.writer.append(Message("TopicA", b"%d" % number))
@@ -514,7 +514,7 @@ def test_the_newest_come_first_where_the_number_is_bounded(pair: Pair) -> None:
     assert pair.reader.find_by_key("TopicA", "k", begin_ms=START_MS + 5000) == []
 
 
-def test_a_topic_that_is_made_anew(pair: Pair) -> None:
+def test_a_topic_that_is_recreated(pair: Pair) -> None:
     """A broker deletes a topic's queues, and counts from 0 again."""
     for number in range(30):
         pair.writer.append(Message("TopicA", b"old %d" % number))
@@ -649,7 +649,7 @@ def test_a_reader_that_was_asleep_for_long(pair: Pair) -> None:
     agree(pair.reader, pair.writer)
 
 
-def test_a_log_that_is_cut_beside_the_reader(pair: Pair) -> None:
+def test_a_log_that_is_cut_during_a_read(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(1), 40)
     agree(pair.reader, pair.writer)
     victim = list(pair.writer)[20]
@@ -697,9 +697,7 @@ CRASHES: dict[str, Callable[[Contents], Contents]] = {
 @configs
 @pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
 @pytest.mark.parametrize("what", CRASHES)
-def test_a_reader_shows_what_a_recovery_would_leave(
-    config: StoreConfig, clean: bool, what: str, tmp_path: Path
-) -> None:
+def test_a_reader_shows_the_result_of_a_recovery(config: StoreConfig, clean: bool, what: str, tmp_path: Path) -> None:
     found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
     folder = on_disk(found, tmp_path / "store")
     clock = ManualClock(START_MS + 86_400_000)
@@ -802,7 +800,7 @@ def test_an_error_that_stays_is_raised(pair: Pair) -> None:
     assert 0 < broken.opened < 1000
 
 
-def test_corruption_beside_a_writer_is_raised_once_it_stays(pair: Pair) -> None:
+def test_lasting_corruption_during_writes_is_raised(pair: Pair) -> None:
     for number in range(5):
         pair.writer.append(Message("TopicA", b"%d" % number))
     pair.reader.refresh()
@@ -818,7 +816,7 @@ def test_corruption_beside_a_writer_is_raised_once_it_stays(pair: Pair) -> None:
 # --------------------------------------------------------------------------------------------------------- threads
 
 
-def test_many_threads_read_beside_a_writer(tmp_path: Path) -> None:
+def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
     """Each follows a queue independently: in order, without a hole, without a message twice."""
     folder, count = str(tmp_path / "store"), 4000
     config = StoreConfig.tiny(max_total_size=64 << 20)

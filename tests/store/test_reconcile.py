@@ -159,7 +159,7 @@ def test_a_gap_is_filled_so_that_the_later_keep_their_offsets(parts: Parts) -> N
     parts.settled()
 
 
-def test_a_gap_beyond_reason_begins_the_queue_anew(parts: Parts) -> None:
+def test_a_huge_gap_restarts_the_queue(parts: Parts) -> None:
     for n in (0, 1):
         parts.record(n)
     places = {n: parts.record(n) for n in (10_000_000, 10_000_001)}
@@ -238,7 +238,7 @@ def test_entries_that_no_record_leads_to_are_cut(parts: Parts) -> None:
     parts.settled()
 
 
-def test_zeros_in_a_queue_are_no_entry_of_the_first_record(parts: Parts) -> None:
+def test_zeros_in_a_queue_are_not_an_entry(parts: Parts) -> None:
     """The first file of a queue that begins above 0 never reached the device; the log's first record is its."""
     places = [parts.record(n) for n in range(3, 10)]
     assert places[0] == 0
@@ -318,7 +318,7 @@ ROTTEN: dict[str, Callable[[Parts], None]] = {
 
 
 @pytest.mark.parametrize("what", ROTTEN)
-def test_a_wrong_index_is_made_again(parts: Parts, what: str) -> None:
+def test_a_wrong_index_is_rebuilt(parts: Parts, what: str) -> None:
     places = [parts.record(n) for n in range(10)]
     parts.reconcile()
     ROTTEN[what](parts)

@@ -128,7 +128,7 @@ def test_a_torn_record_ends_the_log() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_later_files_go_with_what_is_cut() -> None:
+def test_later_files_are_deleted_with_a_cut() -> None:
     found = filled(SMALL, 120, clean=False)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
     data = found[paths[-2]]
@@ -240,7 +240,7 @@ def test_later_files_tell_that_the_log_went_on() -> None:
     assert told.value.offset == begin
 
 
-def test_zeros_in_properties_are_no_damage_while_open() -> None:
+def test_zeros_in_properties_are_not_damage_while_open() -> None:
     """After a crash they would be: words that were not written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
@@ -363,7 +363,7 @@ def test_small_queues_are_not_mapped_after_a_kill(tmp_path: Path) -> None:
     assert verify(str(tmp_path), SMALL, DiskFiles()).sound
 
 
-def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
+def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -389,7 +389,7 @@ def test_files_made_ahead_go_with_a_crash_but_for_one() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 2, 4, 7])
-def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> None:
+def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
     """This many of the blank's 8 bytes are there; the sector has the end of the record before it."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
@@ -415,7 +415,7 @@ def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> N
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_an_index_file_that_nobody_vouched_for_is_made_again(full: bool) -> None:
+def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
     """One that is not full, though the checkpoint may say so of one that ended at the same moment; one that ends later.
 
     Entries are counted that did not reach the device.
@@ -461,7 +461,7 @@ def test_the_queue_of_the_last_record_is_missed(config: StoreConfig) -> None:
     [("consumequeue",), ("index",), ("consumequeue", "index"), ("consumequeue", "index", "checkpoint")],
     ids="+".join,
 )
-def test_queues_and_index_are_made_again(config: StoreConfig, clean: bool, gone: tuple[str, ...]) -> None:
+def test_queues_and_index_are_rebuilt(config: StoreConfig, clean: bool, gone: tuple[str, ...]) -> None:
     found = filled(config, 80, seed=4, clean=clean)
     left = {path: data for path, data in found.items() if not path.startswith(gone)}
     files = in_memory(left)
@@ -557,7 +557,7 @@ def test_a_clean_store_is_not_walked_again() -> None:
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
-def test_an_index_header_torn_at_its_first_entry_is_told(words: int) -> None:
+def test_an_index_header_torn_at_its_first_entry_is_reported(words: int) -> None:
     """It says that the record is indexed, or when, and counts no entry."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -652,9 +652,7 @@ def spoil_header(data: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("which", [0, -1])
-def test_thorough_recovery_remakes_what_cannot_be_opened(
-    part: str, spoil: Callable[[bytes], bytes], which: int
-) -> None:
+def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[[bytes], bytes], which: int) -> None:
     """A thorough recovery rebuilds what can't be opened."""
     found = filled(SMALL_EXT, 80, seed=6)
     wanted = records_of(found, SMALL_EXT)
@@ -802,7 +800,7 @@ def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
     assert files.size(f"{ROOT}/{paths[1]}") == 0
 
 
-def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
+def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
     """A rebuild of the index meets damage in an old log file: opening reports it, recovering cuts."""
     found = filled(SMALL, 120)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
@@ -892,7 +890,7 @@ def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{cut.bytes} bytes were cut from {cut.offset} on" in warning
 
 
-def test_what_was_prepared_before_a_recovery_goes_to_its_queue() -> None:
+def test_messages_prepared_before_a_recovery_are_queued() -> None:
     with opened(MemoryFiles()) as store:
         for number in range(5):
             store.append(Message("TopicA", b"%d" % number))

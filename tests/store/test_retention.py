@@ -176,7 +176,7 @@ def test_a_file_is_walked_through_only_where_nothing_else_tells(monkeypatch: pyt
     assert walks == [FILE]
 
 
-def test_a_damaged_record_in_an_old_file_is_no_hindrance() -> None:
+def test_a_damaged_record_in_an_old_file_does_not_matter() -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept(by_files(at, at + DAY, at + DAY))
     second = list(kept.store)[1].physical_offset
@@ -199,7 +199,7 @@ def test_a_file_of_unknown_age_goes_by_size_and_by_force_only() -> None:
 
 
 @pytest.mark.parametrize("stored", [(1 << 63) - 1, -1, -(1 << 63), 253_402_300_800_000])
-def test_a_time_that_can_not_be_is_no_error(stored: int) -> None:
+def test_an_impossible_time_is_not_an_error(stored: int) -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept(by_files(at, at, at))
     first = kept.store.log.sequence.file(0).buffer
@@ -454,7 +454,7 @@ def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
 # ----------------------------------------------------------------------------------------------------- remaining files
 
 
-def test_the_newest_file_stays_whatever_happens() -> None:
+def test_the_newest_file_always_stays() -> None:
     config = replace(SMALL, max_total_size=FILE, delete_when="0")
     kept = Kept(by_files(MIDNIGHT), config)
     ratio(kept, 0.99)
@@ -537,7 +537,7 @@ def test_a_queue_whose_messages_are_all_gone_keeps_its_offsets(config: StoreConf
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_readers_go_on_in_what_they_hold(tmp_path: Path, on_disk: bool) -> None:
+def test_readers_continue_in_held_files(tmp_path: Path, on_disk: bool) -> None:
     kept = Kept(
         by_files(*[MIDNIGHT] * 4), files=DiskFiles() if on_disk else None, path=str(tmp_path / "s") if on_disk else ROOT
     )
@@ -571,7 +571,7 @@ def test_manual_expiry_does_not_wait_for_the_hour() -> None:
     assert kept.log_files == [3]
 
 
-def test_what_has_not_reached_the_device_stays() -> None:
+def test_unflushed_files_stay() -> None:
     settled = [2 * FILE]
     config = replace(SMALL, max_total_size=FILE)
     kept = Kept(by_files(*[MIDNIGHT] * 4), config, settled=lambda: settled[0])
@@ -656,7 +656,7 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
     assert lock.taken == 20 + 1 + len(kept.store.queues) + 1  # each file, the list of queues, each queue, the index
 
 
-def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
+def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
     """Nothing is lost beside it, no reader fails, and the size is kept."""
     config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
@@ -715,7 +715,7 @@ def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for e
 
 @pytest.mark.parametrize("call", ["used_ratio", "delete", "flush_folder", "flush"])
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_call_that_fails_is_told_and_made_again(call: str, number: int) -> None:
+def test_a_failed_call_is_logged_and_retried(call: str, number: int) -> None:
     disk = MemoryFiles()
     files = FailingFiles(disk)
     config = replace(SMALL, max_total_size=2 * FILE)
@@ -867,7 +867,7 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
     assert images >= len(moments)
 
 
-def test_the_first_run_removes_what_a_dead_process_left() -> None:
+def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
     """What a dead process left of queues and index goes with the first run."""
     kept = Kept(by_files(*[MIDNIGHT] * 30))
     kept.store.log.delete_before(20 * FILE)

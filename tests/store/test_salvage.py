@@ -142,7 +142,7 @@ def test_a_stretch_of_zeros_is_a_gap() -> None:
     assert [(gap.physical_offset, gap.size) for gap in gaps(files)] == [(hit.physical_offset, hit.size)]
 
 
-def test_missing_or_cut_files_cost_what_they_contained() -> None:
+def test_missing_or_cut_files_lose_only_their_content() -> None:
     """Files that are missing or cut short cost no more than they held."""
     found = store_of(120)
     whole = saved(in_memory(found))
@@ -165,7 +165,7 @@ def test_a_record_that_names_another_place_is_put_right() -> None:
     assert saved(in_memory(spoilt))[record.physical_offset] == record
 
 
-def test_what_only_looks_like_a_record_is_not_found() -> None:
+def test_bytes_that_look_like_a_record_are_not_found() -> None:
     """A whole record inside of the body of a damaged one: it has another place."""
     files = MemoryFiles()
     with opened(files) as store:
@@ -185,7 +185,7 @@ def test_what_only_looks_like_a_record_is_not_found() -> None:
     assert salvage.find_record(sequence, last.physical_offset + 1) is None
 
 
-def test_what_is_no_store_is_refused() -> None:
+def test_folders_that_are_not_stores_are_refused() -> None:
     with pytest.raises(NotAStoreError):
         list(salvage.records("/nowhere", MemoryFiles()))
 
@@ -200,7 +200,7 @@ def damaged_in_the_middle(seed: int = 1) -> tuple[Contents, int]:
     return change(found, record.physical_offset + BODY_AT, b"\xff\x00\xff"), record.physical_offset
 
 
-def test_what_is_cut_is_kept() -> None:
+def test_cut_bytes_are_kept() -> None:
     found, place = damaged_in_the_middle()
     files = in_memory(found)
     before = list(salvage.records(ROOT, files))
@@ -219,7 +219,7 @@ def test_what_is_cut_is_kept() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_what_was_kept_goes_beside_what_comes_in_its_place() -> None:
+def test_kept_cuts_are_returned_with_new_records() -> None:
     found, place = damaged_in_the_middle()
     files = in_memory(found)
     whole = {item.raw for item in saved(files).values()}
@@ -298,7 +298,7 @@ def test_manifests_of_any_kind_do_no_harm() -> None:
     assert len(salvage.kept(ROOT, files)) == 1
 
 
-def test_what_a_copy_left_that_was_cut_off_is_removed() -> None:
+def test_leftovers_of_an_interrupted_copy_are_removed() -> None:
     found, place = damaged_in_the_middle()
     files = in_memory({**found, f"{SALVAGE}/{place:020d}-1.part/{place:020d}": b"half"})
     assert salvage.kept(ROOT, files) == []
@@ -494,7 +494,7 @@ def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
     assert saved(files) == whole
 
 
-def test_an_open_store_cuts_when_it_is_told_to() -> None:
+def test_an_open_store_cuts_on_demand() -> None:
     files = in_memory(store_of(80, 5))
     with opened(files) as store:
         record = with_body(files, last=4)
@@ -530,7 +530,7 @@ def test_a_linked_file_is_copied_before_it_is_changed(on_disk: bool, tmp_path: P
     assert {entry.name for entry in files.list(os.path.dirname(folder))} == {"b", "commitlog"}
 
 
-def test_cutting_and_mending_leave_what_shares_the_file() -> None:
+def test_cutting_and_repairing_spare_linked_files() -> None:
     """The log's oldest files have another name each, as in a snapshot."""
     found = store_of(120)
     record = with_body(in_memory(found), last=60)
@@ -549,7 +549,7 @@ def test_cutting_and_mending_leave_what_shares_the_file() -> None:
         assert contents(files, "/other") == before
 
 
-def test_filling_goes_on_after_a_cut() -> None:
+def test_filling_continues_after_a_cut() -> None:
     found, _ = damaged_in_the_middle(seed=3)
     files = in_memory(found)
     clock = ManualClock(START_MS + 10**9)
@@ -560,7 +560,7 @@ def test_filling_goes_on_after_a_cut() -> None:
 
 
 @pytest.mark.parametrize("start", [1 << 63, 10**20 - 65_536])
-def test_a_log_file_named_beyond_what_a_position_holds_is_a_gap(start: int) -> None:
+def test_a_log_file_with_an_impossible_position_is_a_gap(start: int) -> None:
     """Repair 4: no record can be there."""
     found = store_of(5)
     name = next(path for path in found if path.startswith("commitlog/"))

@@ -225,7 +225,7 @@ def test_without_links_all_is_copied(code: int) -> None:
 
 
 @configs
-def test_writers_go_on_meanwhile(config: StoreConfig) -> None:
+def test_writers_continue_meanwhile(config: StoreConfig) -> None:
     files = MemoryFiles()
     store = opened(files, config)
     acknowledged: list[tuple[int, bytes]] = []
@@ -277,7 +277,7 @@ with MessageStore.open(sys.argv[1], config) as store:
 
 @pytest.mark.platform
 @pytest.mark.skipif("sys.platform == 'win32'", reason="files in use can't be opened there")
-def test_another_process_goes_on_writing(tmp_path: Path) -> None:
+def test_another_process_continues_writing(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     assert librmq.__file__ is not None
     environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
@@ -325,7 +325,7 @@ class Expiring(MemoryFiles):
 
 @configs
 @pytest.mark.parametrize("nth", some(range(1, 12)))
-def test_retention_goes_on_meanwhile(config: StoreConfig, nth: int) -> None:
+def test_retention_continues_meanwhile(config: StoreConfig, nth: int) -> None:
     files = Expiring()
     files.make_folder(ROOT)
     for path, data in filled(config, 200).items():
@@ -343,7 +343,7 @@ def test_retention_goes_on_meanwhile(config: StoreConfig, nth: int) -> None:
         served(copy)
 
 
-def test_a_handle_that_only_reads_looks_anew() -> None:
+def test_a_read_only_handle_looks_again() -> None:
     files = MemoryFiles()
     with opened(files) as store:
         store.append(Message("T", b"1"))
@@ -420,7 +420,7 @@ def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "store"]
 
 
-def test_only_what_a_dead_process_left_is_removed() -> None:
+def test_only_leftovers_of_a_dead_process_are_removed() -> None:
     """What a process left that died is removed and what grows is not."""
     files = in_memory(filled(SMALL, 40))
     files.make_folder(f"{TARGET}.part/commitlog")
@@ -451,7 +451,7 @@ def test_of_a_damaged_log_no_snapshot_is_made(which: int, in_use: bool) -> None:
     store.close()
 
 
-def test_a_log_file_of_a_wrong_length_is_told_by_its_name() -> None:
+def test_a_log_file_of_a_wrong_length_is_reported_by_its_name() -> None:
     found = filled(SMALL, 60)
     path = f"commitlog/{4096:020d}"
     data = found[path]
@@ -539,7 +539,7 @@ def test_queue_offsets_stay_where_they_can() -> None:
     }
 
 
-def test_cut_records_come_behind_those_that_took_their_place() -> None:
+def test_cut_records_follow_their_replacements() -> None:
     files = MemoryFiles()
     with opened(files) as store:
         bodies = [b"%d" % n * 30 for n in range(10)]
@@ -597,7 +597,7 @@ def test_a_store_on_disk(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "new")).sound
 
 
-def test_filling_a_restored_store_goes_on() -> None:
+def test_filling_a_restored_store_continues() -> None:
     files = in_memory(filled(SMALL, 80))
     snapshot(ROOT, TARGET, files=files)
     restore(TARGET, "/back", files=files)

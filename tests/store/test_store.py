@@ -137,7 +137,7 @@ LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
 
 @pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
 @pytest.mark.parametrize("breach", LIMITS)
-def test_what_breaks_a_limit_is_refused_before_writing(files: MemoryFiles, breach: str, used: int) -> None:
+def test_a_message_beyond_a_limit_is_refused_unwritten(files: MemoryFiles, breach: str, used: int) -> None:
     store = opened(files)
     if used:
         size = store.append(Message("TopicA", b"x")).size
@@ -171,7 +171,7 @@ def test_what_breaks_a_limit_is_refused_before_writing(files: MemoryFiles, breac
     ],
     ids=["topic", "topic of 126 bytes", "body", "record", "longest record"],
 )
-def test_what_just_fits_is_taken(files: MemoryFiles, message: Message, size: int) -> None:
+def test_values_at_the_limit_are_accepted(files: MemoryFiles, message: Message, size: int) -> None:
     with opened(files) as store:
         result = store.append(message, (1 << 31) - 1)
         assert result.size == size
@@ -245,7 +245,7 @@ def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_records_are_written_before_what_is_derived() -> None:
+def test_records_are_written_before_derived_data() -> None:
     """No prefix of the writes has an entry or a key without its record."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
@@ -296,7 +296,7 @@ class ByTag:
         return message.tags == self.tag
 
 
-def test_a_filtered_read_goes_on_behind_what_it_looked_at(files: MemoryFiles) -> None:
+def test_a_filtered_read_continues_after_the_checked_messages(files: MemoryFiles) -> None:
     with opened(files) as store:
         for n in range(8):
             store.append(Message("T", bytes([n]), tags="Aa" if n % 3 == 0 else "BB"))  # codes collide
@@ -544,7 +544,7 @@ def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> N
     store.close()
 
 
-def test_opening_after_a_kill_maps_what_is_not_vouched_for() -> None:
+def test_opening_after_a_kill_maps_uncovered_files() -> None:
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -699,7 +699,7 @@ def test_a_new_store_is_a_store(files: MemoryFiles) -> None:
 
 
 @configs
-def test_sizes_are_told_by_the_files(config: StoreConfig) -> None:
+def test_sizes_are_inferred_from_the_files(config: StoreConfig) -> None:
     found = filled(config, 60)
     with MessageStore.open(ROOT, files=in_memory(found)) as store:
         for name in ("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "max_index_num"):
@@ -707,7 +707,7 @@ def test_sizes_are_told_by_the_files(config: StoreConfig) -> None:
 
 
 @pytest.mark.parametrize("queue_id", [True, 1.0, "1", None, -1, 1 << 31])
-def test_what_is_no_queue_id_is_refused_and_leaves_nothing(queue_id: Any) -> None:
+def test_an_invalid_queue_id_is_refused_without_a_trace(queue_id: Any) -> None:
     files = MemoryFiles()
     with opened(files, SMALL) as store:
         with pytest.raises(MessageIllegalError, match="queue id"):
@@ -786,7 +786,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: Stor
 
 
 @pytest.mark.parametrize("call", ["flush", "flush_folder", "write", "list", "lock", "open"])
-def test_errors_of_the_system_are_told(call: str) -> None:
+def test_errors_of_the_system_are_reported(call: str) -> None:
     files = FailingFiles(in_memory(filled(SMALL, 40)))
     files.fail(call, 1, errno.EIO)
 

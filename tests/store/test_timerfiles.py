@@ -52,9 +52,7 @@ changes = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(changes=changes, cut=st.sampled_from([None, *FILES]), length=st.integers(0, 500))
-def test_anything_is_refused_or_gone_on_with(
-    changes: list[tuple[str, int, bytes]], cut: str | None, length: int
-) -> None:
+def test_any_file_is_refused_or_continued(changes: list[tuple[str, int, bytes]], cut: str | None, length: int) -> None:
     found = dict(STORED)
     for name, at, data in changes:
         before = found[name] or b""

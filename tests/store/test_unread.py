@@ -22,7 +22,7 @@ class OpenHalves:
         raise AssertionError
 
 
-def test_what_is_unread_before_a_hole_is_found() -> None:
+def test_unread_messages_before_a_hole_are_found() -> None:
     """Recovery fills a lost place of a queue with an entry of offset 0, which is not a place in the log."""
     with ConsumeQueue.open("/q", 400, files=MemoryFiles(), writable=True) as queue:
         places = (1000, 100), (0, HOLE_SIZE), (1300, 100)

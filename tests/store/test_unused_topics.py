@@ -40,7 +40,7 @@ LEFT = [("Mixed", 0), ("New", 0), ("SCHEDULE_TOPIC_XXXX", 5)]
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
-def test_what_the_log_has_no_message_of_is_deleted(config: StoreConfig) -> None:
+def test_queues_without_messages_in_the_log_are_deleted(config: StoreConfig) -> None:
     files = MemoryFiles()
     store = filled(config, files)
     assert store.clean_unused_topics({"New", "Mixed", "Old", "Older"}) == []
@@ -78,7 +78,7 @@ def test_a_queue_that_was_deleted_starts_at_0(ends: str) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_who_has_looked_the_queue_up_before_sees_an_empty_one() -> None:
+def test_earlier_holders_of_the_queue_see_it_empty() -> None:
     files = MemoryFiles()
     store = filled(SMALL, files)
     reader = MessageStore.open(ROOT, SMALL, files=files, read_only=True)
@@ -123,7 +123,7 @@ def test_a_broker_deletes_queues_of_unknown_topics() -> None:
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
 
 
-def test_what_is_deleted_is_forgotten_though_a_disk_refuses() -> None:
+def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
     """If the disk refuses on the way, deleted queues are forgotten nevertheless."""
 
     class Refuses(MemoryFiles):

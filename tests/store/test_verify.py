@@ -95,7 +95,7 @@ def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> 
 
 
 @pytest.mark.parametrize(("begin", "length"), [(16, 4), (40, 8), (48, 8), (64, 8), (72, 4), (76, 8)])
-def test_what_can_not_be_known_is_said(found: Contents, begin: int, length: int) -> None:
+def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> None:
     """Flag, born time, hosts, reconsume times, prepared offset."""
     data = found[LOG]
     assert data is not None
@@ -146,14 +146,14 @@ def test_a_store_without_a_checkpoint(found: Contents) -> None:
 @pytest.mark.parametrize(
     "gone", [T, U, "consumequeue/T/0", "consumequeue/T", "consumequeue", "index", f"consumequeue/{SCHEDULE_TOPIC}"]
 )
-def test_what_is_missing(found: Contents, gone: str) -> None:
+def test_missing_requirements_are_named(found: Contents, gone: str) -> None:
     left = {path: data for path, data in found.items() if path != gone and not path.startswith(gone + "/")}
     verdict = judged(left)
     assert not verdict.sound
     assert {kind for _, _, kind in places(verdict)} == {"missing"}
 
 
-def test_what_is_ahead(found: Contents) -> None:
+def test_queues_ahead_of_the_log(found: Contents) -> None:
     files = in_memory(found)
     with opened(files) as store:
         store.append(Message("T", b"later", keys="k9"))
@@ -192,13 +192,13 @@ def test_files_of_another_length(found: Contents, path: str, change: int) -> Non
     assert any(name == path and kind == "size" for name, _, kind in places(verdict))
 
 
-def test_an_abort_marker_alone_is_told_and_sound(found: Contents) -> None:
+def test_an_abort_marker_alone_is_reported_and_sound(found: Contents) -> None:
     verdict = judged({**found, "abort": b""})
     assert verdict.sound
     assert any("abort" in note for note in verdict.notes)
 
 
-def test_beside_a_writer_what_is_behind_is_no_damage() -> None:
+def test_queues_behind_an_active_writer_are_not_damage() -> None:
     files = MemoryFiles()
     store = opened(files)
     store.append(Message("T", b"x", keys="k"))
@@ -211,7 +211,7 @@ def test_beside_a_writer_what_is_behind_is_no_damage() -> None:
 
 
 @pytest.mark.parametrize("left", [[], ["config/topics.json"], ["consumequeue/T/0/x"]])
-def test_what_is_no_store(left: list[str]) -> None:
+def test_folders_that_are_not_stores(left: list[str]) -> None:
     with pytest.raises(NotAStoreError):
         verify(ROOT, SMALL, in_memory(dict.fromkeys(left, b"x")))
 
@@ -220,7 +220,7 @@ def test_an_empty_log_is_sound() -> None:
     assert verify(ROOT, SMALL, in_memory({"commitlog": None})).sound
 
 
-def test_a_topic_that_was_made_anew_is_sound() -> None:
+def test_a_recreated_topic_is_sound() -> None:
     """Deleted and made again: two generations of queue offsets are in the log, the queue has the later."""
     files = MemoryFiles()
     for turn, count in enumerate((5, 3)):

@@ -82,7 +82,7 @@ def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
         (LookupError("otherwise"), "on disk the same schedule fails in another way: LookupError: otherwise"),
     ],
 )
-def test_what_came_of_the_shortest_schedule_on_disk_is_told(on_disk: Exception | None, said: str) -> None:
+def test_the_result_of_the_schedule_on_disk_is_reported(on_disk: Exception | None, said: str) -> None:
     folders: list[str] = []
 
     def test(rmq: Kit) -> None:
@@ -128,7 +128,7 @@ def booking(rmq: Kit) -> list[bytes]:
     return booked
 
 
-def test_what_needs_a_fault_and_a_pause_is_found() -> None:
+def test_a_bug_that_needs_a_fault_and_a_pause_is_found() -> None:
     def test(rmq: Kit) -> None:
         booked = booking(rmq)
         for order in (b"o-1", b"o-2"):
@@ -201,7 +201,7 @@ def test_schedules_are_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["rmq1-", "rmq1-????", "rmq1-" + "A" * 50, "[1]", '{"decisions": 3}', "none.json"])
-def test_what_is_no_schedule_is_refused(text: str) -> None:
+def test_an_invalid_schedule_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="schedule: expected a seed"):
         decode_schedule(text)
 
@@ -250,7 +250,7 @@ def test_a_schedule_survives_an_edit_of_the_test() -> None:
     assert again.found.decisions == result.found.decisions
 
 
-def test_a_failure_of_the_usual_schedule_is_told_as_such() -> None:
+def test_a_failure_of_the_usual_schedule_is_named_as_such() -> None:
     def test(rmq: Kit) -> None:
         raise AssertionError("always")
 
@@ -289,7 +289,7 @@ def test_a_lock_held_over_a_pause_is_noticed() -> None:
     assert not explorer[0].trace.replayable
 
 
-def test_what_is_no_exception_is_raised_where_the_test_runs() -> None:
+def test_a_base_exception_is_raised_in_the_test() -> None:
     def test(rmq: Kit) -> None:
         rmq.consumer("billing").subscribe("orders")(lambda message: pytest.fail("from a listener"))
         rmq.producer().send("orders", b"x")

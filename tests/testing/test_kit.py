@@ -77,7 +77,7 @@ def test_a_listeners_exception_fails_with_its_traceback() -> None:
     assert "failed: ValueError(\"no b'x'\")" in history
 
 
-def test_asking_for_a_retry_is_no_failure(rmq: Kit) -> None:
+def test_requesting_a_retry_is_not_a_failure(rmq: Kit) -> None:
     times: list[int] = []
 
     @rmq.consumer("billing").subscribe("orders")
@@ -95,7 +95,7 @@ def test_asking_for_a_retry_is_no_failure(rmq: Kit) -> None:
     assert [one.outcome for one in rmq.delivered("billing")] == ["later", "later", "returned"]
 
 
-def test_a_failure_is_told_once_and_the_rest_goes_on() -> None:
+def test_a_failure_is_logged_once_and_the_rest_continues() -> None:
     with Kit() as rmq:
         consumer = rmq.consumer("billing")
         seen: list[bytes] = []
@@ -115,7 +115,7 @@ def test_a_failure_is_told_once_and_the_rest_goes_on() -> None:
         assert seen == [b"1", b"2", b"1"]
 
 
-def test_an_endless_loop_is_told_with_what_keeps_it_busy() -> None:
+def test_an_endless_loop_is_reported_with_its_cause() -> None:
     with pytest.raises(EndlessLoopError) as caught, Kit() as rmq:  # noqa: PT012
         for group, topic, then in (("billing", "orders", "payments"), ("shipping", "payments", "orders")):
             consumer = rmq.consumer(group)
@@ -128,7 +128,7 @@ def test_an_endless_loop_is_told_with_what_keeps_it_busy() -> None:
     assert "more" in caught.value.__notes__[-1]  # the history is cut
 
 
-def test_many_messages_are_no_endless_loop(rmq: Kit) -> None:
+def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
     rmq.consumer("copy").subscribe("orders")(lambda message: rmq.producer().send("copies", message.body))
     for number in range(1_100):
         rmq.producer().send("orders", b"%d" % number)
@@ -382,7 +382,7 @@ def test_a_crash_ends_coroutines_where_they_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_what_a_process_can_not_do(rmq: Kit) -> None:
+def test_operations_that_a_process_refuses(rmq: Kit) -> None:
     def setup(process: Process) -> None:
         process.consumer("billing").subscribe("orders")(lambda message: rmq.restart(shop))
 
@@ -502,7 +502,7 @@ def application(route: Route) -> PushConsumer:
     return consumer.start()
 
 
-def test_what_takes_a_broker_takes_a_process(rmq: Kit) -> None:
+def test_a_process_is_accepted_as_a_broker(rmq: Kit) -> None:
     shop = rmq.app("shop", application)
     rmq.producer().send("orders", b"x")
     rmq.run_until_idle()
@@ -511,7 +511,7 @@ def test_what_takes_a_broker_takes_a_process(rmq: Kit) -> None:
     assert [one.process for one in rmq.delivered("billing")] == ["shop", "shop~2"]
 
 
-def test_its_failures_fail_the_test_unless_told_not_to() -> None:
+def test_failures_fail_the_test_unless_switched_off() -> None:
     def broken(route: Route) -> PushConsumer:
         consumer = PushConsumer(route, "billing")
         consumer.subscribe("orders")(always_fails)
@@ -592,7 +592,7 @@ def test_a_transaction_whose_end_is_lost_is_asked_about(rmq: Kit) -> None:
     assert "ends a transaction: rollback" in str(rmq.history())
 
 
-def test_what_a_check_raises_fails_the_test() -> None:
+def test_an_error_of_a_check_fails_the_test() -> None:
     def check(message: CheckedMessage) -> None:
         raise ValueError("no table")
 
@@ -633,7 +633,7 @@ def test_settings_of_the_broker() -> None:
         rmq.producer().send("orders", b"x")
 
 
-def test_work_that_does_not_end_is_told() -> None:
+def test_work_that_does_not_end_is_reported() -> None:
     async def test() -> None:
         never = asyncio.Event()
 
@@ -699,7 +699,7 @@ def test_a_subscription_that_matched_nothing(
     assert said in caught.value.__notes__[-1]
 
 
-def test_what_was_read_is_no_message_left_behind(rmq: Kit) -> None:
+def test_messages_that_were_read_do_not_count_as_unread(rmq: Kit) -> None:
     """Where a subscription matches some, the others are meant to be dropped; what applications send is their result."""
     rmq.consumer("billing").subscribe("orders", tags="paid")(lambda message: None)
 
@@ -737,7 +737,7 @@ def test_a_group_that_no_consumer_has(rmq: Kit, question: str) -> None:
         getattr(rmq, question)("biling")
 
 
-def test_what_was_not_awaited_is_noticed() -> None:
+def test_unawaited_calls_are_noticed() -> None:
     async def sends_nothing() -> None:
         with Kit() as rmq:
             rmq.producer().send_async("orders", b"x")  # type: ignore[unused-coroutine]

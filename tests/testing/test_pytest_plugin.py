@@ -96,7 +96,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     run(pytester, "-k", "orders", f"--rmq-seed={seed[0]}").assert_outcomes(passed=1, deselected=1)
 
 
-def test_ordinary_failures_show_what_happened(pytester: pytest.Pytester) -> None:
+def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest

@@ -43,7 +43,7 @@ def errors_of_pyright(files: Iterable[Path], folder: Path, **settings: object) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed: pip install 'librmq[dev]'")
-def test_pyright_finds_what_mypy_finds(tmp_path: Path) -> None:
+def test_pyright_agrees_with_mypy(tmp_path: Path) -> None:
     files = [Path(__file__).with_name(name) for name in ("api.py", "clients.py")]
     found = errors_of_pyright(
         files,

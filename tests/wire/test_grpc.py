@@ -120,7 +120,7 @@ def test_filters_by_tag_and_by_property(stub: Stub) -> None:
     assert stub.receive("t", "g3", filter_expression=bad)[0] in (40010, 50001)
 
 
-def test_changed_time_lets_it_come_again(stub: Stub) -> None:
+def test_changed_time_makes_it_visible_again(stub: Stub) -> None:
     stub.send(message("t"))
     _, (found,) = stub.receive("t")
     handle = found.system_properties.receipt_handle
@@ -200,7 +200,7 @@ def test_topic_that_two_clients_ask_for_is_made_once(broker: Broker, monkeypatch
         assert list(queue.accept_message_types) == [2]
 
 
-def test_batch_that_fails_midway_tells_what_is_stored(
+def test_batch_that_fails_midway_reports_stored_messages(
     stub: Stub, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = broker.call
@@ -317,21 +317,21 @@ def test_settings_of_a_producer_are_completed(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_on"), [("5.1.0", True), ("5.0.9", True), ("5.1.1", False), ("5.1.2", False)])
-def test_old_python_push_consumers_are_told_to_measure(server: GrpcServer, version: str, is_on: bool) -> None:
+def test_old_python_push_consumers_are_asked_to_measure(server: GrpcServer, version: str, is_on: bool) -> None:
     settings = consumer_settings("g", 2)
     settings.user_agent.language = 6
     with Stub(server.address, x_mq_client_version=version) as stub:
         assert next(stub.telemetry(settings)).settings.metric.on is is_on
 
 
-def test_node_is_told_delays_that_it_knows(stub: Stub) -> None:
+def test_node_gets_delays_that_it_knows(stub: Stub) -> None:
     settings = consumer_settings("g", 2)
     settings.user_agent.language = 8
     policy = next(stub.telemetry(settings)).settings.backoff_policy
     assert policy.WhichOneof("strategy") == "exponential_backoff"
 
 
-def test_node_is_told_its_settings_twice(stub: Stub) -> None:
+def test_node_gets_its_settings_twice(stub: Stub) -> None:
     """It drops them while it asks for the routes of its topics, and then waits for minutes."""
     settings = producer_settings("t", "u")
     settings.user_agent.language = 8
@@ -432,7 +432,7 @@ def test_closed_server_leaves_no_clients(broker: Broker) -> None:
         assert broker.clients() == ()
 
 
-def test_error_in_a_report_is_no_concern_of_the_client(broker: Broker) -> None:
+def test_error_in_a_report_does_not_reach_the_client(broker: Broker) -> None:
     def fails(*_: object) -> None:
         raise BrokenPipeError
 
@@ -528,7 +528,7 @@ def received(service: Service) -> list[tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_messages_that_do_not_reach_their_client_come_again(kit: Kit, service: Service, frames: int) -> None:
+def test_undelivered_messages_are_delivered_again(kit: Kit, service: Service, frames: int) -> None:
     answers: Any = service.receives.receive_message(receive_request(), Call())
     for _ in range(frames):  # the status, then a message that is sent once the next is asked for
         next(answers)
@@ -555,7 +555,7 @@ def test_client_gone_in_its_receive_has_nothing_renewed(kit: Kit, service: Servi
     assert len(service.receives.renewals) == 0  # no later end of the client would end them
 
 
-def test_closed_server_gives_back_what_push_consumers_have(kit: Kit, service: Service) -> None:
+def test_closed_server_returns_messages_of_push_consumers(kit: Kit, service: Service) -> None:
     service.sessions.take_settings("c", consumer_settings("g", 2), "5.1.2", Commands())
     frames = service.receives.receive_message(receive_request(auto_renew=True), Call())
     assert len(list(frames)) == 4

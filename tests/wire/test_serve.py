@@ -98,7 +98,7 @@ def test_signal_ends_it_with_a_sound_store(
     assert not verify(tmp_path / "store").damage
 
 
-def test_lines_tell_who_comes_and_goes(serving: subprocess.Popen[str]) -> None:
+def test_lines_report_connecting_and_leaving_clients(serving: subprocess.Popen[str]) -> None:
     connect(ready(serving), "c")
     assert serving.stdout is not None
     lines = [json.loads(serving.stdout.readline()) for _ in range(2)]

@@ -25,7 +25,7 @@ def served(rmq_grpc: ServedKit) -> ServedKit:
     return rmq_grpc
 
 
-def test_unacknowledged_message_comes_again_as_time_is_moved(served: ServedKit) -> None:
+def test_unacknowledged_message_returns_as_time_moves(served: ServedKit) -> None:
     with Stub(served.address) as stub:
         stub.send(message("t", b"a"))
         assert len(stub.receive("t")[1]) == 1
@@ -77,7 +77,7 @@ def test_late_answer_comes_when_time_is_moved(served: ServedKit) -> None:
         assert sent.result(10).status.code == 20000
 
 
-def test_cut_connection_lets_messages_come_again(served: ServedKit) -> None:
+def test_messages_of_a_cut_connection_are_delivered_again(served: ServedKit) -> None:
     with Stub(served.address) as stub:
         stub.send(message("t", b"a"))
         assert len(stub.receive("t")[1]) == 1
