@@ -11,7 +11,15 @@ from librmq.broker.context import BrokerContext
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
-from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
+from librmq.protocol import (
+    CleanUnusedTopics,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    QueryMessages,
+    SetGroup,
+    ViewMessage,
+)
 from librmq.scheduling.relay import HOP_TOPIC
 
 __all__ = ["Administration"]
@@ -54,6 +62,12 @@ class Administration:
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
         self._groups.set(request.group, request.retry_max_times, request.is_ordered)
+
+    def delete_group(self, request: DeleteGroup) -> None:
+        """Delete a consumer group, with its progress if that is asked for."""
+        self._groups.delete(request.group)
+        if request.removes_progress:
+            self._offsets.forget_group(request.group)
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """Return the message at a physical offset."""

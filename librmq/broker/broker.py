@@ -50,6 +50,7 @@ from librmq.protocol import (
     CleanUnusedTopics,
     CopiedTables,
     CreateTopic,
+    DeleteGroup,
     DeleteTopic,
     Endpoint,
     InstanceState,
@@ -283,6 +284,14 @@ class Broker:
         until the earlier ones are acknowledged or visible again. None keeps the group's setting.
         """
         self.call(SetGroup(group, retry_max_times, is_ordered))
+
+    def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
+        """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
+
+        Raises:
+            BrokerError: there is no such group.
+        """
+        self.call(DeleteGroup(group, not keep_progress))
 
     def topics(self) -> dict[str, QueueData]:
         """Return all topics by name, including the broker's own."""

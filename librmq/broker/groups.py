@@ -113,3 +113,12 @@ class Groups:
         self._save(self._table, self._now_ms())
         found = self.known[name] = self._group(name)
         return found
+
+    def delete(self, name: str) -> None:
+        """Delete a group; `BrokerError` if it does not exist or is the broker's own."""
+        if name in _BROKERS_OWN:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {name!r} is the broker's own")
+        if self.known.pop(name, None) is None:
+            raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
+        self._table.remove(name)
+        self._save(self._table, self._now_ms())

@@ -29,6 +29,7 @@ from librmq.protocol import (
     ConsumerIds,
     CopyTables,
     CreateTopic,
+    DeleteGroup,
     DeleteTopic,
     DescribeLog,
     EndTransaction,
@@ -138,6 +139,7 @@ class Handlers:
         answer(DeleteTopic, durable(administration.delete_topic))
         answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
         answer(SetGroup, durable(administration.set_group))
+        answer(DeleteGroup, durable(administration.delete_group))
         answer(ViewMessage, administration.view_message)
         answer(QueryMessages, administration.query_messages)
         answer(DescribeLog, replication.describe)

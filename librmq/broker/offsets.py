@@ -99,6 +99,15 @@ class GroupOffsets:
                 self._table.remove(f"{topic}@{group}")
                 self._of.pop((group, topic), None)
 
+    def forget_group(self, group: str) -> None:
+        """Delete a group's progress in all topics."""
+        for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
+            self._table.remove(name)
+            self._of.pop((group, name.rpartition("@")[0]), None)
+            if not self.has_changed:
+                self._changed()
+                self.has_changed = True
+
     def hold_back(self, end_of: Callable[[str, int], int]) -> None:
         """Set progress beyond its queue's end back to that end.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from librmq.protocol.administration import CleanUnusedTopics as CleanUnusedTopics
 from librmq.protocol.administration import CreateTopic as CreateTopic
+from librmq.protocol.administration import DeleteGroup as DeleteGroup
 from librmq.protocol.administration import DeleteTopic as DeleteTopic
 from librmq.protocol.administration import QueryMessages as QueryMessages
 from librmq.protocol.administration import ResetGroup as ResetGroup

@@ -12,6 +12,7 @@ from librmq.protocol.request import Request, value
 __all__ = [
     "CleanUnusedTopics",
     "CreateTopic",
+    "DeleteGroup",
     "DeleteTopic",
     "QueryMessages",
     "ResetGroup",
@@ -57,6 +58,14 @@ class SetGroup(Request[None]):
     retry_max_times: int = 16
     is_ordered: bool | None = None
     """Whether receives hand out each queue's messages in order; None leaves it as it is."""
+
+
+@value
+class DeleteGroup(Request[None]):
+    """Remove a consumer group's settings and, if wanted, its progress; a later heartbeat makes it again."""
+
+    group: str
+    removes_progress: bool = False
 
 
 @value

@@ -100,6 +100,11 @@ class FrameReader:
         self._max_frame = max_frame
         self._held = bytearray()
 
+    @property
+    def held(self) -> int:
+        """Bytes of the frame that is not complete."""
+        return len(self._held)
+
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.
 

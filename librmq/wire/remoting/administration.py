@@ -1,0 +1,432 @@
+"""Requests of ``mqadmin``, the dashboard and exporters.
+
+Mirrors ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from librmq.broker import Broker
+from librmq.errors import ConfigError, MalformedError
+from librmq.java.json import ObjectKey
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import is_system_topic
+from librmq.protocol import (
+    CleanUnusedTopics,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    QueryMessages,
+    ResetGroup,
+    ResponseCode,
+    SetGroup,
+    TopicGroups,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.consuming import stored_ms
+from librmq.wire.remoting.fields import to_fields
+from librmq.wire.remoting.frames import VERSION, Frame
+from librmq.wire.remoting.headers import (
+    ClientOfGroupHeader,
+    CloneOffsetHeader,
+    ConfigVersionHeader,
+    ConsumerGroupHeader,
+    CreateTopicHeader,
+    DirectConsumeHeader,
+    FoundByKeyHeader,
+    GroupAndTopicHeader,
+    GroupToDeleteHeader,
+    PhysicalOffsetHeader,
+    ProducerGroupHeader,
+    QueryByKeyHeader,
+    QueueEntriesHeader,
+    ResetOffsetHeader,
+    StatsOfHeader,
+    TopicNameHeader,
+)
+from librmq.wire.remoting.name_server import NameServer
+from librmq.wire.remoting.sessions import Session, Sessions
+
+__all__ = ["ADMINISTRATIVE", "Administration"]
+
+ADMINISTRATIVE: Final = frozenset(
+    {
+        RequestCode.UPDATE_AND_CREATE_TOPIC,
+        RequestCode.UPDATE_BROKER_CONFIG,
+        RequestCode.PUT_KV_CONFIG,
+        RequestCode.DELETE_KV_CONFIG,
+        RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+        RequestCode.WIPE_WRITE_PERM_OF_BROKER,
+        RequestCode.ADD_WRITE_PERM_OF_BROKER,
+        RequestCode.DELETE_SUBSCRIPTIONGROUP,
+        RequestCode.DELETE_TOPIC_IN_BROKER,
+        RequestCode.DELETE_TOPIC_IN_NAMESRV,
+        RequestCode.INVOKE_BROKER_TO_RESET_OFFSET,
+        RequestCode.CLONE_GROUP_OFFSET,
+        RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE,
+        RequestCode.CLEAN_UNUSED_TOPIC,
+        RequestCode.CONSUME_MESSAGE_DIRECTLY,
+    }
+)
+"""What changes a broker for others, and is refused to clients of other machines."""
+_RELAY_S: Final = 10.0
+_MOST_ENTRIES: Final = 10_000
+
+
+class Administration:
+    """What people and tools ask of one server. Thread-safe."""
+
+    def __init__(self, broker: Broker, sessions: Sessions, names: NameServer) -> None:
+        self._broker = broker
+        self._sessions = sessions
+        self._names = names
+        self._begin_ms = broker.runner.now_ms()
+        self.handlers: Handlers = {
+            RequestCode.QUERY_MESSAGE: self._query,
+            RequestCode.VIEW_MESSAGE_BY_ID: self._view,
+            RequestCode.QUERY_CONSUME_QUEUE: self._entries,
+            RequestCode.UPDATE_AND_CREATE_TOPIC: self._create_topic,
+            RequestCode.DELETE_TOPIC_IN_BROKER: self._delete_topic,
+            RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
+            RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
+            RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
+            RequestCode.CLEAN_UNUSED_TOPIC: self._clean_topics,
+            RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
+            RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._set_group,
+            RequestCode.DELETE_SUBSCRIPTIONGROUP: self._delete_group,
+            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._group_configs,
+            RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: self._groups_of_topic,
+            RequestCode.GET_CONSUME_STATS: self._consume_stats,
+            RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
+            RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
+            RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: self._reset,
+            RequestCode.CLONE_GROUP_OFFSET: self._clone,
+            RequestCode.GET_CONSUMER_CONNECTION_LIST: self._consumers,
+            RequestCode.GET_PRODUCER_CONNECTION_LIST: self._producers,
+            RequestCode.GET_ALL_PRODUCER_INFO: self._all_producers,
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self._relay,
+            RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
+            RequestCode.GET_BROKER_RUNTIME_INFO: self._runtime,
+            RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
+        }
+
+    # ---- messages
+
+    def _query(self, call: Call) -> Frame:
+        header: QueryByKeyHeader = call.header
+        found = self._broker.call(
+            QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
+        )
+        if not found:
+            raise Refusal(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
+        last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
+        return call.answer(last, body=_records(found))
+
+    def _view(self, call: Call) -> Frame:
+        header: PhysicalOffsetHeader = call.header
+        found = self._broker.call(ViewMessage(header.offset))
+        if found is None:
+            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
+        return call.answer(body=found.raw)
+
+    def _entries(self, call: Call) -> Frame:
+        header: QueueEntriesHeader = call.header
+        queue = self._broker.store.queue(header.topic, header.queue_id)
+        if queue is None:
+            raise Refusal(ResponseCode.SYSTEM_ERROR, f"{header.queue_id}@{header.topic} is not exist!")
+        begin, end = self._broker.store.queue_range(header.topic, header.queue_id)
+        rows = []
+        for offset in range(max(begin, header.index), min(end, header.index + min(header.count, _MOST_ENTRIES))):
+            entry = queue.entry(offset)
+            if entry is None:
+                break
+            row = {"physicOffset": entry.physical_offset, "physicSize": entry.size, "tagsCode": entry.tags_code}
+            rows.append({"eval": False, **row})
+        body = {"maxQueueIndex": end, "minQueueIndex": begin, "queueData": rows}
+        return call.answer(body=write_body(body))
+
+    # ---- topics
+
+    def _create_topic(self, call: Call) -> Frame:
+        header: CreateTopicHeader = call.header
+        self._broker.call(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
+        return call.answer()
+
+    def _delete_topic(self, call: Call) -> Frame:
+        header: TopicNameHeader = call.header
+        self._broker.call(DeleteTopic(header.topic))
+        return call.answer()
+
+    def _topic_configs(self, call: Call) -> Frame:
+        with self._broker.runner.lock:
+            table = dict(self._broker.tables.topics.rows)
+        return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "topicConfigTable": table}))
+
+    def _topic_stats(self, call: Call) -> Frame:
+        header: TopicNameHeader = call.header
+        table: dict[ObjectKey, dict[str, int]] = {}
+        for queue in self._queues(header.topic):
+            begin, end = self._broker.store.queue_range(queue.topic, queue.queue_id)
+            updated = max(stored_ms(self._broker, queue.topic, queue.queue_id), 0)
+            table[queue_key(queue)] = {"lastUpdateTimestamp": updated, "maxOffset": end, "minOffset": begin}
+        return call.answer(body=write_body({"offsetTable": table}))
+
+    def _queues(self, topic: str) -> list[MessageQueue]:
+        """Return a topic's queues.
+
+        Raises:
+            Refusal: there is no such topic.
+        """
+        found = self._broker.topic_route(topic)
+        if not found:
+            raise Refusal(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
+        count = max(found[0].read_queues, found[0].write_queues)
+        return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
+
+    def _system_topics(self, call: Call) -> Frame:
+        own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
+        return call.answer(body=write_body({"topicList": own}))
+
+    def _clean_topics(self, call: Call) -> Frame:
+        self._broker.call(CleanUnusedTopics())
+        return call.answer()
+
+    # ---- groups
+
+    def _set_group(self, call: Call) -> Frame:
+        asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
+        retries = asked.get("retryMaxTimes", 16)
+        if not isinstance(asked.get("groupName"), str) or type(retries) is not int:
+            raise MalformedError("a group: expected groupName and retryMaxTimes, a whole number")
+        self._broker.call(SetGroup(asked["groupName"], retries))
+        return call.answer()
+
+    def _delete_group(self, call: Call) -> Frame:
+        header: GroupToDeleteHeader = call.header
+        self._broker.call(DeleteGroup(header.group_name, header.remove_offset))
+        return call.answer()
+
+    def _group_configs(self, call: Call) -> Frame:
+        with self._broker.runner.lock:
+            table = dict(self._broker.tables.groups.rows)
+        return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
+
+    def _groups_of_topic(self, call: Call) -> Frame:
+        header: TopicNameHeader = call.header
+        groups = self._broker.call(TopicGroups(header.topic))
+        return call.answer(body=write_body({"groupList": list(groups)}))
+
+    def _consume_stats(self, call: Call) -> Frame:
+        header: GroupAndTopicHeader = call.header
+        topics = [header.topic] if header.topic else self._topics_of(header.consumer_group)
+        table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
+        return call.answer(body=write_body({"consumeTps": 0.0, "offsetTable": table}))
+
+    def _all_consume_stats(self, call: Call) -> Frame:
+        groups, behind = [], 0
+        for group in self._broker.groups():
+            tables = [self._progress(group, topic) for topic in self._topics_of(group)]
+            behind += sum(row["brokerOffset"] - row["consumerOffset"] for table in tables for row in table.values())
+            groups.append({group: [{"consumeTps": 0.0, "offsetTable": table} for table in tables]})
+        address = self._names.address(call.channel)
+        body = {"brokerAddr": address, "consumeStatsList": groups, "totalDiff": behind}
+        return call.answer(body=write_body(body))
+
+    def _topics_of(self, group: str) -> list[str]:
+        """Return the topics in which a group has progress or to which it subscribes."""
+        connections = self._broker.connections(group)
+        subscribed = set(() if connections is None else connections.subscriptions)
+        with self._broker.runner.lock:
+            names = [str(key).rpartition("@") for key in self._broker.tables.offsets.rows]
+        progressed = {topic for topic, _, name in names if name == group}
+        return sorted(topic for topic in subscribed | progressed if self._broker.topic_route(topic))
+
+    def _progress(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
+        """Return a group's progress by queue; without any it counts from 0, as in 4.9's own statistics."""
+        table: dict[ObjectKey, dict[str, int]] = {}
+        for queue in self._queues(topic):
+            end = self._broker.store.queue_range(topic, queue.queue_id)[1]
+            consumed = self._broker.consumer_offset(group, topic, queue.queue_id)
+            last_ms = 0
+            if consumed:
+                found = self._broker.store.read(topic, queue.queue_id, consumed - 1, 1).messages
+                last_ms = found[0].store_timestamp_ms if found else 0
+            row = {"brokerOffset": end, "consumerOffset": max(consumed or 0, 0), "lastTimestamp": last_ms}
+            table[queue_key(queue)] = row
+        return table
+
+    def _time_spans(self, call: Call) -> Frame:
+        header: GroupAndTopicHeader = call.header
+        if header.topic is None:
+            raise MalformedError("the field topic is missing")
+        now_ms, rows = self._broker.runner.now_ms(), []
+        for queue in self._queues(header.topic):
+            consumed = self._broker.consumer_offset(header.consumer_group, header.topic, queue.queue_id)
+            end = self._broker.store.queue_range(header.topic, queue.queue_id)[1]
+            next_one = self._broker.store.read(header.topic, queue.queue_id, consumed or 0, 1).messages
+            at_ms = next_one[0].store_timestamp_ms if next_one else -1
+            rows.append(
+                {
+                    "consumeTimeStamp": at_ms,
+                    "delayTime": now_ms - at_ms if next_one and (consumed or 0) < end else 0,
+                    "maxTimeStamp": stored_ms(self._broker, header.topic, queue.queue_id),
+                    "messageQueue": dict(queue_key(queue)),
+                    "minTimeStamp": stored_ms(self._broker, header.topic, queue.queue_id, first=True),
+                }
+            )
+        return call.answer(body=write_body({"consumeTimeSpanSet": rows}))
+
+    def _reset(self, call: Call) -> Frame:
+        header: ResetOffsetHeader = call.header
+        moved = self._broker.call(ResetGroup(header.group, header.topic, header.timestamp, header.is_force))
+        table = {queue_key(queue): offset for queue, offset in moved.items()}
+        return call.answer(body=write_body({"offsetTable": table}))
+
+    def _clone(self, call: Call) -> Frame:
+        header: CloneOffsetHeader = call.header
+        if header.src_group == header.dest_group:
+            raise ConfigError(f"srcGroup and destGroup are both {header.src_group!r}: expected two groups")
+        for topic in [header.topic] if header.topic else self._topics_of(header.src_group):
+            for queue_id, offset in self._broker.consumer_offsets(header.src_group, topic).items():
+                self._broker.call(UpdateOffset(header.dest_group, topic, queue_id, offset))
+        return call.answer()
+
+    # ---- clients
+
+    def _consumers(self, call: Call) -> Frame:
+        header: ConsumerGroupHeader = call.header
+        group = header.consumer_group
+        found = self._broker.connections(group)
+        if found is None:
+            raise Refusal(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
+        body = {
+            "connectionSet": [self._connection(client_id) for client_id in found.client_ids],
+            "consumeFromWhere": found.consume_from.value,
+            "consumeType": "CONSUME_PASSIVELY" if found.kind == "push" else "CONSUME_ACTIVELY",
+            "messageModel": found.model.value,
+            "subscriptionTable": {topic: subscription_row(each) for topic, each in found.subscriptions.items()},
+        }
+        return call.answer(body=write_body(body))
+
+    def _connection(self, client_id: str) -> dict[str, Any]:
+        session = self._sessions.get(client_id)
+        if session is None:  # a client in the broker's own process
+            return {"clientAddr": "", "clientId": client_id, "language": "PYTHON", "version": VERSION}
+        return {
+            "clientAddr": session.address,
+            "clientId": client_id,
+            "language": session.language,
+            "version": session.version,
+        }
+
+    def _producers(self, call: Call) -> Frame:
+        header: ProducerGroupHeader = call.header
+        ids = self._producer_groups().get(header.producer_group)
+        if not ids:
+            raise Refusal(ResponseCode.SYSTEM_ERROR, f"the producer group[{header.producer_group}] not exist")
+        return call.answer(body=write_body({"connectionSet": [self._connection(client_id) for client_id in ids]}))
+
+    def _producer_groups(self) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {}
+        for client in self._broker.clients():
+            for group in client.producer_groups:
+                groups.setdefault(group, []).append(client.client_id)
+        return groups
+
+    def _all_producers(self, call: Call) -> Frame:
+        data = {}
+        for group, ids in self._producer_groups().items():
+            known = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
+            data[group] = [_producer_row(session) for session in known]
+        return call.answer(body=write_body({"data": data}))
+
+    def _relay(self, call: Call) -> Frame:
+        header: ClientOfGroupHeader | DirectConsumeHeader = call.header
+        session = self._sessions.get(header.client_id)
+        if session is None:
+            raise Refusal(
+                ResponseCode.SYSTEM_ERROR,
+                f"The Consumer <{header.consumer_group}> <{header.client_id}> not online",
+            )
+        if session.channel is call.channel:
+            raise ConfigError(f"client {header.client_id} asks for itself")
+        asked = Frame(call.frame.code, to_fields(header), call.frame.body)
+        answer = session.channel.ask(asked, _RELAY_S)
+        return call.answer(body=answer.body, code=answer.code, remark=answer.remark)
+
+    def _consume_directly(self, call: Call) -> Frame:
+        header: DirectConsumeHeader = call.header
+        found = self._broker.find_by_id(header.msg_id)
+        if found is None:
+            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
+        call.frame.body = found.raw
+        return self._relay(call)
+
+    # ---- the broker
+
+    def _runtime(self, call: Call) -> Frame:
+        store, now_ms = self._broker.store, self._broker.runner.now_ms()
+        used = f"{store.files.used_ratio(store.path):.2f}"
+        minutes, seconds = divmod((now_ms - self._begin_ms) // 1000, 60)
+        hours, minutes = divmod(minutes, 60)
+        days, hours = divmod(hours, 24)
+        table = {
+            "bootTimestamp": self._begin_ms,
+            "brokerVersion": VERSION,
+            "brokerVersionDesc": "V4_9_4",
+            "commitLogDiskRatio": used,
+            "commitLogMaxOffset": store.log.end,
+            "commitLogMinOffset": store.log.begin,
+            "consumeQueueDiskRatio": used,
+            "runtime": f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]",
+        }
+        return call.answer(body=write_body({"table": {name: str(value) for name, value in table.items()}}))
+
+    def _config(self, call: Call) -> Frame:
+        broker = self._broker
+        config = {
+            "autoCreateTopicEnable": broker.config.auto_create_topic,
+            "brokerClusterName": broker.cluster_name,
+            "brokerIP1": self._names.address(call.channel).rpartition(":")[0],
+            "brokerName": broker.name,
+            "defaultTopicQueueNums": broker.config.default_topic_queues,
+            "enablePropertyFilter": broker.store.config.enable_property_filter,
+            "flushDiskType": "SYNC_FLUSH" if broker.store.config.durability == "sync" else "ASYNC_FLUSH",
+            "listenPort": call.channel.own[1],
+            "mapedFileSizeCommitLog": broker.store.config.commitlog_file_size,
+            "maxMessageSize": broker.store.config.max_message_size,
+            "messageDelayLevel": broker.store.config.message_delay_level,
+            "storePathRootDir": broker.store.path,
+        }
+        lines = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in config.items()]
+        version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
+        return call.answer(version, body="\n".join([*lines, ""]).encode())
+
+    def _stats(self, call: Call) -> Frame:
+        header: StatsOfHeader = call.header
+        raise Refusal(ResponseCode.SYSTEM_ERROR, f"The stats <{header.stats_name}> not exist")
+
+
+def _records(messages: Iterable[StoredMessage]) -> bytes:
+    return b"".join([message.raw for message in messages])
+
+
+def _version(made_ms: int) -> dict[str, int]:
+    return {"counter": 0, "timestamp": made_ms}
+
+
+def _producer_row(session: Session) -> dict[str, Any]:
+    return {
+        "clientId": session.client_id,
+        "language": session.language,
+        "lastUpdateTimestamp": session.told_ms,
+        "remoteIP": f"/{session.address}",
+        "version": session.version,
+    }

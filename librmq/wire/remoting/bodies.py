@@ -1,0 +1,167 @@
+"""Bodies: the JSON of requests and answers, without blanks, with objects as keys where Java needs them.
+
+Mirrors ``RemotingSerializable`` and the classes of ``org.apache.rocketmq.common.protocol.body``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from librmq.errors import MalformedError
+from librmq.java import json as java_json
+from librmq.message.message_queue import MessageQueue
+from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel, Subscription
+
+__all__ = [
+    "heartbeat_of",
+    "queue_key",
+    "queue_row",
+    "queues_of",
+    "read_body",
+    "subscription_of",
+    "subscription_row",
+    "write_body",
+]
+
+_KINDS = {"CONSUME_ACTIVELY": "pull", "CONSUME_PASSIVELY": "push", 0: "pull", 1: "push"}
+_MODELS = {"BROADCASTING": MessageModel.BROADCASTING, 0: MessageModel.BROADCASTING}
+_FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
+_TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
+
+
+def write_body(value: object) -> bytes:
+    """Return a body; keys of type `ObjectKey` are written as objects, numbers as keys in quotes."""
+    return _text(value).encode("utf-8", "replace")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_key(key)}:{_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_text, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _key(key: object) -> str:
+    return _text(dict(key)) if isinstance(key, java_json.ObjectKey) else json.dumps(str(key), ensure_ascii=False)
+
+
+def read_body(body: bytes, what: str) -> dict[str, Any]:
+    """Return the object in a body.
+
+    Raises:
+        MalformedError: there is none; the error names ``what``.
+    """
+    try:
+        found = java_json.loads(body)
+    except (MalformedError, RecursionError) as error:
+        raise MalformedError(f"the body of {what}: {error}") from None
+    if not isinstance(found, dict):
+        raise MalformedError(f"the body of {what}: expected an object")
+    return found
+
+
+# ---- queues
+
+
+def queue_row(queue: MessageQueue) -> dict[str, Any]:
+    """Return a queue as Java writes it."""
+    return {"brokerName": queue.broker_name, "queueId": queue.queue_id, "topic": queue.topic}
+
+
+def queue_key(queue: MessageQueue) -> java_json.ObjectKey:
+    """Return a queue as a key."""
+    return java_json.ObjectKey(queue_row(queue).items())
+
+
+def queues_of(rows: object) -> frozenset[MessageQueue]:
+    """Return the queues in a list.
+
+    Raises:
+        MalformedError: this is no list of queues.
+    """
+    if not isinstance(rows, list):
+        raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
+    return frozenset(_queue_of(row) for row in rows)
+
+
+def _queue_of(row: object) -> MessageQueue:
+    if isinstance(row, dict):
+        topic, broker, queue_id = row.get("topic"), row.get("brokerName"), row.get("queueId")
+        if isinstance(topic, str) and isinstance(broker, str) and type(queue_id) is int:
+            return MessageQueue(topic, broker, queue_id)
+    raise MalformedError(f"expected a queue with topic, brokerName and queueId, found {row!r:.80}")
+
+
+# ---- heartbeats
+
+
+def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, ...]]:
+    """Return the client id, the producer groups and the consumers that a heartbeat names.
+
+    Raises:
+        MalformedError: this is no heartbeat.
+    """
+    found = read_body(body, "a heartbeat")
+    client_id = found.get("clientID")
+    if not isinstance(client_id, str) or not client_id:
+        raise MalformedError("a heartbeat without clientID")
+    producers = frozenset(_name(row) for row in _rows(found, "producerDataSet"))
+    return client_id, producers, tuple(_consumer_of(row) for row in _rows(found, "consumerDataSet"))
+
+
+def _rows(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    rows = found.get(name) or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
+    return rows
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    name = row.get("groupName")
+    if not isinstance(name, str):
+        raise MalformedError(f"expected a group with groupName, found {row!r:.80}")
+    return name
+
+
+def _consumer_of(row: Mapping[str, Any]) -> ConsumerData:
+    begin = row.get("consumeFromWhere")
+    subscriptions = [subscription_of(each) for each in _rows(row, "subscriptionDataSet")]
+    return ConsumerData(
+        _name(row),
+        _KINDS.get(row.get("consumeType", 1), "push"),
+        _MODELS.get(row.get("messageModel", 1), MessageModel.CLUSTERING),
+        ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
+        {each.topic: each for each in subscriptions},
+    )
+
+
+def subscription_of(row: object) -> Subscription:
+    """Return the subscription in an object.
+
+    Raises:
+        MalformedError: this is none.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("topic"), str):
+        raise MalformedError(f"expected a subscription with a topic, found {row!r:.80}")
+    try:
+        version = int(row.get("subVersion") or 0)
+    except (TypeError, ValueError):
+        raise MalformedError(f"subVersion: expected a whole number, found {row['subVersion']!r:.80}") from None
+    expression, kind = row.get("subString") or "*", row.get("expressionType") or "TAG"
+    return Subscription(row["topic"], str(expression), str(kind), version)
+
+
+def subscription_row(subscription: Subscription) -> dict[str, Any]:
+    """Return a subscription as Java writes it."""
+    return {
+        "classFilterMode": False,
+        "codeSet": [],
+        "expressionType": subscription.expression_type,
+        "subString": subscription.expression,
+        "subVersion": subscription.version,
+        "tagsSet": [],
+        "topic": subscription.topic,
+    }

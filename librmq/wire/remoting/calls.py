@@ -1,0 +1,74 @@
+"""What all requests share: how they are read, and how errors are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
+from librmq.protocol import ResponseCode
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.fields import from_fields, to_fields
+from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.headers import REQUESTS
+
+__all__ = ["Call", "Handler", "Handlers", "Refusal", "answer_of", "refused"]
+
+
+class Call(NamedTuple):
+    """One request."""
+
+    channel: Channel
+    frame: Frame
+    header: Any
+    """Of the class that `REQUESTS` names."""
+
+    def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> Frame:
+        """Return an answer."""
+        fields = {} if header is None else to_fields(header)
+        return answer_to(self.frame, code, remark, fields=fields, body=body)
+
+
+Handler = Callable[[Call], "Frame | None"]
+"""Returns the answer; None if it comes later."""
+Handlers = Mapping[RequestCode, Handler]
+
+
+class Refusal(RmqError):
+    """A request that is answered by a code and a sentence."""
+
+    def __init__(self, code: ResponseCode, remark: str) -> None:
+        super().__init__(remark)
+        self.code = code
+
+
+def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | None:
+    """Return the answer to a request, None if it comes later or if there is none."""
+    try:
+        code = RequestCode(frame.code)
+        handler = handlers[code]
+    except (ValueError, KeyError):
+        remark = f" request type {frame.code} not supported"
+        return answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark)
+    form = REQUESTS[code]
+    try:
+        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
+        return handler(Call(channel, frame, header))
+    except RmqError as error:
+        return refused(frame, error)
+
+
+def refused(frame: Frame, error: RmqError) -> Frame:
+    """Return the answer to a request that has failed."""
+    return answer_to(frame, _code_of(error), str(error))
+
+
+def _code_of(error: RmqError) -> int:
+    if isinstance(error, BrokerError | Refusal):
+        return error.code
+    if isinstance(error, MessageIllegalError):
+        return ResponseCode.MESSAGE_ILLEGAL
+    if isinstance(error, BrokerUnreachableError):
+        return ResponseCode.SERVICE_NOT_AVAILABLE
+    return ResponseCode.SYSTEM_ERROR

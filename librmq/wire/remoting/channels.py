@@ -1,0 +1,150 @@
+"""A client's connection as the server has it: frames in, frames out, and what it is asked.
+
+Mirrors the server's half of ``NettyRemotingAbstract``.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Final
+
+from librmq.errors import BrokerUnreachableError
+from librmq.message.hosts import Host
+from librmq.wire.remoting.frames import Frame, encode
+
+__all__ = ["Channel"]
+
+_IDLE_S: Final = 120
+_MOST_TASKS: Final = 10_000
+_MOST_ASKED: Final = 1_000
+
+
+class Channel:
+    """One connection. Thread-safe."""
+
+    def __init__(self, connected: socket.socket, peer: Host, own: Host) -> None:
+        """``own`` is the address that the client has dialled."""
+        self._socket = connected
+        self.peer = peer
+        self.own = own
+        self.client_ids: set[str] = set()
+        """The ids of its heartbeats; usually one."""
+        self.reader: threading.Thread | None = None
+        self.is_open = True
+        self._write_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._asked: dict[int, Future[Frame]] = {}
+        self._opaque = 0
+
+    @property
+    def client_id(self) -> str | None:
+        """The id of its heartbeats, None before the first."""
+        return next(iter(self.client_ids), None)
+
+    def begin_tls(self, context: ssl.SSLContext) -> None:
+        """Let the client begin TLS."""
+        self._socket = context.wrap_socket(self._socket, server_side=True)
+
+    def receive(self, size: int) -> bytes:
+        """Wait for bytes and return them; none at the end of the connection. For one thread."""
+        connected = self._socket
+        if not isinstance(connected, ssl.SSLSocket):
+            return connected.recv(size)
+        if not connected.pending():
+            with selectors.DefaultSelector() as selector:
+                selector.register(connected, selectors.EVENT_READ)
+                if not selector.select(_IDLE_S):
+                    raise TimeoutError(f"nothing came for {_IDLE_S} s")
+        with self._write_lock:  # TLS reads and writes one after the other
+            return connected.recv(size)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; a client that does not take them in time is cut off. Waits: never under a runner's lock."""
+        try:
+            with self._write_lock:
+                self._socket.sendall(data)
+        except OSError:
+            self.close()
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run a task in the connection's own thread, in order; never waits. A client with too many is cut off."""
+        with self._lock:
+            if not self.is_open:
+                return
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=f"librmq {self.peer[0]}", daemon=True)
+                self._worker.start()
+        if self._tasks.qsize() >= _MOST_TASKS:
+            self.close()
+        else:
+            self._tasks.put(task)
+
+    def tell(self, frame: Frame) -> None:
+        """Send a request without an answer; never waits."""
+        self.later(lambda: self.write(encode(self._numbered(frame.one_way()))))
+
+    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+        """Send a request and wait for its answer.
+
+        Raises:
+            BrokerUnreachableError: none came in time, or the connection has ended.
+        """
+        waiting: Future[Frame] = Future()
+        with self._lock:
+            if not self.is_open or len(self._asked) >= _MOST_ASKED:
+                raise BrokerUnreachableError(f"client {self.client_id or self.peer[0]} can't be asked")
+            self._numbered(frame)
+            self._asked[frame.opaque] = waiting
+        try:
+            self.write(encode(frame))
+            return waiting.result(timeout_s)
+        except TimeoutError:
+            who = self.client_id or self.peer[0]
+            raise BrokerUnreachableError(f"client {who} did not answer within {timeout_s:g} s") from None
+        finally:
+            with self._lock:
+                self._asked.pop(frame.opaque, None)
+
+    def answered(self, answer: Frame) -> None:
+        """Take an answer; one that nobody waits for is passed over."""
+        with self._lock:
+            waiting = self._asked.pop(answer.opaque, None)
+        if waiting is not None:
+            waiting.set_result(answer)
+
+    def close(self) -> None:
+        """End the connection; its reader notices."""
+        with self._lock:
+            if not self.is_open:
+                return
+            self.is_open = False
+            asked, self._asked = list(self._asked.values()), {}
+        for waiting in asked:
+            waiting.set_exception(BrokerUnreachableError(f"client {self.peer[0]} has gone"))
+        self._tasks.put(None)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Give the socket back, when nothing reads it any more."""
+        self.close()
+        with self._write_lock:
+            self._socket.close()
+
+    def _numbered(self, frame: Frame) -> Frame:
+        self._opaque = frame.opaque = (self._opaque + 1) & 0x7FFFFFFF
+        frame.language = "JAVA"
+        return frame
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()

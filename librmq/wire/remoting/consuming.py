@@ -1,0 +1,169 @@
+"""Requests of consumers, and of all clients about themselves.
+
+Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor`` and the queue offsets of ``AdminBrokerProcessor``.
+"""
+
+from __future__ import annotations
+
+from librmq.broker import Broker
+from librmq.errors import MalformedError
+from librmq.protocol import (
+    CheckSubscription,
+    ConsumerIds,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    QueryOffset,
+    QueueOffsetAt,
+    ResponseCode,
+    SendBack,
+    UnlockQueues,
+    UpdateOffset,
+)
+from librmq.wire.remoting.bodies import queue_row, queues_of, read_body, subscription_of, write_body
+from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import (
+    ConsumerGroupHeader,
+    GroupProgressHeader,
+    GroupQueueHeader,
+    LeavingClientHeader,
+    QueueAtTimeHeader,
+    QueueOffsetHeader,
+    QueueOfTopicHeader,
+    SendBackHeader,
+    TimestampHeader,
+)
+from librmq.wire.remoting.pulling import Pulling
+from librmq.wire.remoting.sessions import Sessions
+
+__all__ = ["Consuming"]
+
+
+class Consuming:
+    """The consumers of one server. Thread-safe."""
+
+    def __init__(self, broker: Broker, sessions: Sessions, pulling: Pulling) -> None:
+        self._broker = broker
+        self._sessions = sessions
+        self.handlers: Handlers = {
+            RequestCode.PULL_MESSAGE: pulling.pull,
+            RequestCode.HEART_BEAT: self._heartbeat,
+            RequestCode.UNREGISTER_CLIENT: self._unregister,
+            RequestCode.QUERY_CONSUMER_OFFSET: self._query_offset,
+            RequestCode.UPDATE_CONSUMER_OFFSET: self._update_offset,
+            RequestCode.GET_CONSUMER_LIST_BY_GROUP: self._consumer_ids,
+            RequestCode.CONSUMER_SEND_MSG_BACK: self._send_back,
+            RequestCode.LOCK_BATCH_MQ: self._lock,
+            RequestCode.UNLOCK_BATCH_MQ: self._unlock,
+            RequestCode.CHECK_CLIENT_CONFIG: self._check_subscription,
+            RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: self._offset_at,
+            RequestCode.GET_MAX_OFFSET: self._max_offset,
+            RequestCode.GET_MIN_OFFSET: self._min_offset,
+            RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
+        }
+
+    # ---- clients
+
+    def _heartbeat(self, call: Call) -> Frame:
+        self._sessions.heartbeat(call.channel, call.frame)
+        return call.answer()
+
+    def _unregister(self, call: Call) -> Frame:
+        header: LeavingClientHeader = call.header
+        self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
+        return call.answer()
+
+    def _consumer_ids(self, call: Call) -> Frame:
+        header: ConsumerGroupHeader = call.header
+        ids = self._broker.call(ConsumerIds(header.consumer_group))
+        if not ids:
+            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {header.consumer_group}")
+        return call.answer(body=write_body({"consumerIdList": ids}))
+
+    def _check_subscription(self, call: Call) -> Frame:
+        asked = read_body(call.frame.body, "CHECK_CLIENT_CONFIG")
+        subscription = subscription_of(asked.get("subscriptionData"))
+        self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
+        return call.answer()
+
+    # ---- progress
+
+    def _query_offset(self, call: Call) -> Frame:
+        header: GroupQueueHeader = call.header
+        found = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
+        if found is None:
+            raise Refusal(
+                ResponseCode.QUERY_NOT_FOUND,
+                f"group {header.consumer_group} has no progress in queue {header.queue_id} of {header.topic}",
+            )
+        return call.answer(QueueOffsetHeader(found))
+
+    def _update_offset(self, call: Call) -> Frame:
+        header: GroupProgressHeader = call.header
+        self._broker.call(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
+        return call.answer()
+
+    def _send_back(self, call: Call) -> Frame:
+        header: SendBackHeader = call.header
+        self._broker.call(
+            SendBack(
+                header.group,
+                header.offset,
+                header.delay_level,
+                header.max_reconsume_times,
+                header.origin_topic,
+                header.origin_msg_id,
+            )
+        )
+        return call.answer()
+
+    # ---- locks
+
+    def _lock(self, call: Call) -> Frame:
+        asked = read_body(call.frame.body, "LOCK_BATCH_MQ")
+        queues = queues_of(asked.get("mqSet"))
+        held = self._broker.call(LockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
+        return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
+
+    def _unlock(self, call: Call) -> Frame:
+        asked = read_body(call.frame.body, "UNLOCK_BATCH_MQ")
+        queues = queues_of(asked.get("mqSet"))
+        self._broker.call(UnlockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
+        return call.answer()
+
+    # ---- queues
+
+    def _offset_at(self, call: Call) -> Frame:
+        header: QueueAtTimeHeader = call.header
+        return call.answer(
+            QueueOffsetHeader(self._broker.call(QueueOffsetAt(header.topic, header.queue_id, header.timestamp)))
+        )
+
+    def _max_offset(self, call: Call) -> Frame:
+        header: QueueOfTopicHeader = call.header
+        return call.answer(QueueOffsetHeader(self._broker.call(MaxOffset(header.topic, header.queue_id))))
+
+    def _min_offset(self, call: Call) -> Frame:
+        header: QueueOfTopicHeader = call.header
+        return call.answer(QueueOffsetHeader(self._broker.call(MinOffset(header.topic, header.queue_id))))
+
+    def _earliest(self, call: Call) -> Frame:
+        header: QueueOfTopicHeader = call.header
+        return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, first=True)))
+
+
+def stored_ms(broker: Broker, topic: str, queue_id: int, *, first: bool = False) -> int:
+    """Return the store time of a queue's first or last message in ms; -1 if it has none."""
+    store = broker.store
+    begin, end = store.queue_range(topic, queue_id)
+    found = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()
+    return found[0].store_timestamp_ms if found else -1
+
+
+def _text(found: dict[str, object], name: str) -> str:
+    value = found.get(name)
+    if not isinstance(value, str):
+        raise MalformedError(f"{name}: expected text, found {value!r:.80}")
+    return value

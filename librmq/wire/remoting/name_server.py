@@ -1,0 +1,178 @@
+"""Requests that clients send to a name server: here it is the broker itself, on the same port.
+
+Mirrors ``DefaultRequestProcessor`` of the name server.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from librmq.broker import Broker
+from librmq.errors import RmqError
+from librmq.message.hosts import format_host
+from librmq.message.topics import RETRY_PREFIX, is_system_topic
+from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
+from librmq.wire.remoting.bodies import write_body
+from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import (
+    AddedTopicsHeader,
+    BrokerNameHeader,
+    ClusterNameHeader,
+    KvKeyHeader,
+    KvNamespaceHeader,
+    KvPairHeader,
+    KvValueHeader,
+    RouteOfTopicHeader,
+    WipedTopicsHeader,
+)
+
+__all__ = ["NameServer"]
+
+_MOST_VALUES: Final = 10_000
+
+
+class NameServer:
+    """Routes of one broker, and a table of keys and values that lasts as long as the server. Thread-safe."""
+
+    def __init__(self, broker: Broker, advertise: str | None, auto_create: bool) -> None:
+        """``advertise`` is the broker's address in routes; None is the one that a client has dialled."""
+        self._broker = broker
+        self._advertise = advertise
+        self._auto_create = auto_create
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], str] = {}
+        self.handlers: Handlers = {
+            RequestCode.GET_ROUTEINFO_BY_TOPIC: self._route,
+            RequestCode.GET_BROKER_CLUSTER_INFO: self._clusters,
+            RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self._topics,
+            RequestCode.GET_TOPICS_BY_CLUSTER: self._topics_of_cluster,
+            RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
+            RequestCode.DELETE_TOPIC_IN_NAMESRV: lambda call: call.answer(),  # the broker's answer has deleted it
+            RequestCode.WIPE_WRITE_PERM_OF_BROKER: self._wipe,
+            RequestCode.ADD_WRITE_PERM_OF_BROKER: self._add,
+            RequestCode.GET_NAMESRV_CONFIG: self._config,
+            RequestCode.PUT_KV_CONFIG: self._put,
+            RequestCode.GET_KV_CONFIG: self._get,
+            RequestCode.DELETE_KV_CONFIG: self._delete,
+            RequestCode.GET_KVLIST_BY_NAMESPACE: self._list,
+        }
+
+    def address(self, channel: Channel) -> str:
+        """Return the broker's address for a client."""
+        return self._advertise or format_host(channel.own)
+
+    # ---- routes
+
+    def _route(self, call: Call) -> Frame:
+        header: RouteOfTopicHeader = call.header
+        found = self._broker.topic_route(header.topic)
+        if not found and self._auto_create and header.topic.startswith(RETRY_PREFIX):
+            # Clients ask for it before the heartbeat that makes it, and again only after half a minute.
+            self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
+            found = self._broker.topic_route(header.topic)
+        if not found:
+            raise Refusal(ResponseCode.TOPIC_NOT_EXIST, f"topic {header.topic} does not exist")
+        data = {
+            "brokerDatas": [self._broker_row(call.channel)],
+            "filterServerTable": {},
+            "queueDatas": [
+                {
+                    "brokerName": each.broker_name,
+                    "perm": each.permission,
+                    "readQueueNums": each.read_queues,
+                    "topicSysFlag": 0,
+                    "writeQueueNums": each.write_queues,
+                }
+                for each in found
+            ],
+        }
+        return call.answer(body=write_body(data))
+
+    def _broker_row(self, channel: Channel) -> dict[str, Any]:
+        broker = self._broker
+        addresses = {"0": self.address(channel)}
+        return {"brokerAddrs": addresses, "brokerName": broker.name, "cluster": broker.cluster_name}
+
+    def _clusters(self, call: Call) -> Frame:
+        broker = self._broker
+        table = {broker.name: self._broker_row(call.channel)}
+        clusters = {broker.cluster_name: [broker.name]}
+        return call.answer(body=write_body({"brokerAddrTable": table, "clusterAddrTable": clusters}))
+
+    # ---- topics
+
+    def _topics(self, call: Call) -> Frame:
+        return call.answer(body=write_body({"topicList": list(self._broker.topics())}))
+
+    def _topics_of_cluster(self, call: Call) -> Frame:
+        header: ClusterNameHeader = call.header
+        found = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
+        return call.answer(body=write_body({"topicList": found}))
+
+    def _system_topics(self, call: Call) -> Frame:
+        own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
+        names = [self._broker.cluster_name, self._broker.name, *own]
+        return call.answer(body=write_body({"topicList": names}))
+
+    def _wipe(self, call: Call) -> Frame:
+        return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))
+
+    def _add(self, call: Call) -> Frame:
+        return call.answer(AddedTopicsHeader(self._permit(call.header, is_writable=True)))
+
+    def _permit(self, header: BrokerNameHeader, *, is_writable: bool) -> int:
+        """Allow or forbid writes to all topics of users; return their number."""
+        if header.broker_name != self._broker.name:
+            return 0
+        changed = 0
+        for topic, data in self._broker.topics().items():
+            permission = data.permission | PERM_WRITE if is_writable else data.permission & ~PERM_WRITE
+            changed += self._set_permission(topic, data, permission)
+        return changed
+
+    def _set_permission(self, topic: str, data: QueueData, permission: int) -> bool:
+        try:
+            self._broker.call(CreateTopic(topic, data.read_queues, data.write_queues, permission))
+        except RmqError:  # the broker's own
+            return False
+        return True
+
+    # ---- values
+
+    def _config(self, call: Call) -> Frame:
+        return call.answer(body=f"listenPort={call.channel.own[1]}\n".encode())
+
+    def _put(self, call: Call) -> Frame:
+        header: KvPairHeader = call.header
+        with self._lock:
+            if len(self._values) >= _MOST_VALUES:
+                raise Refusal(ResponseCode.SYSTEM_ERROR, f"there are {_MOST_VALUES:,} values already")
+            self._values[header.namespace, header.key] = header.value
+        return call.answer()
+
+    def _get(self, call: Call) -> Frame:
+        header: KvKeyHeader = call.header
+        found = self._values.get((header.namespace, header.key))
+        if found is None:
+            raise Refusal(
+                ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace} Key: {header.key}"
+            )
+        return call.answer(KvValueHeader(found))
+
+    def _delete(self, call: Call) -> Frame:
+        header: KvKeyHeader = call.header
+        with self._lock:
+            self._values.pop((header.namespace, header.key), None)
+        return call.answer()
+
+    def _list(self, call: Call) -> Frame:
+        header: KvNamespaceHeader = call.header
+        with self._lock:
+            found = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
+        if not found:
+            raise Refusal(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace}")
+        return call.answer(body=write_body({"table": found}))

@@ -1,0 +1,162 @@
+"""Pulls, answered when there is a message or when the client's time is over.
+
+Mirrors ``PullMessageProcessor`` and ``PullRequestHoldService``, as clients see them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from librmq.broker import Broker
+from librmq.errors import RmqError
+from librmq.protocol import PullMessage, PullResponse, PullStatus, Subscription
+from librmq.runtime.runner import Step
+from librmq.wire.remoting.calls import Call, refused
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.frames import Frame, encode
+from librmq.wire.remoting.headers import PulledHeader, PullHeader
+
+__all__ = ["Pulling"]
+
+_COMMITS, _WAITS, _SUBSCRIBES = 1, 2, 4
+_CODES: Final = {
+    PullStatus.FOUND: 0,
+    PullStatus.NO_NEW_MESSAGE: 19,
+    PullStatus.HELD: 19,
+    PullStatus.NO_MATCHED_MESSAGE: 20,
+    PullStatus.OFFSET_ILLEGAL: 21,
+}
+_REMARKS: Final = {
+    PullStatus.FOUND: "FOUND",
+    PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
+    PullStatus.HELD: "OFFSET_OVERFLOW_ONE",
+    PullStatus.NO_MATCHED_MESSAGE: "NO_MATCHED_MESSAGE",
+}
+_LONGEST_WAIT_MS: Final = 120_000
+_MOST_HELD: Final = 10_000
+
+
+class _Waiting:
+    """A pull that is answered later. Changed under the runner's lock."""
+
+    __slots__ = ("call", "is_answered", "is_asking")
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.is_answered = False
+        self.is_asking = False
+        """Whether its connection's thread is about to ask again."""
+
+
+class Pulling:
+    """The pulls of one server's clients. Thread-safe."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._runner = broker.runner
+        self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
+        self._due: list[tuple[int, int, _Waiting]] = []
+        self._number = itertools.count()
+        self._held: dict[Channel, set[_Waiting]] = {}
+
+    def pull(self, call: Call) -> Frame | None:
+        """Answer a pull, or hold it."""
+        header: PullHeader = call.header
+        waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
+        if not header.sys_flag & _WAITS or waits_ms <= 0:
+            return _answer(call, self._broker.call(_request(call)))
+        waiting = _Waiting(call)
+        with self._runner.lock:  # so that the hold is known before it can end
+            response = self._broker.call(_request(call, lambda: self._woken(waiting)))
+            if response.status is PullStatus.HELD:
+                held = self._held.setdefault(call.channel, set())
+                if len(held) < _MOST_HELD:
+                    held.add(waiting)
+                    deadline_ms = self._runner.now_ms() + waits_ms
+                    heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
+                    self._runner.wake(self._step, deadline_ms)
+                    return None
+        return _answer(call, response)
+
+    def forget(self, channel: Channel) -> None:
+        """Forget the pulls of a connection that has ended."""
+        with self._runner.lock:
+            for waiting in self._held.pop(channel, ()):
+                waiting.is_answered = True
+
+    def held(self) -> int:
+        """Return how many pulls are held, and none of them about to be answered; -1 if one is."""
+        with self._runner.lock:
+            waiting = [one for held in self._held.values() for one in held]
+            return -1 if any(one.is_asking for one in waiting) else len(waiting)
+
+    def _woken(self, waiting: _Waiting) -> None:
+        """Have the connection's thread ask again. Called under the runner's lock."""
+        if not waiting.is_answered and not waiting.is_asking:
+            waiting.is_asking = True
+            waiting.call.channel.later(partial(self._ask_again, waiting, is_last=False))
+
+    def _run_due(self, now_ms: int) -> int | None:
+        """Answer the pulls whose clients have waited long enough."""
+        due = self._due
+        if due and due[0][0] > now_ms + _LONGEST_WAIT_MS:  # the clock was set back
+            now_ms = max(due)[0]
+        while due and (due[0][0] <= now_ms or due[0][2].is_answered):
+            waiting = heapq.heappop(due)[2]
+            if not waiting.is_answered:
+                waiting.is_asking = True
+                waiting.call.channel.later(partial(self._ask_again, waiting, is_last=True))
+        return due[0][0] if due else None
+
+    def _ask_again(self, waiting: _Waiting, *, is_last: bool) -> None:
+        call = waiting.call
+        notify: Callable[[], None] | None = None if is_last else lambda: self._woken(waiting)
+        with self._runner.lock:
+            waiting.is_asking = False
+            if waiting.is_answered:
+                return
+            try:
+                response = self._broker.call(_request(call, notify))
+                if response.status is PullStatus.HELD:
+                    return
+                frame = _answer(call, response)
+            except RmqError as error:  # the client has left the group, or the broker is closed
+                frame = refused(call.frame, error)
+            waiting.is_answered = True
+            self._held.get(call.channel, set()).discard(waiting)
+        call.channel.write(encode(frame))
+
+
+def _request(call: Call, notify: Callable[[], None] | None = None) -> PullMessage:
+    header: PullHeader = call.header
+    subscription = None
+    if header.sys_flag & _SUBSCRIBES:
+        expression, kind = header.subscription or "*", header.expression_type or "TAG"
+        subscription = Subscription(header.topic, expression, kind, header.sub_version)
+    return PullMessage(
+        call.channel.client_id or f"{call.channel.peer[0]}:{call.channel.peer[1]}",
+        header.consumer_group,
+        header.topic,
+        header.queue_id,
+        header.queue_offset,
+        header.max_msg_nums,
+        subscription,
+        header.commit_offset if header.sys_flag & _COMMITS else None,
+        notify,
+    )
+
+
+def _answer(call: Call, response: PullResponse) -> Frame:
+    header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
+    status = response.status
+    if status is PullStatus.OFFSET_ILLEGAL:
+        is_early = call.header.queue_offset < response.min_offset
+        remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
+    else:
+        remark = _REMARKS[status]
+    body = b"".join([message.raw for message in response.messages])
+    return call.answer(header, body=body, code=_CODES[status], remark=remark)

@@ -1,0 +1,265 @@
+"""The server: a name server and a broker on one port, a thread for each connection."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Self
+
+from librmq.broker import Broker
+from librmq.errors import ConfigError, MalformedError
+from librmq.message.hosts import Host, format_host
+from librmq.protocol import ResponseCode
+from librmq.runtime.event_log import EventLog
+from librmq.wire.remoting.administration import ADMINISTRATIVE, Administration
+from librmq.wire.remoting.calls import Handlers, answer_of
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.consuming import Consuming
+from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
+from librmq.wire.remoting.name_server import NameServer
+from librmq.wire.remoting.producing import Producing
+from librmq.wire.remoting.pulling import Pulling
+from librmq.wire.remoting.sessions import Sessions
+
+__all__ = ["RemotingServer"]
+
+_log = EventLog("librmq.wire")
+
+_MOST_CONNECTIONS: Final = 1_000
+_RECEIVED: Final = 256 << 10
+_UNFINISHED: Final = 256 << 20
+"""Bytes of unfinished frames of all connections together."""
+_IDLE_S: Final = 120
+_SEND_S: Final = 30
+
+
+class RemotingServer:
+    """Serves one broker to clients of RocketMQ 4.x, ``mqadmin`` and the dashboard. Thread-safe.
+
+    Mirrors ``NettyRemotingServer``.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        port: int = 0,
+        listening: socket.socket | None = None,
+        advertise: str | None = None,
+        tls: tuple[str, str] | None = None,
+        auto_create: bool = True,
+        allows_admin: bool = False,
+        changed: Callable[[str, str, bool], None] | None = None,
+    ) -> None:
+        """Listen, and answer from now on.
+
+        Args:
+            broker: What is served. Close the server before it. Clients also dial the store's ``store_host``: open the
+                store with the server's address, as ``librmq serve`` does by `listen`.
+            port: The port on the loopback address; 0 takes a free one, see `port`.
+            listening: A socket that `listen` has made, instead of ``port``.
+            advertise: ``host:port`` that routes name; None is the address which each client has dialled.
+            tls: Files of the certificate chain and the private key, in PEM; None serves plain text.
+            auto_create: Whether the retry topic of a group is made when its route is asked for.
+            allows_admin: Whether clients of other machines may change topics, groups and progress.
+            changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
+                empty.
+
+        Raises:
+            ConfigError: The port is taken, or an argument is not what it should be.
+        """
+        if not isinstance(broker, Broker):
+            raise ConfigError(f"RemotingServer: expected a Broker, found {broker!r:.80}")
+        if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
+            raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
+        self._broker = broker
+        self._tls = None if tls is None else _tls_context(*tls)
+        self._listening = listening or listen(port=port)
+        self.host, self.port = self._listening.getsockname()[:2]
+        self._allows_admin = allows_admin
+        self._sessions = Sessions(broker, changed or (lambda *_: None))
+        self._pulling = Pulling(broker)
+        names = NameServer(broker, advertise, auto_create)
+        parts: list[Any] = [
+            names,
+            Producing(broker),
+            Consuming(broker, self._sessions, self._pulling),
+            Administration(broker, self._sessions, names),
+        ]
+        self._handlers: Handlers = {code: handler for part in parts for code, handler in part.handlers.items()}
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._unfinished = 0
+        self.refused = 0
+        """Connections that were closed because they brought no frames, or too many bytes of them."""
+        self._is_open = True
+        self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
+        self._acceptor.start()
+        _log.info("serving %(broker)s by remoting on %(address)s", broker=broker.name, address=self.address)
+
+    @property
+    def address(self) -> str:
+        """``host:port``, for the clients."""
+        return format_host((self.host, self.port))
+
+    @property
+    def clients(self) -> int:
+        """How many clients have sent a heartbeat and not left."""
+        return len(self._sessions)
+
+    def close(self) -> None:
+        """Answer no more requests, and end all connections. Closing again does nothing."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            channels = list(self._channels)
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for channel in channels:
+            channel.close()
+        self._acceptor.join()
+        for thread in [channel.reader for channel in channels if channel.reader is not None]:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RemotingServer {self.address}{'' if self._is_open else ', closed'}>"
+
+    # ---- connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, peer = self._listening.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    continue
+                return
+            try:
+                self._begin(connected, (peer[0], peer[1]))
+            except (OSError, RuntimeError) as error:  # it is gone already, or no thread is free
+                connected.close()
+                _log.debug("a connection from %(client)s was lost: %(error)s", client=peer[0], error=error)
+
+    def _begin(self, connected: socket.socket, peer: Host) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _limit(connected, socket.SO_RCVTIMEO, _IDLE_S)
+        _limit(connected, socket.SO_SNDTIMEO, _SEND_S)
+        own = connected.getsockname()
+        channel = Channel(connected, peer, (own[0], own[1]))
+        with self._lock:
+            if not self._is_open or len(self._channels) >= _MOST_CONNECTIONS:
+                connected.close()
+                return
+            self._channels.add(channel)
+        channel.reader = threading.Thread(
+            target=self._serve, args=(channel,), name=f"librmq {format_host(peer)}", daemon=True
+        )
+        try:
+            channel.reader.start()
+        except RuntimeError:
+            with self._lock:
+                self._channels.discard(channel)
+            raise
+
+    def _serve(self, channel: Channel) -> None:
+        """Answer one connection's requests until it ends."""
+        reader = FrameReader()
+        held = 0
+        try:
+            if self._tls is not None:
+                channel.begin_tls(self._tls)
+            while channel.is_open and (received := channel.receive(_RECEIVED)):
+                answers = [
+                    encode(answer)
+                    for frame in reader.feed(received)
+                    if (answer := self._answer(channel, frame)) is not None
+                ]
+                if answers:
+                    channel.write(b"".join(answers))
+                with self._lock:
+                    self._unfinished += reader.held - held
+                    held = reader.held
+                    is_full = self._unfinished > _UNFINISHED
+                if is_full:
+                    raise MalformedError(f"unfinished frames of all connections have more than {_UNFINISHED:,} bytes")
+        except MalformedError as error:
+            self.refused += 1
+            _log.debug(
+                "client %(client)s: closed, since it brings no frames: %(error)s", client=channel.peer[0], error=error
+            )
+        except OSError as error:
+            _log.debug("client %(client)s: its connection has ended: %(error)s", client=channel.peer[0], error=error)
+        finally:
+            channel.close()
+            with self._lock:
+                self._channels.discard(channel)
+                self._unfinished -= held
+            self._pulling.forget(channel)
+            self._sessions.closed(channel)
+            channel.release()
+
+    def _answer(self, channel: Channel, frame: Frame) -> Frame | None:
+        if frame.is_answer:
+            channel.answered(frame)
+            return None
+        if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
+            answer: Frame | None = answer_to(
+                frame, ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
+            )
+        else:
+            try:
+                answer = answer_of(self._handlers, channel, frame)
+            except Exception as error:
+                _log.exception("the request %(code)s failed", code=frame.code)
+                answer = answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        return None if frame.is_one_way else answer
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Return a socket that listens, so that its port is known before the store is opened.
+
+    Raises:
+        ConfigError: The port is taken, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"can't listen on {format_host((host, port))}: {error}") from error
+
+
+def _limit(connected: socket.socket, option: int, seconds: int) -> None:
+    """Let a blocking call on a socket fail after some time."""
+    with suppress(OSError, struct.error):  # elsewhere than on Linux and macOS another form is expected
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls: {certificate} and {key} are no certificate and key in PEM: {error}") from error
+    return context

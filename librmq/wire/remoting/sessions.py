@@ -1,0 +1,147 @@
+"""Clients as the server knows them: whose connection they have, and what the broker asks of them.
+
+Mirrors ``ClientHousekeepingService`` and ``Broker2Client``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar, cast
+
+from librmq.broker import Broker
+from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.java.numbers import java_int
+from librmq.message import record
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    ConsumerOffsets,
+    ConsumersChanged,
+    DescribeInstance,
+    Heartbeat,
+    Request,
+    ResetOffsets,
+    Unregister,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.fields import to_fields
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import CheckTransactionHeader, ConsumerGroupHeader, ResetOffsetHeader
+
+__all__ = ["Session", "Sessions"]
+
+R = TypeVar("R")
+_log = EventLog("librmq.wire")
+
+
+class Session(NamedTuple):
+    """One client, by its last heartbeat."""
+
+    client_id: str
+    channel: Channel
+    language: str
+    version: int
+    told_ms: int
+
+    @property
+    def address(self) -> str:
+        """The client's own address and port."""
+        return f"{self.channel.peer[0]}:{self.channel.peer[1]}"
+
+
+class _Client:
+    """A client as the broker's endpoint. Called under the runner's lock: it never waits."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def call(self, request: Request[R], /) -> R:
+        match request:
+            case ConsumersChanged(group):
+                header: object = ConsumerGroupHeader(group)
+                self._tell(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
+            case CheckTransaction():
+                self._check(request)
+            case ResetOffsets(group, topic, offsets):
+                table = {queue_key(queue): offset for queue, offset in offsets.items()}
+                header = ResetOffsetHeader(topic, group, -1, True)
+                self._tell(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+            case ConsumerOffsets():
+                return cast(R, {})
+            case DescribeInstance():
+                raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
+        return cast(R, None)
+
+    def _tell(self, code: RequestCode, header: object, body: bytes = b"") -> None:
+        self.channel.tell(Frame(code, to_fields(header), body))
+
+    def _check(self, request: CheckTransaction) -> None:
+        half = request.message
+        header = CheckTransactionHeader(
+            half.queue_offset,
+            half.physical_offset,
+            half.unique_key or "",
+            request.transaction_id,
+            half.offset_id,
+        )
+        topic = half.properties.get(record.PROPERTY_REAL_TOPIC, half.topic)
+        queue_id = java_int(half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
+        real = replace(record.decode_record(half.raw), topic=topic, queue_id=queue_id)
+        self._tell(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
+
+
+class Sessions:
+    """All clients of one server. Thread-safe."""
+
+    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None]) -> None:
+        """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
+        self._broker = broker
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._by_id: dict[str, tuple[Session, _Client]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, client_id: str) -> Session | None:
+        """Return a client that has sent a heartbeat and not left."""
+        found = self._by_id.get(client_id)
+        return None if found is None else found[0]
+
+    def heartbeat(self, channel: Channel, frame: Frame) -> None:
+        """Register a client with its groups."""
+        client_id, producers, consumers = heartbeat_of(frame.body)
+        with self._lock:
+            known = self._by_id.get(client_id)
+            client = known[1] if known is not None and known[0].channel is channel else _Client(channel)
+            session = Session(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
+            self._by_id[client_id] = session, client
+            channel.client_ids.add(client_id)
+        self._broker.call(Heartbeat(client_id, client, producers, consumers))
+        if known is None:
+            groups = [data.group for data in consumers]
+            for group in groups or [""]:
+                self._changed(client_id, group, True)
+
+    def leave(self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None) -> None:
+        """Remove a client from a group."""
+        self._broker.call(Unregister(client_id, producer_group or None, consumer_group or None))
+
+    def closed(self, channel: Channel) -> None:
+        """Remove the clients of a connection that has ended, unless they have another one by now."""
+        for client_id in list(channel.client_ids):
+            with self._lock:
+                known = self._by_id.get(client_id)
+                if known is None or known[0].channel is not channel:
+                    continue
+                del self._by_id[client_id]
+            try:
+                self._broker.call(ChannelClosed(client_id))
+            except RmqError as error:  # the broker was closed before
+                _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
+            self._changed(client_id, "", False)

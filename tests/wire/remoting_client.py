@@ -1,0 +1,127 @@
+"""A bare client of the 4.x protocol: frames out, frames in."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Self
+
+from librmq.errors import MalformedError
+from librmq.java import json as java_json
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.fields import to_fields
+from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.headers import REQUESTS
+
+
+class RawClient:
+    """One connection."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._opaque = 0
+        self._answers: queue.Queue[Frame | None] = queue.Queue()
+        self._told: queue.Queue[Frame] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def address(self) -> str:
+        return "{}:{}".format(*self._socket.getsockname())
+
+    def _frames(self) -> Iterator[Frame]:
+        reader = FrameReader()
+        with suppress(OSError, MalformedError):
+            while received := self._socket.recv(1 << 16):
+                yield from reader.feed(received)
+
+    def _read(self) -> None:
+        for frame in self._frames():
+            (self._answers if frame.is_answer else self._told).put(frame)
+        self._answers.put(None)
+
+    def send(self, code: RequestCode, body: object = b"", **fields: Any) -> int:
+        """Send a request, and return its number."""
+        form = REQUESTS[code]
+        header = to_fields(form.header(**fields), by_letters=form.by_letters)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._opaque += 1
+        self.write(encode(Frame(code, header, raw, self._opaque, language="JAVA")))
+        return self._opaque
+
+    def write(self, raw: bytes) -> None:
+        self._socket.sendall(raw)
+
+    def answer(self) -> Frame:
+        """Return the next answer."""
+        frame = self._answers.get(timeout=30)
+        assert frame is not None, "the server has closed the connection"
+        return frame
+
+    def asked(self, code: RequestCode) -> Frame:
+        """Return the server's next request of a kind."""
+        while (frame := self._told.get(timeout=30)).code != code:
+            pass
+        return frame
+
+    def has_ended(self) -> bool:
+        """Wait for the end of the connection; False if an answer comes first."""
+        return self._answers.get(timeout=30) is None
+
+    def call(self, code: RequestCode, body: object = b"", **fields: Any) -> Frame:
+        """Send a request, and return its answer."""
+        number = self.send(code, body, **fields)
+        answer = self.answer()
+        assert answer.opaque == number
+        return answer
+
+    def ask(self, code: RequestCode, body: object = b"", **fields: Any) -> Any:
+        """Return the JSON of a successful answer's body."""
+        answer = self.call(code, body, **fields)
+        assert answer.code == 0, answer
+        return java_json.loads(answer.body)
+
+    def put(self, topic: str, body: bytes, properties: str = "", **fields: Any) -> Frame:
+        """Send a message."""
+        known: dict[str, Any] = {"producer_group": "p", "default_topic": "TBW102", "default_topic_queue_nums": 4}
+        known |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": 1, "flag": 0, "properties": properties}
+        return self.call(RequestCode.SEND_MESSAGE_V2, body, topic=topic, **(known | fields))
+
+    def beat(self, client_id: str, *groups: str, topics: tuple[str, ...] = (), producers: tuple[str, ...] = ()) -> None:
+        """Send a heartbeat."""
+        subscriptions = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
+        consumers = [
+            {
+                "groupName": group,
+                "consumeType": "CONSUME_PASSIVELY",
+                "messageModel": "CLUSTERING",
+                "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
+                "subscriptionDataSet": subscriptions,
+            }
+            for group in groups
+        ]
+        beat = {"clientID": client_id, "consumerDataSet": consumers}
+        beat["producerDataSet"] = [{"groupName": group} for group in producers]
+        assert self.call(RequestCode.HEART_BEAT, beat).code == 0
+
+    def pull(self, group: str, topic: str, offset: int = 0, wait_ms: int = 0, **fields: Any) -> int:
+        """Send a pull, and return its number."""
+        known: dict[str, Any] = {"queue_id": 0, "max_msg_nums": 32, "sys_flag": 2, "commit_offset": 0, "sub_version": 1}
+        known |= {"consumer_group": group, "topic": topic, "queue_offset": offset, "suspend_timeout_millis": wait_ms}
+        return self.send(RequestCode.PULL_MESSAGE, **(known | fields))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._reader.join(30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,414 @@
+"""The server of the 4.x protocol: each request, held pulls, callbacks, administration, and hostile clients."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ConfigError, ManualClock, ManualRunner, StoreConfig
+from librmq.message.message import StoredMessage
+from librmq.store import verify
+from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting import server as server_module
+from librmq.wire.remoting.codes import RequestCode as Code
+from librmq.wire.remoting.frames import Frame, encode
+from librmq.wire.remoting.headers import REQUESTS
+from tests.wire.remoting_client import RawClient
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(runner=ManualRunner(ManualClock(1_000_000))) as made:
+        yield made
+
+
+@pytest.fixture
+def server(broker: Broker) -> Iterator[RemotingServer]:
+    with RemotingServer(broker) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: RemotingServer) -> Iterator[RawClient]:
+    with RawClient(server.port) as made:
+        yield made
+
+
+def runner_of(broker: Broker) -> ManualRunner:
+    assert isinstance(broker.runner, ManualRunner)
+    return broker.runner
+
+
+def bodies(raw: bytes) -> list[bytes]:
+    found = []
+    while raw:
+        size = int.from_bytes(raw[:4], "big")
+        found.append(StoredMessage(raw[:size]).body)
+        raw = raw[size:]
+    return found
+
+
+# ---- producers
+
+
+@pytest.mark.parametrize("code", [Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2])
+def test_a_sent_message_is_stored_as_it_came(client: RawClient, broker: Broker, code: Code) -> None:
+    fields: dict[str, Any] = {"producer_group": "p", "topic": "t", "default_topic": "TBW102", "queue_id": 2}
+    fields |= {"default_topic_queue_nums": 4, "sys_flag": 0, "born_timestamp": 5, "flag": 7}
+    answer = client.call(code, b"body", properties="KEYS\1k1\2TAGS\1a\2UNIQ_KEY\1u", **fields)
+    assert (answer.code, answer.version, answer.language) == (0, 401, "JAVA")
+    assert (answer.fields["queueId"], answer.fields["queueOffset"]) == ("2", "0")
+    stored = broker.find_by_id(answer.fields["msgId"])
+    assert stored is not None
+    assert (stored.body, stored.flag, stored.keys, stored.tags, stored.unique_key) == (b"body", 7, ("k1",), "a", "u")
+    assert "{}:{}".format(*stored.born_host) == client.address
+
+
+def test_a_batch_is_stored_together(client: RawClient, broker: Broker) -> None:
+    item = b"\0\0\0\x18" + bytes(12) + b"\0\0\0\2b%d\0\0"
+    answer = client.put("t", item % 1 + item % 2, batch=True)
+    assert len(answer.fields["msgId"].split(",")) == 2
+    assert [message.body for message in broker.messages("t")] == [b"b1", b"b2"]
+
+
+def test_a_refused_message_has_the_code_of_the_refusal(client: RawClient) -> None:
+    assert client.put("a bad topic", b"x").code == 13
+    assert client.put("SCHEDULE_TOPIC_XXXX", b"x").code == 13
+
+
+def test_a_transaction_is_asked_about_and_ends(client: RawClient, broker: Broker) -> None:
+    client.beat("c1", producers=("p",))
+    half = client.put("t", b"x", "TRAN_MSG\1true\2PGROUP\1p\2UNIQ_KEY\1u", sys_flag=4)
+    assert not list(broker.messages("t"))
+    runner_of(broker).advance(120_000)
+    asked = client.asked(Code.CHECK_TRANSACTION_STATE)
+    record = StoredMessage(asked.body)
+    assert (asked.code, asked.is_one_way, record.body, record.topic) == (Code.CHECK_TRANSACTION_STATE, True, b"x", "t")
+    assert asked.fields["transactionId"] == asked.fields["msgId"] == "u"
+    client.call(
+        Code.END_TRANSACTION,
+        producer_group="p",
+        tran_state_table_offset=int(asked.fields["tranStateTableOffset"]),
+        commit_log_offset=int(asked.fields["commitLogOffset"]),
+        commit_or_rollback=8,
+        from_transaction_check=True,
+    )
+    assert half.code == 0
+    assert [message.body for message in broker.messages("t")] == [b"x"]
+
+
+# ---- consumers
+
+
+def test_a_pull_returns_the_records_of_the_log(client: RawClient, broker: Broker) -> None:
+    client.beat("c1", "g", topics=("t",))
+    for body in (b"one", b"two"):
+        client.put("t", body)
+    client.pull("g", "t")
+    answer = client.answer()
+    assert (answer.code, answer.remark, bodies(answer.body)) == (0, "FOUND", [b"one", b"two"])
+    assert answer.body == b"".join(message.raw for message in broker.messages("t"))
+    assert answer.fields == {
+        "nextBeginOffset": "2", "minOffset": "0", "maxOffset": "2", "suggestWhichBrokerId": "0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("offset", "code", "remark"), [(1, 19, "OFFSET_OVERFLOW_ONE"), (9, 21, "OFFSET_OVERFLOW_BADLY")]
+)
+def test_an_empty_pull_says_why(client: RawClient, offset: int, code: int, remark: str) -> None:
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"one")
+    client.pull("g", "t", offset, wait_ms=0, sys_flag=0)
+    answer = client.answer()
+    assert (answer.code, answer.remark) == (code, remark)
+
+
+def test_a_held_pull_is_answered_by_a_message(client: RawClient, server: RemotingServer) -> None:
+    """Other requests of the connection are answered meanwhile."""
+    client.beat("c1", "g", topics=("t",))
+    with RawClient(server.port) as other:
+        other.put("t", b"first")
+        held = client.pull("g", "t", 1, wait_ms=15_000)
+        assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).fields == {"offset": "1"}
+        other.put("t", b"second")
+        answer = client.answer()
+    assert (answer.opaque, bodies(answer.body)) == (held, [b"second"])
+
+
+def test_a_held_pull_ends_with_its_time(client: RawClient, broker: Broker) -> None:
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"first")
+    held = client.pull("g", "t", 1, wait_ms=15_000)
+    client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
+    runner_of(broker).advance(14_999)
+    assert client.call(Code.GET_MIN_OFFSET, topic="t", queue_id=0).code == 0
+    runner_of(broker).advance(1)
+    answer = client.answer()
+    assert (answer.opaque, answer.code, answer.fields["nextBeginOffset"]) == (held, 19, "1")
+
+
+def test_a_pull_brings_its_subscription_and_progress(client: RawClient, broker: Broker) -> None:
+    """As a pull consumer's, whose group the broker may not know."""
+    client.put("t", b"one", "TAGS\1a")
+    client.put("t", b"two", "TAGS\1b")
+    client.beat("c1", "g", topics=("t",))
+    client.pull("g", "t", sys_flag=1 | 4, commit_offset=0, subscription="b", expression_type="TAG")
+    assert bodies(client.answer().body) == [b"two"]
+    assert broker.consumer_offset("g", "t") == 0
+
+
+def test_progress_is_kept(client: RawClient, broker: Broker) -> None:
+    client.put("t", b"x")
+    queue = {"consumer_group": "g", "topic": "t", "queue_id": 0}
+    assert client.call(Code.QUERY_CONSUMER_OFFSET, **queue).fields == {"offset": "0"}
+    assert client.call(Code.UPDATE_CONSUMER_OFFSET, **queue, commit_offset=1).code == 0
+    assert client.call(Code.QUERY_CONSUMER_OFFSET, **queue).fields == {"offset": "1"}
+    assert broker.consumer_offset("g", "t") == 1
+
+
+def test_a_failed_message_comes_again_and_dies(client: RawClient, broker: Broker) -> None:
+    client.beat("c1", "g", topics=("t",))
+    place = broker.find_by_id(client.put("t", b"x", "UNIQ_KEY\1u").fields["msgId"])
+    assert place is not None
+    back = {"group": "g", "origin_msg_id": "u", "origin_topic": "t", "max_reconsume_times": 16}
+    assert client.call(Code.CONSUMER_SEND_MSG_BACK, offset=place.physical_offset, delay_level=0, **back).code == 0
+    runner_of(broker).advance(10_000)
+    (again,) = broker.messages("%RETRY%g")
+    assert (again.body, again.reconsume_times) == (b"x", 1)
+    assert client.call(Code.CONSUMER_SEND_MSG_BACK, offset=again.physical_offset, delay_level=-1, **back).code == 0
+    assert [letter.body for letter in broker.dead_letters("g")] == [b"x"]
+
+
+def test_members_are_told_of_each_other(client: RawClient, server: RemotingServer) -> None:
+    client.beat("c1", "g", topics=("t",))
+    with RawClient(server.port) as other:
+        other.beat("c2", "g", topics=("t",))
+        told = client.asked(Code.NOTIFY_CONSUMER_IDS_CHANGED)
+        assert (told.code, told.fields) == (Code.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": "g"})
+        assert client.ask(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g") == {"consumerIdList": ["c1", "c2"]}
+    client.asked(Code.NOTIFY_CONSUMER_IDS_CHANGED)
+    assert client.ask(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g") == {"consumerIdList": ["c1"]}
+    client.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+    gone = client.call(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g")
+    assert (gone.code, gone.remark) == (1, "no consumer for this group, g")
+
+
+def test_a_heartbeat_of_numbers_is_understood(client: RawClient, broker: Broker) -> None:
+    """As the C++ client sends it."""
+    row = {"groupName": "g", "consumeType": 1, "messageModel": 0, "consumeFromWhere": 4}
+    row["subscriptionDataSet"] = [{"subString": "*", "subVersion": "12", "topic": "t"}]
+    client.call(Code.HEART_BEAT, {"clientID": "c1", "consumerDataSet": [row], "producerDataSet": [{"groupName": "p"}]})
+    found = broker.connections("g")
+    assert found is not None
+    assert (found.kind, found.model.name, found.consume_from.name) == ("push", "BROADCASTING", "FIRST")
+    assert found.subscriptions["t"].version == 12
+
+
+def test_queues_are_locked_for_one_client(client: RawClient) -> None:
+    queues = [{"topic": "t", "brokerName": "broker-a", "queueId": number} for number in (0, 1)]
+    asked = {"consumerGroup": "g", "clientId": "c1", "mqSet": queues}
+    assert len(client.ask(Code.LOCK_BATCH_MQ, asked)["lockOKMQSet"]) == 2
+    assert client.ask(Code.LOCK_BATCH_MQ, asked | {"clientId": "c2"}) == {"lockOKMQSet": []}
+    client.call(Code.UNLOCK_BATCH_MQ, asked)
+    assert len(client.ask(Code.LOCK_BATCH_MQ, asked | {"clientId": "c2"})["lockOKMQSet"]) == 2
+
+
+def test_a_bad_expression_is_refused_before_the_start(client: RawClient) -> None:
+    row = {"topic": "t", "subString": "a >", "expressionType": "SQL92"}
+    assert client.call(Code.CHECK_CLIENT_CONFIG, {"clientId": "c", "group": "g", "subscriptionData": row}).code == 23
+
+
+# ---- name server
+
+
+def test_a_route_names_the_dialled_address(client: RawClient, server: RemotingServer, broker: Broker) -> None:
+    broker.create_topic("t", 3)
+    route = client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="t")
+    assert route["brokerDatas"][0]["brokerAddrs"] == {"0": f"127.0.0.1:{server.port}"}
+    assert [data["readQueueNums"] for data in route["queueDatas"]] == [3]
+    assert b" " not in client.call(Code.GET_ROUTEINFO_BY_TOPIC, topic="t").body
+
+
+def test_a_retry_topic_is_made_when_its_route_is_asked_for(client: RawClient) -> None:
+    assert client.call(Code.GET_ROUTEINFO_BY_TOPIC, topic="unknown").code == 17
+    assert client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g")["queueDatas"][0]["writeQueueNums"] == 1
+    assert client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")["queueDatas"][0]["perm"] == 7
+
+
+def test_values_are_kept_while_the_server_runs(client: RawClient) -> None:
+    key = {"namespace": "n", "key": "k"}
+    assert client.call(Code.GET_KV_CONFIG, **key).code == 22
+    client.call(Code.PUT_KV_CONFIG, **key, value="v")
+    assert client.call(Code.GET_KV_CONFIG, **key).fields == {"value": "v"}
+    client.call(Code.DELETE_KV_CONFIG, **key)
+    assert client.call(Code.GET_KV_CONFIG, **key).code == 22
+
+
+# ---- administration
+
+
+def test_topics_and_groups_are_made_and_deleted(client: RawClient, broker: Broker) -> None:
+    client.call(
+        Code.UPDATE_AND_CREATE_TOPIC, topic="n", default_topic="", read_queue_nums=2, write_queue_nums=2, perm=6
+    )
+    client.call(Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "gg", "retryMaxTimes": 3})
+    assert (broker.topics()["n"].read_queues, broker.groups()["gg"]) == (2, 3)
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="gg", topic="n", queue_id=0, commit_offset=5)
+    client.call(Code.DELETE_SUBSCRIPTIONGROUP, group_name="gg", remove_offset=True)
+    client.call(Code.DELETE_TOPIC_IN_BROKER, topic="n")
+    assert "n" not in broker.topics()
+    assert "gg" not in broker.groups()
+    assert broker.consumer_offset("gg", "n") is None
+    assert client.call(Code.DELETE_SUBSCRIPTIONGROUP, group_name="gg").code == 26
+
+
+def test_statistics_tell_begin_end_and_progress(client: RawClient) -> None:
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"x")
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
+    (row,) = [
+        row for key, row in client.ask(Code.GET_TOPIC_STATS_INFO, topic="t")["offsetTable"].items()
+        if dict(key)["queueId"] == 0
+    ]  # fmt: skip
+    assert row == {"lastUpdateTimestamp": 1_000_000, "maxOffset": 1, "minOffset": 0}
+    table = client.ask(Code.GET_CONSUME_STATS, consumer_group="g")["offsetTable"]
+    rows = {(dict(key)["topic"], dict(key)["queueId"]): row for key, row in table.items()}
+    assert rows["t", 0] == {"brokerOffset": 1, "consumerOffset": 1, "lastTimestamp": 1_000_000}
+
+
+def test_a_reset_reaches_the_clients(client: RawClient, broker: Broker) -> None:
+    client.put("t", b"x")
+    reset = {"topic": "t", "group": "g", "timestamp": -1}
+    assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 206
+    client.beat("c1", "g", topics=("t",))
+    for number in range(4):
+        client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=number, commit_offset=0)
+    assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 0
+    told = client.asked(Code.RESET_CONSUMER_CLIENT_OFFSET)
+    assert (told.code, told.is_one_way, told.fields["group"]) == (Code.RESET_CONSUMER_CLIENT_OFFSET, True, "g")
+    assert b'{"brokerName":"broker-a","queueId":0,"topic":"t"}:1' in told.body
+
+
+def test_a_client_answers_a_tool_through_the_server(client: RawClient, server: RemotingServer) -> None:
+    """The tool's request goes to the client, and its answer back."""
+    client.beat("c1", "g", topics=("t",))
+    with RawClient(server.port) as tool:
+        number = tool.send(Code.GET_CONSUMER_RUNNING_INFO, consumer_group="g", client_id="c1")
+        asked = client.asked(Code.GET_CONSUMER_RUNNING_INFO)
+        asked.flag, asked.body = 1, b'{"properties":{}}'
+        client.write(encode(asked))
+        answer = tool.answer()
+    assert (answer.opaque, answer.body) == (number, b'{"properties":{}}')
+
+
+def test_what_is_unknown_is_answered_as_unsupported(client: RawClient) -> None:
+    client.write(encode(Frame(9999, opaque=3)))
+    answer = client.answer()
+    assert (answer.code, answer.remark, answer.opaque) == (3, " request type 9999 not supported", 3)
+
+
+def test_other_machines_administrate_only_if_allowed(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of a connection from elsewhere is imitated."""
+    monkeypatch.setattr(server_module, "_is_local", lambda host: False)
+    with RemotingServer(broker) as server, RawClient(server.port) as client:
+        assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic="t").code == 16
+        assert client.put("t", b"x").code == 0
+    with RemotingServer(broker, allows_admin=True) as server, RawClient(server.port) as client:
+        assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic="t").code == 0
+
+
+# ---- life, and bad input
+
+
+def test_a_one_way_request_has_no_answer(client: RawClient, broker: Broker) -> None:
+    fields = {"consumerGroup": "g", "topic": "t", "queueId": "0", "commitOffset": "0"}
+    client.write(encode(Frame(Code.UPDATE_CONSUMER_OFFSET, fields, opaque=77).one_way()))
+    assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
+    assert broker.consumer_offset("g", "t") == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingServer, seed: int) -> None:
+    draw = random.Random(seed)
+    with RawClient(server.port) as bad:
+        bad.write(b"\x7f" + draw.randbytes(200))
+        assert bad.has_ended()
+    assert server.refused == 1
+    assert client.put("t", b"x").code == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
+    """Whatever a request has, the connection goes on."""
+    draw = random.Random(seed)
+    values = ["", "x", "-1", "0", "1", "9223372036854775807", "true", "\0", "😀" * 100, "%RETRY%g", "t"]
+    for code, form in REQUESTS.items():
+        names = list(form.header.__dataclass_fields__)
+        camel = [name.split("_")[0] + "".join(map(str.title, name.split("_")[1:])) for name in names]
+        fields = {name: draw.choice(values) for name in [*camel, *"abcdefghijklm"] if draw.random() < 0.9}
+        body = draw.choice([b"", b"{}", b"[]", b"{" * 500, draw.randbytes(30), b'{"clientID":5}'])
+        client.write(encode(Frame(code, fields, body, opaque=code)))
+        if code != Code.PULL_MESSAGE:
+            while client.answer().opaque != code:
+                pass
+
+
+def test_a_client_that_goes_leaves_its_groups(broker: Broker) -> None:
+    seen: list[tuple[str, str, bool]] = []
+    with RemotingServer(broker, changed=lambda *change: seen.append(change)) as server:
+        with RawClient(server.port) as client:
+            client.beat("c1", "g", topics=("t",))
+            client.pull("g", "t", wait_ms=15_000)
+            assert server.clients == 1
+        with RawClient(server.port) as other:
+            while broker.client_ids():
+                other.put("t", b"x")
+    assert seen == [("c1", "g", True), ("c1", "", False)]
+
+
+def test_closing_ends_all_connections(server: RemotingServer, client: RawClient) -> None:
+    client.put("t", b"x")
+    server.close()
+    server.close()
+    assert client.has_ended()
+    with pytest.raises(OSError, match=r"."):
+        socket.create_connection(("127.0.0.1", server.port), timeout=5).close()
+
+
+def test_a_taken_port_is_told(server: RemotingServer, broker: Broker) -> None:
+    with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{server.port}"):
+        RemotingServer(broker, port=server.port)
+    with pytest.raises(ConfigError, match="expected host:port"):
+        RemotingServer(broker, advertise="here")
+
+
+def test_many_clients_at_once_lose_nothing(server: RemotingServer, broker: Broker) -> None:
+    clients = [RawClient(server.port) for _ in range(20)]
+    for number in range(10):
+        for client in clients:
+            client.send(
+                Code.SEND_MESSAGE_V2, b"%d" % number, producer_group="p", topic="t", default_topic="TBW102",
+                default_topic_queue_nums=4, queue_id=number % 4, sys_flag=0, born_timestamp=0, flag=0,
+            )  # fmt: skip
+    assert {client.answer().code for client in clients for _ in range(10)} == {0}
+    for client in clients:
+        client.close()
+    assert len(list(broker.messages("t"))) == 200
+
+
+def test_the_store_is_sound_and_names_the_port(tmp_path: Any) -> None:
+    listening = listen()
+    port = listening.getsockname()[1]
+    config = StoreConfig(store_host=f"127.0.0.1:{port}")
+    with (
+        Broker.open(tmp_path / "s", store_config=config) as broker,
+        RemotingServer(broker, listening=listening) as server,
+        RawClient(server.port) as client,
+    ):
+        assert client.put("t", b"x").fields["msgId"].startswith(f"7F000001{port:08X}")
+    assert verify(tmp_path / "s").sound
