@@ -10,18 +10,28 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.output import JsonLines, Output
+from librmq.cli.output import JsonLines, Output, complain
 from librmq.errors import ConfigError
+from librmq.message.hosts import format_host, parse_host
 from librmq.runtime.event_log import EventLog
+
+if TYPE_CHECKING:
+    from librmq.broker import Broker
+    from librmq.wire.remoting import RemotingServer
 
 __all__ = ["serve"]
 
 _log = EventLog("librmq.cli")
 
+_GRPC_PORT: Final = 8081
+_REMOTING_PORT: Final = 9876
 _MAX_LINES: Final = 1000
 _LOOK_S: Final = 0.2
 _MAX_NAME: Final = 255
@@ -30,9 +40,10 @@ _MAX_NAME: Final = 255
 def serve(arguments: argparse.Namespace, output: Output) -> int:
     """Serve the store until a signal ends it."""
     from librmq.broker import Broker, BrokerConfig
+    from librmq.config import StoreConfig
     from librmq.scheduling.timer_config import TimerConfig
-    from librmq.wire.grpc import GrpcServer
 
+    grpc, remoting = _ports(arguments)
     # An event has a lock that the main thread may hold when the handler runs.
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     if output.is_on_terminal:  # a table would wait until it is full
@@ -46,25 +57,99 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ended.put(number))
-    with (
-        Broker.open(arguments.store, BrokerConfig(timers=TimerConfig())) as broker,
-        GrpcServer(
-            broker,
-            host=arguments.host,
-            port=arguments.grpc,
-            advertise=arguments.advertise,
-            tls=tls,
-            auto_create=not arguments.no_auto_create,
-            changed=changed,
-        ) as server,
-    ):
-        ready = {"ready": True, "grpc": server.address, "remoting": None}
+    with ExitStack() as serving:
+        listening, config = None, None
+        if remoting is not None:
+            from librmq.wire.remoting import listen
+
+            listening = serving.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
+            remoting = listening.getsockname()[1]
+            config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
+        broker = serving.enter_context(
+            Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
+        )
+        ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None}
+        if listening is not None:
+            ready["remoting"] = serving.enter_context(_remoting(broker, listening, arguments, tls, changed)).address
+            _warn_of_address(broker)
+        if grpc is not None:
+            from librmq.wire.grpc import GrpcServer
+
+            server = GrpcServer(
+                broker,
+                host=arguments.host,
+                port=grpc,
+                advertise=_advertised(arguments, grpc),
+                tls=tls,
+                auto_create=not arguments.no_auto_create,
+                changed=changed,
+            )
+            ready["grpc"] = serving.enter_context(server).address
         if tls is not None and not arguments.tls:
             ready["certificate"] = _keep_certificate(arguments.store, tls[0])
         lines.start(ready)
         ended.get()
     lines.end()
     return 0
+
+
+def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Return the ports of gRPC and of remoting; without either option both, gRPC where its extra is installed."""
+    if arguments.grpc is not None or arguments.remoting is not None:
+        return arguments.grpc, arguments.remoting
+    return (_GRPC_PORT if find_spec("grpc") and find_spec("google.protobuf") else None), _REMOTING_PORT
+
+
+def _remoting(
+    broker: Broker,
+    listening: socket.socket,
+    arguments: argparse.Namespace,
+    tls: tuple[bytes, bytes] | None,
+    changed: Callable[[str, str, bool], None],
+) -> RemotingServer:
+    from librmq.wire.remoting import RemotingServer
+
+    return RemotingServer(
+        broker,
+        listening=listening,
+        advertise=_advertised(arguments, listening.getsockname()[1], always=True),
+        tls=tls,
+        auto_create=not arguments.no_auto_create,
+        allows_admin=arguments.admin,
+        changed=changed,
+    )
+
+
+def _advertised(arguments: argparse.Namespace, port: int, *, always: bool = False) -> str | None:
+    """Return ``host:port`` for routes; ``always`` takes the host alone from an address with another port."""
+    address = arguments.advertise
+    if address is None:
+        return None
+    host, _, named = str(address).rpartition(":")
+    if not host:
+        return f"{address}:{port}"
+    return f"{host}:{port}" if always else f"{host}:{named}"
+
+
+def _dialled(arguments: argparse.Namespace) -> str:
+    """Return the IP address in the store's host, which clients dial for single messages."""
+    for name in (_advertised(arguments, 0) or ":").rpartition(":")[0], arguments.host:
+        with suppress(ValueError):
+            if name and not (address := ip_address(name.strip("[]"))).is_unspecified:
+                return f"[{address.exploded}]" if address.version == 6 else str(address)
+    return "127.0.0.1"
+
+
+def _warn_of_address(broker: Broker) -> None:
+    """Say that messages stored under another address can't be asked for by their ids."""
+    config, log = broker.store.config, broker.store.log
+    last = next(iter(broker.store), None) if log.end > log.begin else None
+    if last is not None and last.store_host != parse_host(config.store_host):
+        complain(
+            f"librmq serve: stored messages name the address {format_host(last.store_host)}, and new ones "
+            f"{config.store_host}: clients of 4.x that look a message up by its id, or send it back in C++, dial the "
+            "former; serve the store on one port"
+        )
 
 
 class _Lines:

@@ -19,6 +19,8 @@ import pytest
 HERE = Path(__file__).parent
 PYTHON = "rocketmq-python-client"
 PYTHON_VERSIONS = ("5.1.2", "5.0.9")
+CLASSIC = "rocketmq"
+CLASSIC_VERSION = "0.4.4"
 NODE = "rocketmq-client-nodejs"
 NODE_VERSION = "1.0.8"
 _FETCH_S = 300
@@ -76,6 +78,25 @@ def python_client(version: str, cache: Path) -> OfficialClient:
     _fetched(folder, [*words, "--no-compile", f"{PYTHON}=={version}", "--target"], f"{PYTHON} {version}")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return OfficialClient((sys.executable,), {"PYTHONPATH": path})
+
+
+def classic_client(cache: Path) -> OfficialClient:
+    """Return the client of 4.x for Python, fetched; skip the test where that fails."""
+    folder = cache / f"classic-{CLASSIC_VERSION}"
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+    ]
+    _fetched(
+        folder, [*words, "--no-compile", f"{CLASSIC}=={CLASSIC_VERSION}", "--target"], f"{CLASSIC} {CLASSIC_VERSION}"
+    )
+    return OfficialClient((sys.executable,), {"PYTHONPATH": str(folder)})
 
 
 def node_client(cache: Path) -> OfficialClient:

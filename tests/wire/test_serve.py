@@ -18,6 +18,7 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.certificates import self_signed
 from librmq.wire.grpc.schema import message_class
 from tests.wire.conftest import ready
+from tests.wire.remoting_client import RawClient
 from tests.wire.stub import Stub, message
 
 
@@ -120,3 +121,33 @@ def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str
     for number in range(130):  # more lines than a pipe takes
         connect(address, f"{number}-" + "c" * 250)
     end(serving, signal.SIGTERM)
+
+
+def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
+    """Each message carries the address of the classic port; another port is told at the next start."""
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]
+    for is_first in (True, False):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+            assert serving.stdout is not None
+            row = json.loads(serving.stdout.readline())
+            port = int(row["remoting"].rpartition(":")[2])
+            with Stub(row["grpc"]) as stub, RawClient(port) as client:
+                assert stub.send(message("t")).status.code == 20000
+                assert client.put("t", b"x").fields["msgId"].startswith(f"7F000001{port:08X}")
+            serving.send_signal(signal.SIGTERM)
+            said = serving.communicate(timeout=15)[1]
+            assert serving.returncode == 0
+        assert ("stored messages name the address" in said) is not is_first
+
+
+def test_classic_port_alone_needs_no_extra(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--remoting", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        row = json.loads(serving.stdout.readline())
+        assert row["grpc"] is None
+        with RawClient(int(row["remoting"].rpartition(":")[2])) as client:
+            client.beat("c1", producers=("p",))
+            assert json.loads(serving.stdout.readline()) == {"client": "c1", "group": None, "state": "connected"}
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(15) == 0

@@ -57,12 +57,14 @@ COMMANDS: Final = (
     Command(
         "serve",
         "serve",
-        "serve a store to official clients of RocketMQ 5",
-        "store --grpc 8081",
+        "serve a store to official clients of RocketMQ",
+        "store --grpc 8081 --remoting 9876",
         (
-            option("--grpc", type=int, default=8081, metavar="PORT", help="the port (8081); 0 takes a free one"),
+            option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
+            option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
-            option("--advertise", metavar="HOST:PORT", help="the address in routes (the one that the client dialled)"),
+            option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),
+            option("--admin", action="store_true", help="let other machines change topics and groups"),
             option(
                 "--tls",
                 nargs="*",
@@ -73,8 +75,9 @@ COMMANDS: Final = (
                 "--no-auto-create", action="store_true", help="do not create a topic when a client asks for its route"
             ),
         ),
-        description="Serves the store by gRPC until interrupted (extra: grpc), and creates it if it does not exist. "
-        "Prints a line when ready, then one for each client that connects or leaves.",
+        description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
+        "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "
+        "each client that connects or leaves.",
         makes_store=True,
         output=OUTPUT[:1],
     ),

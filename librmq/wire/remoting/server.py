@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
@@ -52,7 +54,7 @@ class RemotingServer:
         port: int = 0,
         listening: socket.socket | None = None,
         advertise: str | None = None,
-        tls: tuple[str, str] | None = None,
+        tls: tuple[bytes, bytes] | None = None,
         auto_create: bool = True,
         allows_admin: bool = False,
         changed: Callable[[str, str, bool], None] | None = None,
@@ -65,7 +67,7 @@ class RemotingServer:
             port: The port on the loopback address; 0 takes a free one, see `port`.
             listening: A socket that `listen` has made, instead of ``port``.
             advertise: ``host:port`` that routes name; None is the address which each client has dialled.
-            tls: Files of the certificate chain and the private key, in PEM; None serves plain text.
+            tls: Certificate chain and private key, in PEM; None serves plain text.
             auto_create: Whether the retry topic of a group is made when its route is asked for.
             allows_admin: Whether clients of other machines may change topics, groups and progress.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
@@ -256,10 +258,14 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
+def _tls_context(chain: bytes, key: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls: {certificate} and {key} are no certificate and key in PEM: {error}") from error
+    with TemporaryDirectory() as folder:  # for its owner only
+        path = os.path.join(folder, "pair.pem")
+        with open(path, "wb") as file:
+            file.write(chain + b"\n" + key)
+        try:
+            context.load_cert_chain(path)
+        except ssl.SSLError as error:
+            raise ConfigError(f"tls: expected a certificate and its key in PEM: {error.reason or error}") from error
     return context
