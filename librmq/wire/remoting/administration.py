@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import ConfigError, MalformedError
+from librmq.errors import BrokerError, ConfigError, MalformedError
 from librmq.java.json import ObjectKey
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import is_system_topic
@@ -27,7 +27,8 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.calls import Handlers, RemotingCall
+from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.consuming import stored_ms
 from librmq.wire.remoting.fields import to_fields
@@ -51,9 +52,8 @@ from librmq.wire.remoting.headers import (
     TopicNameHeader,
 )
 from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.sessions import Session, Sessions
 
-__all__ = ["ADMINISTRATIVE", "Administration"]
+__all__ = ["ADMINISTRATIVE", "AdminRequests"]
 
 ADMINISTRATIVE: Final = frozenset(
     {
@@ -79,10 +79,10 @@ _RELAY_S: Final = 10.0
 _MOST_ENTRIES: Final = 10_000
 
 
-class Administration:
+class AdminRequests:
     """What people and tools ask of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: Sessions, names: NameServer) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, names: NameServer) -> None:
         self._broker = broker
         self._sessions = sessions
         self._names = names
@@ -119,28 +119,28 @@ class Administration:
 
     # ---- messages
 
-    def _query(self, call: Call) -> Frame:
+    def _query(self, call: RemotingCall) -> Frame:
         header: QueryByKeyHeader = call.header
         found = self._broker.call(
             QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
         )
         if not found:
-            raise Refusal(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
+            raise BrokerError(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
         last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
         return call.answer(last, body=_records(found))
 
-    def _view(self, call: Call) -> Frame:
+    def _view(self, call: RemotingCall) -> Frame:
         header: PhysicalOffsetHeader = call.header
         found = self._broker.call(ViewMessage(header.offset))
         if found is None:
-            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
         return call.answer(body=found.raw)
 
-    def _entries(self, call: Call) -> Frame:
+    def _entries(self, call: RemotingCall) -> Frame:
         header: QueueEntriesHeader = call.header
         queue = self._broker.store.queue(header.topic, header.queue_id)
         if queue is None:
-            raise Refusal(ResponseCode.SYSTEM_ERROR, f"{header.queue_id}@{header.topic} is not exist!")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{header.queue_id}@{header.topic} is not exist!")
         begin, end = self._broker.store.queue_range(header.topic, header.queue_id)
         rows = []
         for offset in range(max(begin, header.index), min(end, header.index + min(header.count, _MOST_ENTRIES))):
@@ -154,22 +154,22 @@ class Administration:
 
     # ---- topics
 
-    def _create_topic(self, call: Call) -> Frame:
+    def _create_topic(self, call: RemotingCall) -> Frame:
         header: CreateTopicHeader = call.header
         self._broker.call(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
         return call.answer()
 
-    def _delete_topic(self, call: Call) -> Frame:
+    def _delete_topic(self, call: RemotingCall) -> Frame:
         header: TopicNameHeader = call.header
         self._broker.call(DeleteTopic(header.topic))
         return call.answer()
 
-    def _topic_configs(self, call: Call) -> Frame:
+    def _topic_configs(self, call: RemotingCall) -> Frame:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.topics.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "topicConfigTable": table}))
 
-    def _topic_stats(self, call: Call) -> Frame:
+    def _topic_stats(self, call: RemotingCall) -> Frame:
         header: TopicNameHeader = call.header
         table: dict[ObjectKey, dict[str, int]] = {}
         for queue in self._queues(header.topic):
@@ -182,25 +182,25 @@ class Administration:
         """Return a topic's queues.
 
         Raises:
-            Refusal: there is no such topic.
+            BrokerError: there is no such topic.
         """
         found = self._broker.topic_route(topic)
         if not found:
-            raise Refusal(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
         count = max(found[0].read_queues, found[0].write_queues)
         return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
-    def _system_topics(self, call: Call) -> Frame:
+    def _system_topics(self, call: RemotingCall) -> Frame:
         own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
         return call.answer(body=write_body({"topicList": own}))
 
-    def _clean_topics(self, call: Call) -> Frame:
+    def _clean_topics(self, call: RemotingCall) -> Frame:
         self._broker.call(CleanUnusedTopics())
         return call.answer()
 
     # ---- groups
 
-    def _set_group(self, call: Call) -> Frame:
+    def _set_group(self, call: RemotingCall) -> Frame:
         asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
         retries = asked.get("retryMaxTimes", 16)
         if not isinstance(asked.get("groupName"), str) or type(retries) is not int:
@@ -208,28 +208,28 @@ class Administration:
         self._broker.call(SetGroup(asked["groupName"], retries))
         return call.answer()
 
-    def _delete_group(self, call: Call) -> Frame:
+    def _delete_group(self, call: RemotingCall) -> Frame:
         header: GroupToDeleteHeader = call.header
         self._broker.call(DeleteGroup(header.group_name, header.remove_offset))
         return call.answer()
 
-    def _group_configs(self, call: Call) -> Frame:
+    def _group_configs(self, call: RemotingCall) -> Frame:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.groups.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
 
-    def _groups_of_topic(self, call: Call) -> Frame:
+    def _groups_of_topic(self, call: RemotingCall) -> Frame:
         header: TopicNameHeader = call.header
         groups = self._broker.call(TopicGroups(header.topic))
         return call.answer(body=write_body({"groupList": list(groups)}))
 
-    def _consume_stats(self, call: Call) -> Frame:
+    def _consume_stats(self, call: RemotingCall) -> Frame:
         header: GroupAndTopicHeader = call.header
         topics = [header.topic] if header.topic else self._topics_of(header.consumer_group)
         table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
         return call.answer(body=write_body({"consumeTps": 0.0, "offsetTable": table}))
 
-    def _all_consume_stats(self, call: Call) -> Frame:
+    def _all_consume_stats(self, call: RemotingCall) -> Frame:
         groups, behind = [], 0
         for group in self._broker.groups():
             tables = [self._progress(group, topic) for topic in self._topics_of(group)]
@@ -262,7 +262,7 @@ class Administration:
             table[queue_key(queue)] = row
         return table
 
-    def _time_spans(self, call: Call) -> Frame:
+    def _time_spans(self, call: RemotingCall) -> Frame:
         header: GroupAndTopicHeader = call.header
         if header.topic is None:
             raise MalformedError("the field topic is missing")
@@ -283,13 +283,13 @@ class Administration:
             )
         return call.answer(body=write_body({"consumeTimeSpanSet": rows}))
 
-    def _reset(self, call: Call) -> Frame:
+    def _reset(self, call: RemotingCall) -> Frame:
         header: ResetOffsetHeader = call.header
         moved = self._broker.call(ResetGroup(header.group, header.topic, header.timestamp, header.is_force))
         table = {queue_key(queue): offset for queue, offset in moved.items()}
         return call.answer(body=write_body({"offsetTable": table}))
 
-    def _clone(self, call: Call) -> Frame:
+    def _clone(self, call: RemotingCall) -> Frame:
         header: CloneOffsetHeader = call.header
         if header.src_group == header.dest_group:
             raise ConfigError(f"srcGroup and destGroup are both {header.src_group!r}: expected two groups")
@@ -300,12 +300,12 @@ class Administration:
 
     # ---- clients
 
-    def _consumers(self, call: Call) -> Frame:
+    def _consumers(self, call: RemotingCall) -> Frame:
         header: ConsumerGroupHeader = call.header
         group = header.consumer_group
         found = self._broker.connections(group)
         if found is None:
-            raise Refusal(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
+            raise BrokerError(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
         body = {
             "connectionSet": [self._connection(client_id) for client_id in found.client_ids],
             "consumeFromWhere": found.consume_from.value,
@@ -326,11 +326,11 @@ class Administration:
             "version": session.version,
         }
 
-    def _producers(self, call: Call) -> Frame:
+    def _producers(self, call: RemotingCall) -> Frame:
         header: ProducerGroupHeader = call.header
         ids = self._producer_groups().get(header.producer_group)
         if not ids:
-            raise Refusal(ResponseCode.SYSTEM_ERROR, f"the producer group[{header.producer_group}] not exist")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"the producer group[{header.producer_group}] not exist")
         return call.answer(body=write_body({"connectionSet": [self._connection(client_id) for client_id in ids]}))
 
     def _producer_groups(self) -> dict[str, list[str]]:
@@ -340,18 +340,18 @@ class Administration:
                 groups.setdefault(group, []).append(client.client_id)
         return groups
 
-    def _all_producers(self, call: Call) -> Frame:
+    def _all_producers(self, call: RemotingCall) -> Frame:
         data = {}
         for group, ids in self._producer_groups().items():
             known = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
             data[group] = [_producer_row(session) for session in known]
         return call.answer(body=write_body({"data": data}))
 
-    def _relay(self, call: Call) -> Frame:
+    def _relay(self, call: RemotingCall) -> Frame:
         header: ClientOfGroupHeader | DirectConsumeHeader = call.header
         session = self._sessions.get(header.client_id)
         if session is None:
-            raise Refusal(
+            raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
                 f"The Consumer <{header.consumer_group}> <{header.client_id}> not online",
             )
@@ -361,17 +361,17 @@ class Administration:
         answer = session.channel.ask(asked, _RELAY_S)
         return call.answer(body=answer.body, code=answer.code, remark=answer.remark)
 
-    def _consume_directly(self, call: Call) -> Frame:
+    def _consume_directly(self, call: RemotingCall) -> Frame:
         header: DirectConsumeHeader = call.header
         found = self._broker.find_by_id(header.msg_id)
         if found is None:
-            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
         call.frame.body = found.raw
         return self._relay(call)
 
     # ---- the broker
 
-    def _runtime(self, call: Call) -> Frame:
+    def _runtime(self, call: RemotingCall) -> Frame:
         store, now_ms = self._broker.store, self._broker.runner.now_ms()
         used = f"{store.files.used_ratio(store.path):.2f}"
         minutes, seconds = divmod((now_ms - self._begin_ms) // 1000, 60)
@@ -389,7 +389,7 @@ class Administration:
         }
         return call.answer(body=write_body({"table": {name: str(value) for name, value in table.items()}}))
 
-    def _config(self, call: Call) -> Frame:
+    def _config(self, call: RemotingCall) -> Frame:
         broker = self._broker
         config = {
             "autoCreateTopicEnable": broker.config.auto_create_topic,
@@ -409,9 +409,9 @@ class Administration:
         version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
         return call.answer(version, body="\n".join([*lines, ""]).encode())
 
-    def _stats(self, call: Call) -> Frame:
+    def _stats(self, call: RemotingCall) -> Frame:
         header: StatsOfHeader = call.header
-        raise Refusal(ResponseCode.SYSTEM_ERROR, f"The stats <{header.stats_name}> not exist")
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"The stats <{header.stats_name}> not exist")
 
 
 def _records(messages: Iterable[StoredMessage]) -> bytes:
@@ -422,7 +422,7 @@ def _version(made_ms: int) -> dict[str, int]:
     return {"counter": 0, "timestamp": made_ms}
 
 
-def _producer_row(session: Session) -> dict[str, Any]:
+def _producer_row(session: ClientChannel) -> dict[str, Any]:
     return {
         "clientId": session.client_id,
         "language": session.language,

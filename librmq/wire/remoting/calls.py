@@ -13,10 +13,10 @@ from librmq.wire.remoting.fields import from_fields, to_fields
 from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import REQUESTS
 
-__all__ = ["Call", "Handler", "Handlers", "Refusal", "answer_of", "refused"]
+__all__ = ["Handler", "Handlers", "RemotingCall", "answer_of", "refused"]
 
 
-class Call(NamedTuple):
+class RemotingCall(NamedTuple):
     """One request."""
 
     channel: Channel
@@ -30,17 +30,9 @@ class Call(NamedTuple):
         return answer_to(self.frame, code, remark, fields=fields, body=body)
 
 
-Handler = Callable[[Call], "Frame | None"]
+Handler = Callable[[RemotingCall], "Frame | None"]
 """Returns the answer; None if it comes later."""
 Handlers = Mapping[RequestCode, Handler]
-
-
-class Refusal(RmqError):
-    """A request that is answered by a code and a sentence."""
-
-    def __init__(self, code: ResponseCode, remark: str) -> None:
-        super().__init__(remark)
-        self.code = code
 
 
 def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | None:
@@ -54,7 +46,7 @@ def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | Non
     form = REQUESTS[code]
     try:
         header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
-        return handler(Call(channel, frame, header))
+        return handler(RemotingCall(channel, frame, header))
     except RmqError as error:
         return refused(frame, error)
 
@@ -65,7 +57,7 @@ def refused(frame: Frame, error: RmqError) -> Frame:
 
 
 def _code_of(error: RmqError) -> int:
-    if isinstance(error, BrokerError | Refusal):
+    if isinstance(error, BrokerError):
         return error.code
     if isinstance(error, MessageIllegalError):
         return ResponseCode.MESSAGE_ILLEGAL

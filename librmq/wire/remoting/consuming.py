@@ -6,7 +6,7 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor`` and the queue off
 from __future__ import annotations
 
 from librmq.broker import Broker
-from librmq.errors import MalformedError
+from librmq.errors import BrokerError, MalformedError
 from librmq.protocol import (
     CheckSubscription,
     ConsumerIds,
@@ -21,7 +21,8 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.wire.remoting.bodies import queue_row, queues_of, read_body, subscription_of, write_body
-from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.calls import Handlers, RemotingCall
+from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
@@ -36,7 +37,6 @@ from librmq.wire.remoting.headers import (
     TimestampHeader,
 )
 from librmq.wire.remoting.pulling import Pulling
-from librmq.wire.remoting.sessions import Sessions
 
 __all__ = ["Consuming"]
 
@@ -44,7 +44,7 @@ __all__ = ["Consuming"]
 class Consuming:
     """The consumers of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: Sessions, pulling: Pulling) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, pulling: Pulling) -> None:
         self._broker = broker
         self._sessions = sessions
         self.handlers: Handlers = {
@@ -66,23 +66,23 @@ class Consuming:
 
     # ---- clients
 
-    def _heartbeat(self, call: Call) -> Frame:
+    def _heartbeat(self, call: RemotingCall) -> Frame:
         self._sessions.heartbeat(call.channel, call.frame)
         return call.answer()
 
-    def _unregister(self, call: Call) -> Frame:
+    def _unregister(self, call: RemotingCall) -> Frame:
         header: LeavingClientHeader = call.header
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
-    def _consumer_ids(self, call: Call) -> Frame:
+    def _consumer_ids(self, call: RemotingCall) -> Frame:
         header: ConsumerGroupHeader = call.header
         ids = self._broker.call(ConsumerIds(header.consumer_group))
         if not ids:
-            raise Refusal(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {header.consumer_group}")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {header.consumer_group}")
         return call.answer(body=write_body({"consumerIdList": ids}))
 
-    def _check_subscription(self, call: Call) -> Frame:
+    def _check_subscription(self, call: RemotingCall) -> Frame:
         asked = read_body(call.frame.body, "CHECK_CLIENT_CONFIG")
         subscription = subscription_of(asked.get("subscriptionData"))
         self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
@@ -90,22 +90,22 @@ class Consuming:
 
     # ---- progress
 
-    def _query_offset(self, call: Call) -> Frame:
+    def _query_offset(self, call: RemotingCall) -> Frame:
         header: GroupQueueHeader = call.header
         found = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
         if found is None:
-            raise Refusal(
+            raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND,
                 f"group {header.consumer_group} has no progress in queue {header.queue_id} of {header.topic}",
             )
         return call.answer(QueueOffsetHeader(found))
 
-    def _update_offset(self, call: Call) -> Frame:
+    def _update_offset(self, call: RemotingCall) -> Frame:
         header: GroupProgressHeader = call.header
         self._broker.call(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
         return call.answer()
 
-    def _send_back(self, call: Call) -> Frame:
+    def _send_back(self, call: RemotingCall) -> Frame:
         header: SendBackHeader = call.header
         self._broker.call(
             SendBack(
@@ -121,13 +121,13 @@ class Consuming:
 
     # ---- locks
 
-    def _lock(self, call: Call) -> Frame:
+    def _lock(self, call: RemotingCall) -> Frame:
         asked = read_body(call.frame.body, "LOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         held = self._broker.call(LockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
         return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
 
-    def _unlock(self, call: Call) -> Frame:
+    def _unlock(self, call: RemotingCall) -> Frame:
         asked = read_body(call.frame.body, "UNLOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         self._broker.call(UnlockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
@@ -135,21 +135,21 @@ class Consuming:
 
     # ---- queues
 
-    def _offset_at(self, call: Call) -> Frame:
+    def _offset_at(self, call: RemotingCall) -> Frame:
         header: QueueAtTimeHeader = call.header
         return call.answer(
             QueueOffsetHeader(self._broker.call(QueueOffsetAt(header.topic, header.queue_id, header.timestamp)))
         )
 
-    def _max_offset(self, call: Call) -> Frame:
+    def _max_offset(self, call: RemotingCall) -> Frame:
         header: QueueOfTopicHeader = call.header
         return call.answer(QueueOffsetHeader(self._broker.call(MaxOffset(header.topic, header.queue_id))))
 
-    def _min_offset(self, call: Call) -> Frame:
+    def _min_offset(self, call: RemotingCall) -> Frame:
         header: QueueOfTopicHeader = call.header
         return call.answer(QueueOffsetHeader(self._broker.call(MinOffset(header.topic, header.queue_id))))
 
-    def _earliest(self, call: Call) -> Frame:
+    def _earliest(self, call: RemotingCall) -> Frame:
         header: QueueOfTopicHeader = call.header
         return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, first=True)))
 

@@ -9,12 +9,12 @@ import threading
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import RmqError
+from librmq.errors import BrokerError, RmqError
 from librmq.message.hosts import format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
 from librmq.wire.remoting.bodies import write_body
-from librmq.wire.remoting.calls import Call, Handlers, Refusal
+from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
@@ -67,7 +67,7 @@ class NameServer:
 
     # ---- routes
 
-    def _route(self, call: Call) -> Frame:
+    def _route(self, call: RemotingCall) -> Frame:
         header: RouteOfTopicHeader = call.header
         found = self._broker.topic_route(header.topic)
         if not found and self._auto_create and header.topic.startswith(RETRY_PREFIX):
@@ -75,7 +75,7 @@ class NameServer:
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
             found = self._broker.topic_route(header.topic)
         if not found:
-            raise Refusal(ResponseCode.TOPIC_NOT_EXIST, f"topic {header.topic} does not exist")
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {header.topic} does not exist")
         data = {
             "brokerDatas": [self._broker_row(call.channel)],
             "filterServerTable": {},
@@ -97,7 +97,7 @@ class NameServer:
         addresses = {"0": self.address(channel)}
         return {"brokerAddrs": addresses, "brokerName": broker.name, "cluster": broker.cluster_name}
 
-    def _clusters(self, call: Call) -> Frame:
+    def _clusters(self, call: RemotingCall) -> Frame:
         broker = self._broker
         table = {broker.name: self._broker_row(call.channel)}
         clusters = {broker.cluster_name: [broker.name]}
@@ -105,23 +105,23 @@ class NameServer:
 
     # ---- topics
 
-    def _topics(self, call: Call) -> Frame:
+    def _topics(self, call: RemotingCall) -> Frame:
         return call.answer(body=write_body({"topicList": list(self._broker.topics())}))
 
-    def _topics_of_cluster(self, call: Call) -> Frame:
+    def _topics_of_cluster(self, call: RemotingCall) -> Frame:
         header: ClusterNameHeader = call.header
         found = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
         return call.answer(body=write_body({"topicList": found}))
 
-    def _system_topics(self, call: Call) -> Frame:
+    def _system_topics(self, call: RemotingCall) -> Frame:
         own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
         names = [self._broker.cluster_name, self._broker.name, *own]
         return call.answer(body=write_body({"topicList": names}))
 
-    def _wipe(self, call: Call) -> Frame:
+    def _wipe(self, call: RemotingCall) -> Frame:
         return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))
 
-    def _add(self, call: Call) -> Frame:
+    def _add(self, call: RemotingCall) -> Frame:
         return call.answer(AddedTopicsHeader(self._permit(call.header, is_writable=True)))
 
     def _permit(self, header: BrokerNameHeader, *, is_writable: bool) -> int:
@@ -143,36 +143,36 @@ class NameServer:
 
     # ---- values
 
-    def _config(self, call: Call) -> Frame:
+    def _config(self, call: RemotingCall) -> Frame:
         return call.answer(body=f"listenPort={call.channel.own[1]}\n".encode())
 
-    def _put(self, call: Call) -> Frame:
+    def _put(self, call: RemotingCall) -> Frame:
         header: KvPairHeader = call.header
         with self._lock:
             if len(self._values) >= _MOST_VALUES:
-                raise Refusal(ResponseCode.SYSTEM_ERROR, f"there are {_MOST_VALUES:,} values already")
+                raise BrokerError(ResponseCode.SYSTEM_ERROR, f"there are {_MOST_VALUES:,} values already")
             self._values[header.namespace, header.key] = header.value
         return call.answer()
 
-    def _get(self, call: Call) -> Frame:
+    def _get(self, call: RemotingCall) -> Frame:
         header: KvKeyHeader = call.header
         found = self._values.get((header.namespace, header.key))
         if found is None:
-            raise Refusal(
+            raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace} Key: {header.key}"
             )
         return call.answer(KvValueHeader(found))
 
-    def _delete(self, call: Call) -> Frame:
+    def _delete(self, call: RemotingCall) -> Frame:
         header: KvKeyHeader = call.header
         with self._lock:
             self._values.pop((header.namespace, header.key), None)
         return call.answer()
 
-    def _list(self, call: Call) -> Frame:
+    def _list(self, call: RemotingCall) -> Frame:
         header: KvNamespaceHeader = call.header
         with self._lock:
             found = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
         if not found:
-            raise Refusal(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace}")
+            raise BrokerError(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace}")
         return call.answer(body=write_body({"table": found}))

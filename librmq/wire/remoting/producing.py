@@ -12,7 +12,7 @@ from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.protocol import EndTransaction, SendBatch, SendMessage, SendResponse, SendStatus, TransactionState
 from librmq.protocol import ResponseCode as Code
-from librmq.wire.remoting.calls import Call, Handlers
+from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import EndTransactionHeader, SendHeader, SentHeader
@@ -42,7 +42,7 @@ class Producing:
             RequestCode.END_TRANSACTION: self._end_transaction,
         }
 
-    def _send(self, call: Call) -> Frame:
+    def _send(self, call: RemotingCall) -> Frame:
         header: SendHeader = call.header
         born_ms = header.born_timestamp if self._is_real_time else self._now_ms()
         is_batch = header.batch or call.frame.code == RequestCode.SEND_BATCH_MESSAGE
@@ -53,7 +53,7 @@ class Producing:
         status = response.status
         return call.answer(sent, code=_CODES[status], remark=None if status is SendStatus.SEND_OK else status.name)
 
-    def _send_one(self, call: Call, born_ms: int) -> SendResponse:
+    def _send_one(self, call: RemotingCall, born_ms: int) -> SendResponse:
         header: SendHeader = call.header
         message = Message._of(header.topic, call.frame.body, header.flag, decode_properties(header.properties))
         return self._broker.call(
@@ -70,7 +70,7 @@ class Producing:
             )
         )
 
-    def _send_batch(self, call: Call, born_ms: int) -> SendResponse:
+    def _send_batch(self, call: RemotingCall, born_ms: int) -> SendResponse:
         header: SendHeader = call.header
         shared = decode_properties(header.properties)
         messages = tuple(
@@ -88,7 +88,7 @@ class Producing:
             )
         )
 
-    def _end_transaction(self, call: Call) -> Frame:
+    def _end_transaction(self, call: RemotingCall) -> Frame:
         header: EndTransactionHeader = call.header
         state = _STATES.get(header.commit_or_rollback)
         if state is None:

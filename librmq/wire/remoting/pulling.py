@@ -15,7 +15,7 @@ from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullResponse, PullStatus, Subscription
 from librmq.runtime.runner import Step
-from librmq.wire.remoting.calls import Call, refused
+from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
@@ -45,7 +45,7 @@ class _Waiting:
 
     __slots__ = ("call", "is_answered", "is_asking")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RemotingCall) -> None:
         self.call = call
         self.is_answered = False
         self.is_asking = False
@@ -63,7 +63,7 @@ class Pulling:
         self._number = itertools.count()
         self._held: dict[Channel, set[_Waiting]] = {}
 
-    def pull(self, call: Call) -> Frame | None:
+    def pull(self, call: RemotingCall) -> Frame | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
@@ -131,7 +131,7 @@ class Pulling:
         call.channel.write(encode(frame))
 
 
-def _request(call: Call, notify: Callable[[], None] | None = None) -> PullMessage:
+def _request(call: RemotingCall, notify: Callable[[], None] | None = None) -> PullMessage:
     header: PullHeader = call.header
     subscription = None
     if header.sys_flag & _SUBSCRIBES:
@@ -150,7 +150,7 @@ def _request(call: Call, notify: Callable[[], None] | None = None) -> PullMessag
     )
 
 
-def _answer(call: Call, response: PullResponse) -> Frame:
+def _answer(call: RemotingCall, response: PullResponse) -> Frame:
     header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
     status = response.status
     if status is PullStatus.OFFSET_ILLEGAL:

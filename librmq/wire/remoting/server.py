@@ -19,15 +19,15 @@ from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.wire.remoting.administration import ADMINISTRATIVE, Administration
+from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.calls import Handlers, answer_of
 from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Consuming
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.producing import Producing
 from librmq.wire.remoting.pulling import Pulling
-from librmq.wire.remoting.sessions import Sessions
 
 __all__ = ["RemotingServer"]
 
@@ -85,14 +85,14 @@ class RemotingServer:
         self._listening = listening or listen(port=port)
         self.host, self.port = self._listening.getsockname()[:2]
         self._allows_admin = allows_admin
-        self._sessions = Sessions(broker, changed or (lambda *_: None))
+        self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         self._pulling = Pulling(broker)
         names = NameServer(broker, advertise, auto_create)
         parts: list[Any] = [
             names,
             Producing(broker),
             Consuming(broker, self._sessions, self._pulling),
-            Administration(broker, self._sessions, names),
+            AdminRequests(broker, self._sessions, names),
         ]
         self._handlers: Handlers = {code: handler for part in parts for code, handler in part.handlers.items()}
         self._lock = threading.Lock()

@@ -33,13 +33,13 @@ from librmq.wire.remoting.fields import to_fields
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import CheckTransactionHeader, ConsumerGroupHeader, ResetOffsetHeader
 
-__all__ = ["Session", "Sessions"]
+__all__ = ["ClientChannel", "ClientChannels"]
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 
 
-class Session(NamedTuple):
+class ClientChannel(NamedTuple):
     """One client, by its last heartbeat."""
 
     client_id: str
@@ -95,7 +95,7 @@ class _Client:
         self._tell(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
 
 
-class Sessions:
+class ClientChannels:
     """All clients of one server. Thread-safe."""
 
     def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None]) -> None:
@@ -103,12 +103,12 @@ class Sessions:
         self._broker = broker
         self._changed = changed
         self._lock = threading.Lock()
-        self._by_id: dict[str, tuple[Session, _Client]] = {}
+        self._by_id: dict[str, tuple[ClientChannel, _Client]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, client_id: str) -> Session | None:
+    def get(self, client_id: str) -> ClientChannel | None:
         """Return a client that has sent a heartbeat and not left."""
         found = self._by_id.get(client_id)
         return None if found is None else found[0]
@@ -119,7 +119,7 @@ class Sessions:
         with self._lock:
             known = self._by_id.get(client_id)
             client = known[1] if known is not None and known[0].channel is channel else _Client(channel)
-            session = Session(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
+            session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
             self._by_id[client_id] = session, client
             channel.client_ids.add(client_id)
         self._broker.call(Heartbeat(client_id, client, producers, consumers))
