@@ -97,7 +97,7 @@ def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
     """Return the ports of gRPC and of remoting; without either option both, gRPC where its extra is installed."""
     if arguments.grpc is not None or arguments.remoting is not None:
         return arguments.grpc, arguments.remoting
-    return (_GRPC_PORT if find_spec("grpc") and find_spec("google.protobuf") else None), _REMOTING_PORT
+    return (_GRPC_PORT if find_spec("grpc") else None), _REMOTING_PORT
 
 
 def _remoting(
