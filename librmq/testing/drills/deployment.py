@@ -1,0 +1,154 @@
+"""Deployments over sites that a drill compares, and the script of what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
+
+from librmq.cluster.sites import check_site
+from librmq.errors import ConfigError
+
+__all__ = [
+    "Deployment",
+    "Fault",
+    "Script",
+    "Verb",
+    "check_script",
+    "one_active",
+    "one_cluster",
+    "outages",
+    "presets",
+    "two_active",
+    "two_active_routed",
+]
+
+Verb = Literal[
+    "lose consumers",
+    "return consumers",
+    "lose brokers",
+    "return brokers",
+    "lose site",
+    "return site",
+    "cut link",
+    "heal link",
+]
+
+
+class Fault(NamedTuple):
+    """One line of a script: from this minute on a part of a site is lost, or back."""
+
+    minute: float
+    verb: Verb
+    site: str
+
+
+Script = Sequence[Fault | tuple[float, Verb, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Clusters, their sites, and how a site finds its cluster."""
+
+    name: str
+    title: str
+    clusters: Mapping[str, Sequence[str]]
+    """The sites at which each cluster has brokers."""
+    homes: Mapping[str, str]
+    """The cluster that each site uses."""
+    brokers: int = 2
+    """Brokers of a cluster at each of its sites."""
+    consumers: int = 2
+    """Consumers at each site, all of one group."""
+    switched: Literal["never", "by hand", "by probe"] = "never"
+    """How a site changes its cluster in an outage."""
+    moves_consumers: bool = False
+    """Whether consumers change their cluster too."""
+    operator_minutes: float = 5
+    """Time until an operator switches by hand."""
+
+
+_TWO: Final = ("hz", "sh")
+
+
+def one_cluster(sites: Sequence[str] = _TWO) -> Deployment:
+    """One cluster over all sites; producers and consumers prefer their own site."""
+    return Deployment(
+        name="one cluster",
+        title="one cluster over all sites",
+        clusters={"main": tuple(sites)},
+        homes=dict.fromkeys(sites, "main"),
+    )
+
+
+def one_active(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site, of which all clients use the first; an operator switches to the second by hand."""
+    return Deployment(
+        name="one active",
+        title="a cluster at each site, one of them active, switched by hand",
+        clusters={site: (site,) for site in sites},
+        homes=dict.fromkeys(sites, sites[0]),
+        switched="by hand",
+        moves_consumers=True,
+    )
+
+
+def two_active(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site, which the clients there use, whatever happens."""
+    return Deployment(
+        name="all active",
+        title="a cluster at each site, each active for its site",
+        clusters={site: (site,) for site in sites},
+        homes={site: site for site in sites},
+    )
+
+
+def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site, and a router that sends a site's producers elsewhere while its cluster is down."""
+    return Deployment(
+        name="all active, routed",
+        title="a cluster at each site, and a router that probes",
+        clusters={site: (site,) for site in sites},
+        homes={site: site for site in sites},
+        switched="by probe",
+    )
+
+
+def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
+    """Return the four deployments that are compared in practice."""
+    return one_cluster(sites), one_active(sites), two_active(sites), two_active_routed(sites)
+
+
+def outages(site: str = "hz") -> tuple[Fault, ...]:
+    """Return the script of an hour in which a site loses its consumers, then its brokers, then everything."""
+    return (
+        Fault(5, "lose consumers", site),
+        Fault(12, "return consumers", site),
+        Fault(20, "lose brokers", site),
+        Fault(30, "return brokers", site),
+        Fault(40, "lose site", site),
+        Fault(50, "return site", site),
+    )
+
+
+def check_script(deployment: Deployment, script: Script, minutes: float) -> list[Fault]:
+    """Return the faults of a script in order of time.
+
+    Raises:
+        ConfigError: A verb or site is unknown, a minute is outside the drill, or the deployment cannot be.
+    """
+    for site, cluster in deployment.homes.items():
+        check_site(site)
+        if cluster not in deployment.clusters:
+            raise ConfigError(f"site {site!r}: no cluster serves it: found {cluster!r}")
+    if deployment.brokers < 1 or deployment.consumers < 1:
+        raise ConfigError("deployment: expected at least one broker and one consumer at each site")
+    faults = [Fault(*one) for one in script]
+    for fault in faults:
+        if fault.verb not in get_args(Verb):
+            raise ConfigError(f"script: unknown verb {fault.verb!r}; expected one of {', '.join(get_args(Verb))}")
+        if fault.site not in deployment.homes:
+            raise ConfigError(f"script: unknown site {fault.site!r}; expected one of {', '.join(deployment.homes)}")
+        if not 0 <= fault.minute <= minutes:
+            raise ConfigError(f"script: minute {fault.minute:g} is outside the drill of {minutes:g} minutes")
+    return sorted(faults, key=lambda fault: fault.minute)

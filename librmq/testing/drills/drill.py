@@ -1,0 +1,247 @@
+"""A drill: a deployment runs under a clock moved by hand, and parts of its sites fail as a script says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+from librmq.client.allocation import allocate_by_site
+from librmq.client.identity import Client
+from librmq.client.producer import Producer
+from librmq.cluster import Cluster, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage, PushConsumer
+from librmq.errors import ConfigError, RmqError
+from librmq.files.memory import MemoryFiles
+from librmq.runtime.manual import ManualRunner
+from librmq.testing.drills.deployment import Deployment, Fault, Script, check_script, outages
+from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
+
+__all__ = ["run_drill"]
+
+_TOPIC = "orders"
+_MINUTE_MS = 60_000
+_SETTLE_MINUTES = 10
+_QUEUES = 4
+
+
+def run_drill(
+    deployment: Deployment, script: Script | None = None, *, minutes: int = 60, rate: float = 1.0
+) -> DrillReport:
+    """Run a deployment for ``minutes`` of its own clock, in which each site gets ``rate`` orders a second.
+
+    Users of a lost site go to the next one. At the end everything returns, and what has not come after ten minutes
+    more counts as lost. By default the first site fails as `outages` says.
+
+    Raises:
+        ConfigError: The script or the deployment cannot be.
+    """
+    if minutes < 1 or not 0 < rate <= 1_000:
+        raise ConfigError(
+            f"drill: expected 1 minute or more and 1,000 orders a second at most, found {minutes}, {rate}"
+        )
+    sites = list(deployment.homes)
+    faults = check_script(deployment, outages(sites[0]) if script is None else script, minutes)
+    with _Drill(deployment, minutes) as drill:
+        tick_ms = round(1000 / rate)
+        end_ms = drill.begin_ms + minutes * _MINUTE_MS
+        drill.plan(faults)
+        while drill.runner.now_ms() < end_ms:
+            drill.do_due()
+            for site in sites:
+                drill.send(site)
+            drill.runner.advance(min(tick_ms, end_ms - drill.runner.now_ms()))
+        drill.settle()
+        return drill.report
+
+
+class _Drill:
+    """The running parts of one drill."""
+
+    def __init__(self, deployment: Deployment, minutes: int) -> None:
+        self.deployment = deployment
+        self.runner = ManualRunner()
+        self.begin_ms = self.runner.now_ms()
+        self.report = DrillReport(deployment.name, tuple(deployment.homes), [Minute() for _ in range(minutes)])
+        self._closing = ExitStack()
+        self._due: list[tuple[int, Callable[[], None]]] = []
+        self._sent_ms: dict[bytes, int] = {}
+        self._got: set[bytes] = set()
+        self._dark: set[str] = set()
+        self._made = 0
+        store = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=64 << 10)
+        self._clusters: dict[str, Cluster] = {}
+        for name, at in deployment.clusters.items():
+            names = [f"{site}-{name}-{number}" for site in at for number in range(deployment.brokers)]
+            cluster = Cluster.open(
+                f"/{name}", names, name=name, runner=self.runner, files=MemoryFiles(), store_config=store
+            )
+            self._closing.callback(cluster.close)
+            cluster.create_topic(_TOPIC, _QUEUES)
+            self._clusters[name] = cluster
+        tables: dict[str, RouteTable] = dict(self._clusters)
+        self._router = SiteRouter(tables, deployment.homes, moves_consumers=deployment.moves_consumers)
+        self._closing.callback(self._router.close)
+        if deployment.switched == "by probe":
+            self._router.probe()
+        self._switches_told = 0
+        self._producers = {site: self._router.producer(site, self._producer) for site in deployment.homes}
+        self._consumers: dict[str, list[RoutedClient[PushConsumer]]] = {site: [] for site in deployment.homes}
+        for site in deployment.homes:
+            self._return_consumers(site)
+        self.runner.advance(1_000)
+        self.begin_ms = self.runner.now_ms()
+
+    def __enter__(self) -> _Drill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    # ---- clients
+
+    def _client(self, route: SiteRoute) -> Client:
+        self._made += 1
+        client = Client(route, instance_name=f"c{self._made:03}")
+        client.random = None  # so that figures are the same in each run
+        return client
+
+    def _producer(self, route: SiteRoute) -> Producer:
+        return Producer(route, "shop", client=self._client(route), nearby=True, avoid_slow_brokers=True).start()
+
+    def _consumer(self, route: SiteRoute) -> PushConsumer:
+        consumer = PushConsumer(route, "billing", client=self._client(route), strategy=allocate_by_site())
+        consumer.subscribe(_TOPIC, partial(self._deliver, route.site))
+        consumer.start()
+        return consumer
+
+    def _deliver(self, site: str, message: DeliveredMessage) -> None:
+        now_ms, minute, report = self.runner.now_ms(), self._minute(), self.report
+        where = site_of(message.broker_name) or ""
+        report.delivered += 1
+        report.deliveries_across += where != site
+        if message.body in self._got:
+            report.duplicates += 1
+            minute.duplicates += 1
+            return
+        self._got.add(message.body)
+        minute.consumed[site, where] += 1
+        report.longest_wait_s = max(report.longest_wait_s, (now_ms - self._sent_ms[message.body]) / 1000)
+
+    def send(self, users_of: str) -> None:
+        """Send an order of a site's users, at their site or, if that is lost, at the next one."""
+        sites = list(self.deployment.homes)
+        at = sites.index(users_of)
+        site = next((one for one in [*sites[at:], *sites[:at]] if one not in self._dark), None)
+        minute, report = self._minute(), self.report
+        body = b"%d" % (report.sent + report.refused)
+        self._sent_ms[body] = self.runner.now_ms()
+        try:
+            if site is None:
+                raise ConfigError("all sites are lost")
+            sent = self._producers[site].run(lambda producer: producer.send(_TOPIC, body))
+        except RmqError:
+            report.refused += 1
+            minute.refused += 1
+            return
+        report.sent += 1
+        where = site_of(sent.queue.broker_name) or ""
+        minute.sent[site, where] += 1
+        report.sends_across += where != site
+
+    # ---- script
+
+    def plan(self, faults: list[Fault]) -> None:
+        """Note when each fault is due."""
+        for fault in faults:
+            self._at(fault.minute, partial(self._fail, fault))
+
+    def _at(self, minute: float, call: Callable[[], None]) -> None:
+        self._due.append((self.begin_ms + round(minute * _MINUTE_MS), call))
+        self._due.sort(key=lambda one: one[0])
+
+    def do_due(self) -> None:
+        """Do what is due now, and note switches and the lag."""
+        while self._due and self._due[0][0] <= self.runner.now_ms():
+            self._due.pop(0)[1]()
+        self._note_switches()
+        lag = self.report.sent - len(self._got)
+        self._minute().lag = lag
+        self.report.most_waiting = max(self.report.most_waiting, lag)
+
+    def _note_switches(self) -> None:
+        for one in self._router.switches[self._switches_told :]:
+            minute = (one.at_ms - self.begin_ms) / _MINUTE_MS
+            self._note(f"{one.site} switches from {one.before} to {one.after}: {one.why}", minute)
+        self._switches_told = len(self._router.switches)
+
+    def _note(self, what: str, minute: float | None = None) -> None:
+        at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS if minute is None else minute
+        self.report.events.append(TimelineRow(round(at, 2), what))
+
+    def _minute(self) -> Minute:
+        number = (self.runner.now_ms() - self.begin_ms) // _MINUTE_MS
+        return self.report.minutes[min(max(0, number), len(self.report.minutes) - 1)]
+
+    def _fail(self, fault: Fault) -> None:
+        self._note(f"{fault.site}: {fault.verb}")
+        site, (lost, what) = fault.site, fault.verb.split(" ")
+        is_lost = lost in ("lose", "cut")
+        if what in ("brokers", "site"):
+            for cluster, name in self._brokers_at(site):
+                if is_lost and not cluster.broker(name).dead:
+                    cluster.crash(name)
+                elif not is_lost and cluster.broker(name).dead:
+                    cluster.reopen(name)
+            if self.deployment.switched == "by hand":
+                at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
+                self._at(at, self._router.redirect)
+        if what in ("consumers", "site"):
+            (self._lose_consumers if is_lost else self._return_consumers)(site)
+        if what == "site":
+            (self._dark.add if is_lost else self._dark.discard)(site)
+        if what == "link":
+            self._link(site, is_cut=is_lost)
+
+    def _brokers_at(self, site: str) -> Iterator[tuple[Cluster, str]]:
+        for cluster in self._clusters.values():
+            for broker in cluster.brokers():
+                if site_of(broker.name) == site:
+                    yield cluster, broker.name
+
+    def _link(self, site: str, *, is_cut: bool) -> None:
+        """Cut or restore all links between a site and others."""
+        for cluster in self._clusters.values():
+            for broker in cluster.brokers():
+                for other in self.deployment.homes:
+                    if site_of(broker.name) != other and site in (other, site_of(broker.name)):
+                        (cluster.cut if is_cut else cluster.restore)(broker.name, site=other)
+
+    def _lose_consumers(self, site: str) -> None:
+        for routed in self._consumers[site]:
+            self._router.release(routed)
+            client = routed.current.client
+            client.dead = True
+            for cluster in self._clusters.values():
+                for broker in cluster.brokers():
+                    if not broker.dead and client.route is cluster.at(site):
+                        broker.forget(client.client_id)
+        self._consumers[site].clear()
+
+    def _return_consumers(self, site: str) -> None:
+        while len(self._consumers[site]) < self.deployment.consumers:
+            self._consumers[site].append(self._router.consumer(site, self._consumer))
+
+    def settle(self) -> None:
+        """Note the lag at the end, let everything return, and count what never comes."""
+        self.do_due()
+        for site in self.deployment.homes:
+            for cluster, name in self._brokers_at(site):
+                if cluster.broker(name).dead:
+                    cluster.reopen(name)
+            self._link(site, is_cut=False)
+            self._return_consumers(site)
+        self._router.redirect()
+        self.runner.advance(_SETTLE_MINUTES * _MINUTE_MS)
+        self.report.lost = self.report.sent - len(self._got)

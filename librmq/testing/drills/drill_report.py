@@ -1,0 +1,180 @@
+"""What a drill has shown: a timeline, totals for comparison, and a picture."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Final, NamedTuple
+
+__all__ = ["DrillReport", "Minute", "TimelineRow"]
+
+_COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
+_WIDTH, _LEFT, _TOP, _LANE = 900, 60, 70, 110
+
+
+class TimelineRow(NamedTuple):
+    """One event of a drill."""
+
+    minute: float
+    what: str
+
+
+@dataclass(slots=True)
+class Minute:
+    """What happened in one minute; ``lag`` is that of its end."""
+
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Stored sends, by site of the producer and of the broker."""
+    consumed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """First deliveries, by site of the consumer and of the broker."""
+    refused: int = 0
+    """Sends that failed."""
+    duplicates: int = 0
+    """Deliveries of a message that had come before."""
+    lag: int = 0
+    """Stored messages that no consumer has had."""
+
+
+@dataclass(slots=True)
+class DrillReport:
+    """The result of one drill."""
+
+    name: str
+    sites: Sequence[str]
+    minutes: list[Minute] = field(default_factory=list)
+    events: list[TimelineRow] = field(default_factory=list)
+    sent: int = 0
+    refused: int = 0
+    delivered: int = 0
+    duplicates: int = 0
+    sends_across: int = 0
+    """Sends stored at another site than the producer's."""
+    deliveries_across: int = 0
+    """Deliveries to a consumer at another site than the broker's."""
+    most_waiting: int = 0
+    """The largest lag at the end of a minute."""
+    longest_wait_s: float = 0
+    """The longest time from a send to the first delivery."""
+    lost: int = 0
+    """Stored messages that never came, although everything was back in the end."""
+
+    @property
+    def lag(self) -> int:
+        """Messages that still waited at the end of the script."""
+        return self.minutes[-1].lag if self.minutes else 0
+
+    def timeline(self) -> str:
+        """Return the events, and between them who consumed what from where, the lag, refused sends and duplicates."""
+        lines = []
+        marks = sorted({0.0, *(row.minute for row in self.events), float(len(self.minutes))})
+        for begin, end in zip(marks, [*marks[1:], marks[-1]], strict=True):
+            lines += [f"{row.minute:6.1f}  {row.what}" for row in self.events if row.minute == begin]
+            span = self.minutes[int(begin) : max(int(end), int(begin) + (end > begin))]
+            if not span:
+                continue
+            consumed = sum((minute.consumed for minute in span), Counter[tuple[str, str]]())
+            flows = ", ".join(f"{who} from {where} {count}" for (who, where), count in sorted(consumed.items()))
+            refused, again = sum(one.refused for one in span), sum(one.duplicates for one in span)
+            rest = f"{f', {refused} sends refused' if refused else ''}{f', {again} duplicates' if again else ''}"
+            lines.append(f"        consumed: {flows or 'nothing'}; lag {span[-1].lag}{rest}")
+        return "\n".join(lines)
+
+    @staticmethod
+    def table(reports: Sequence[DrillReport]) -> str:
+        """Return a Markdown table that compares drills."""
+        rows = [
+            "| deployment | sends refused | waited at most | longest wait | duplicates | sends to another site | "
+            "deliveries from another site | lost |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for one in reports:
+            wait = f"{one.longest_wait_s:,.0f} s"
+            rows.append(
+                f"| {one.name} | {_part(one.refused, one.sent + one.refused)} | {one.most_waiting:,} | {wait} | "
+                f"{one.duplicates:,} | {_part(one.sends_across, one.sent)} | "
+                f"{_part(one.deliveries_across, one.delivered)} | {one.lost:,} |"
+            )
+        return "\n".join(rows)
+
+    # ---- picture
+
+    def svg(self) -> str:
+        """Return a picture: per site what its consumers got from where, then lag and refused sends, with the events."""
+        lanes = [*self.sites, "lag", "refused"]
+        bottom = _TOP + _LANE * len(lanes) + 30
+        height = bottom + 14 * -(-len(self.events) // 2) + 10
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+            f'font-size="11">',
+            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            f'<text x="{_LEFT}" y="18" font-size="15">{escape(self.name)}: messages per minute</text>',
+        ]
+        parts += self._legend()
+        for number, lane in enumerate(lanes):
+            parts += self._lane(lane, _TOP + _LANE * number)
+        parts += self._marks(bottom)
+        return "\n".join([*parts, "</svg>"]) + "\n"
+
+    def _x(self, minute: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 20) * minute / max(1, len(self.minutes))
+
+    def _legend(self) -> list[str]:
+        parts = []
+        for number, site in enumerate(self.sites):
+            x = _LEFT + 110 * number
+            parts.append(f'<rect x="{x}" y="26" width="10" height="10" fill="{_COLOURS[number % len(_COLOURS)]}"/>')
+            parts.append(f'<text x="{x + 14}" y="35">from {escape(site)}</text>')
+        return parts
+
+    def _lane(self, lane: str, top: int) -> list[str]:
+        if lane in self.sites:
+            title = f"consumed at {lane}"
+            stacks = [[minute.consumed[lane, site] for site in self.sites] for minute in self.minutes]
+            colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(self.sites))]
+        elif lane == "lag":
+            title, colours = "waiting at the end of the minute", ["#c77700"]
+            stacks = [[minute.lag] for minute in self.minutes]
+        else:
+            title, colours = "sends refused", ["#c0392b"]
+            stacks = [[minute.refused] for minute in self.minutes]
+        most = max((sum(stack) for stack in stacks), default=0)
+        high, base = _LANE - 40, top + _LANE - 14
+        width = (_WIDTH - _LEFT - 20) / max(1, len(stacks))
+        parts = [
+            f'<text x="{_LEFT}" y="{top + 14}">{escape(title)}</text>',
+            f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - 20}" y2="{base}" stroke="#888"/>',
+            f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{most:,}</text>',
+            f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>',
+        ]
+        for minute, stack in enumerate(stacks):
+            y = float(base)
+            for count, colour in zip(stack, colours, strict=True):
+                if count:
+                    tall = high * count / most
+                    y -= tall
+                    parts.append(
+                        f'<rect x="{self._x(minute):.1f}" y="{y:.1f}" width="{max(0.5, width - 1):.1f}" '
+                        f'height="{tall:.1f}" fill="{colour}"/>'
+                    )
+        return parts
+
+    def _marks(self, bottom: int) -> list[str]:
+        """Return a numbered line for each event, the list of events, and the axis."""
+        parts = []
+        for number, row in enumerate(self.events):
+            x, y = self._x(row.minute), 48 + 11 * (number % 2)
+            parts.append(f'<path d="M{x:.1f} {y + 2}V{bottom - 28}" stroke="#333" stroke-dasharray="2 3"/>')
+            parts.append(f'<text x="{x:.1f}" y="{y}" font-size="9" text-anchor="middle">{number + 1}</text>')
+            column, line = divmod(number, -(-len(self.events) // 2))
+            told = f"{number + 1}  minute {row.minute:g}, {row.what}"
+            at = _LEFT + column * (_WIDTH - _LEFT) // 2
+            parts.append(f'<text x="{at}" y="{bottom + 14 + 14 * line}">{escape(told)}</text>')
+        for minute in range(0, len(self.minutes) + 1, max(1, len(self.minutes) // 6)):
+            parts.append(f'<text x="{self._x(minute):.1f}" y="{bottom - 12}" text-anchor="middle">{minute}</text>')
+        return parts
+
+
+def _part(count: int, of: int) -> str:
+    return f"{count:,} ({100 * count / of:.0f} %)" if count and of else f"{count:,}"

@@ -1,0 +1,137 @@
+"""Drills: each preset against what it promises, wrong scripts, and the figures that the docs show."""
+
+from __future__ import annotations
+
+import runpy
+from xml.etree import ElementTree
+
+import pytest
+
+from librmq.errors import ConfigError
+from librmq.testing.drills import (
+    Deployment,
+    DrillReport,
+    Fault,
+    one_active,
+    one_cluster,
+    presets,
+    run_drill,
+    two_active,
+    two_active_routed,
+)
+from tests.reference import CHECKOUT
+
+TOOL = runpy.run_path(str(CHECKOUT / "tools" / "drills.py"))
+SHORT = (
+    Fault(2, "lose brokers", "hz"),
+    Fault(6, "return brokers", "hz"),
+)
+
+
+@pytest.fixture(scope="module")
+def by_name() -> dict[str, DrillReport]:
+    return {report.name: report for report in TOOL["reports"]()}
+
+
+def test_the_docs_show_the_figures_of_the_drills(by_name: dict[str, DrillReport]) -> None:
+    """`python tools/drills.py` writes them."""
+    page = (CHECKOUT / "docs" / "cluster.md").read_text("utf-8")
+    assert TOOL["with_table"](page, DrillReport.table(list(by_name.values()))) == page
+    assert (CHECKOUT / "docs" / "drill.svg").read_text("utf-8") == by_name["all active, routed"].svg()
+
+
+def test_no_preset_loses_a_message(by_name: dict[str, DrillReport]) -> None:
+    assert {report.lost for report in by_name.values()} == {0}
+    for report in by_name.values():
+        assert report.sent + report.refused == 3_600
+        assert report.delivered == report.sent + report.duplicates
+
+
+def test_one_cluster_refuses_nothing_and_takes_over(by_name: dict[str, DrillReport]) -> None:
+    report = by_name["one cluster"]
+    assert (report.refused, report.most_waiting) == (0, 0)
+    while_lost = report.minutes[8]
+    assert while_lost.consumed["sh", "hz"] == 30
+    given_back = report.minutes[15]
+    assert given_back.consumed == {("hz", "hz"): 30, ("sh", "sh"): 30}
+
+
+def test_one_active_refuses_until_the_operator_switches(by_name: dict[str, DrillReport]) -> None:
+    report = by_name["one active"]
+    assert [minute.refused for minute in report.minutes[19:27]] == [0, 60, 60, 60, 60, 60, 0, 0]
+    assert report.minutes[10].consumed == {("sh", "hz"): 60}
+
+
+def test_all_active_waits_for_its_own_consumers(by_name: dict[str, DrillReport]) -> None:
+    report = by_name["all active"]
+    assert (report.sends_across, report.deliveries_across) == (0, 0)
+    assert report.longest_wait_s == 420
+    assert sum(minute.refused for minute in report.minutes[20:30]) == 300
+
+
+def test_a_router_switches_within_its_probes(by_name: dict[str, DrillReport]) -> None:
+    report = by_name["all active, routed"]
+    assert report.refused < 20
+    assert [row.what for row in report.events if "switches" in row.what][:2] == [
+        "hz switches from hz to sh: hz is out of reach",
+        "hz switches from sh to hz: it is back",
+    ]
+    assert "consumed: sh from sh" in report.timeline()
+
+
+def test_a_timeline_tells_who_consumed_from_where(by_name: dict[str, DrillReport]) -> None:
+    lines = by_name["one cluster"].timeline().splitlines()
+    assert lines[:4] == [
+        "        consumed: hz from hz 150, sh from sh 150; lag 0",
+        "   5.0  hz: lose consumers",
+        "        consumed: sh from hz 210, sh from sh 210; lag 0",
+        "  12.0  hz: return consumers",
+    ]
+
+
+def test_a_picture_is_svg(by_name: dict[str, DrillReport]) -> None:
+    for report in by_name.values():
+        root = ElementTree.fromstring(report.svg())
+        texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert f"{report.name}: messages per minute" in texts
+        assert {"consumed at hz", "consumed at sh", "sends refused"} <= set(texts)
+        assert any(text is not None and text.endswith("minute 20, hz: lose brokers") for text in texts)
+
+
+def test_a_cut_link_keeps_each_site_at_its_own() -> None:
+    script = [Fault(2, "cut link", "hz"), Fault(6, "heal link", "hz")]
+    report = run_drill(one_cluster(), script, minutes=10, rate=0.2)
+    assert (report.refused, report.lost, report.sends_across) == (0, 0, 0)
+
+
+def test_a_drill_is_the_same_in_each_run() -> None:
+    first, second = (run_drill(two_active_routed(), SHORT, minutes=8, rate=0.2) for _ in range(2))
+    assert (first.timeline(), first.svg()) == (second.timeline(), second.svg())
+
+
+def test_more_sites_than_two() -> None:
+    sites = ("bj", "hz", "sh")
+    for deployment in presets(sites):
+        report = run_drill(deployment, [(2, "lose site", "hz"), (6, "return site", "hz")], minutes=8, rate=0.2)
+        assert (report.lost, report.sites) == (0, sites)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([(1, "explode", "hz")], "unknown verb 'explode'"),
+        ([(1, "lose site", "bj")], "unknown site 'bj'; expected one of hz, sh"),
+        ([(99, "lose site", "hz")], "minute 99 is outside the drill of 5 minutes"),
+    ],
+)
+def test_wrong_scripts_are_named(script: list[tuple[float, str, str]], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        run_drill(two_active(), script, minutes=5)  # type: ignore[arg-type]
+
+
+def test_wrong_deployments_are_named() -> None:
+    unserved = Deployment(name="x", title="x", clusters={"a": ("hz",)}, homes={"hz": "a", "sh": "b"})
+    with pytest.raises(ConfigError, match="site 'sh': no cluster serves it"):
+        run_drill(unserved, (), minutes=1)
+    with pytest.raises(ConfigError, match="1 minute or more"):
+        run_drill(one_active(), (), minutes=0)
