@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.metrics import METRICS, Metrics, export_to_opentelemetry, export_to_prometheus
+from tests.programs import run_program
 from tests.reference import CHECKOUT
 
 
@@ -162,7 +162,7 @@ def test_without_the_extra_it_is_named(package: str, export: Any, monkeypatch: p
 
 def test_counting_loads_neither() -> None:
     code = "import sys, librmq.metrics; print([m for m in sys.modules if m.startswith(('prom', 'opentel'))])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert run_program(code).stdout == "[]\n"
 
 
 def test_the_documentation_lists_every_name() -> None:

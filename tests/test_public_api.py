@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 import librmq
 from librmq import errors
+from tests.programs import run_program
 from tests.reference import CHECKOUT
 
 PUBLIC_NAMES = (
@@ -136,8 +135,7 @@ def test_every_error_is_librmqs_own() -> None:
 
 def test_import_loads_the_core_alone() -> None:
     program = f"import librmq, sys; print([name for name in {NOT_LOADED!r} if name in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": str(package_folder().parent)}
-    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    child = run_program(program)
     assert (child.stdout.strip(), child.stderr) == ("[]", "")
 
 

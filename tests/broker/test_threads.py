@@ -15,6 +15,7 @@ from librmq.message.message import Message
 from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
 from librmq.runtime.threads import ThreadRunner
 from tests.broker.parties import HOST
+from tests.programs import in_child
 
 
 class Reader:
@@ -95,13 +96,10 @@ def test_a_given_runner_continues() -> None:
 def test_a_child_process_has_no_use_of_it() -> None:
     with Broker.temporary() as broker:
         broker.create_topic("T")
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            try:
+
+        def send() -> None:
+            with pytest.raises(BrokerUnreachableError):
                 broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST))
-            except BrokerUnreachableError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        in_child(send)
         assert broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST)).queue_offset == 0

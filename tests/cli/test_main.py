@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from librmq.__main__ import main as started
 from librmq.cli import main
 from librmq.cli.output import Output
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
+from tests.programs import environment, run_program
 
 COMMANDS = (
     "dump", "queues", "queue", "query", "ask", "verify", "recover", "load", "broker-conf", "filter", "bloom",
@@ -199,8 +199,7 @@ def test_help_loads_nothing_slow() -> None:
         "import sys; from librmq.cli import main; main(['--help']);"
         "print([name for name in ('lark', 'mmh3', 'rich', 'pyarrow') if name in sys.modules])"
     )
-    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent), "PATH": ""}
-    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    child = run_program(program, PATH="")
     assert child.stderr == ""
     assert child.stdout.splitlines()[-1] == "[]"
 
@@ -212,9 +211,8 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
         "sys.modules['librmq.cli.queues'] = module\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
-    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent), "PATH": ""}
     child = subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", program], env=environment(PATH=""), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert child.stdout is not None
     assert child.stderr is not None
@@ -229,9 +227,8 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
 @pytest.mark.platform
 def test_a_closed_standard_output_is_not_an_error() -> None:
     program = "import sys; from librmq.cli import main; sys.exit(main(['--help']))"
-    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent)}
     words = ["/bin/sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]
-    child = subprocess.run(words, env=environment, stderr=subprocess.PIPE)
+    child = subprocess.run(words, env=environment(), stderr=subprocess.PIPE)
     assert (child.returncode, child.stderr) == (0, b"")
 
 
@@ -242,14 +239,9 @@ def test_output_is_utf8_in_any_locale() -> None:
         "sys.modules['librmq.cli.queues'] = module\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
-    environment = {
-        "PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent),
-        "PYTHONIOENCODING": "latin-1",
-        "PYTHONUTF8": "0",
-    }
-    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
-    assert (child.returncode, child.stderr) == (0, b"")
-    assert child.stdout.decode() == '{"topic":"订单"}\n'
+    child = run_program(program, PYTHONIOENCODING="latin-1", PYTHONUTF8="0")
+    assert (child.returncode, child.stderr) == (0, "")
+    assert child.stdout == '{"topic":"订单"}\n'
 
 
 def test_a_stream_that_cannot_be_reconfigured(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

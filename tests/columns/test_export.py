@@ -7,8 +7,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.errors import ConfigError, CorruptionError
+from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
 
@@ -136,10 +135,7 @@ for left[0] in range(5):
 @pytest.mark.parametrize("name", OUTS)
 def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, name: str) -> None:
     fill(store, range(60, 200))
-    words = [sys.executable, "-c", KILLED, str(store), str(tmp_path / name)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    printed = subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE).stdout
-    statuses = [int(line) for line in printed.split()]
+    statuses = [int(line) for line in run_program(KILLED, store, tmp_path / name).stdout.split()]
     assert statuses[:3] == [-signal.SIGKILL] * 3
     assert set(statuses[3:]) <= {-signal.SIGKILL, 0}
     export(store, tmp_path / name)

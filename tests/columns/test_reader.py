@@ -24,6 +24,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.budget import step
+from tests.programs import environment, start_program
 from tests.stores import ROOT, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
@@ -284,8 +285,7 @@ print(sum(batch.num_rows for batch in batches), "pyspark" in sys.modules, flush=
 def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script, path], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, script, path], env=environment(), capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == ([str(len(USER)), "False"], "")
 
 
@@ -304,13 +304,9 @@ def test_children_die_with_a_parent_that_is_killed(path: Path) -> None:
         "import sys; from librmq.columns import reader; batches = reader(sys.argv[1], processes=2); "
         "next(batches); print('reading', flush=True); sys.stdin.read()"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, path], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with parent:
+    with start_program(code, path) as parent:
         assert parent.stdout is not None
-        assert parent.stdout.readline() == b"reading\n"
+        assert parent.stdout.readline() == "reading\n"
         waits = [os.pidfd_open(child) for child in children_of(parent.pid)]
         parent.send_signal(signal.SIGKILL)
     import select

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
+from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
 
@@ -62,4 +60,5 @@ def test_columns_know_no_spark(path: str) -> None:
         f"assert sum(batch.num_rows for batch in scan(ReadOptions(({path!r},)))) == 40; "
         "assert not {'pyspark', 'pandas', 'librmq.spark'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+    done = run_program(code)
+    assert not done.returncode, done.stderr

@@ -10,20 +10,17 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-import librmq
 from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
+from tests.programs import start_program
 
 pytestmark = [
     pytest.mark.platform,
@@ -117,15 +114,7 @@ class Acknowledged:
 
 def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> list[Acknowledged]:
     """Let a writer run until it has acknowledged this many messages, kill it, and read its further acknowledgements."""
-    assert librmq.__file__ is not None
-    root = Path(__file__).parent.parent.parent
-    paths = [str(Path(librmq.__file__).parent.parent), str(root)]
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), str(path), mode, str(life), str(threads)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    ) as child:
+    with start_program(WRITER, path, mode, life, threads) as child:
         assert child.stdout is not None
         told = b""
         while told.count(b"\n") < messages:

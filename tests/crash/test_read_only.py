@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import librmq
 from librmq.cli import main
 from librmq.errors import StoreLockedError
 from librmq.message.message import StoredMessage
@@ -23,6 +20,7 @@ from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
 from tests.budget import examples
 from tests.crash.writer import CONFIG, message_of
+from tests.programs import start_program
 from tests.reference import existing
 
 pytestmark = [
@@ -36,14 +34,7 @@ class Writer:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(librmq.__path__[0]).parent), str(Path(__file__).parents[2])]),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.writer"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self.process = start_program("import runpy; runpy.run_module('tests.crash.writer', run_name='__main__')")
         self.tell("open", str(path), settings)
 
     def say(self, *words: Any) -> None:

@@ -6,9 +6,7 @@ taking each of them away.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -20,7 +18,6 @@ from types import TracebackType
 
 import pytest
 
-import librmq
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError
 from librmq.files.disk import DiskFiles
@@ -31,6 +28,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
+from tests.programs import run_program
 from tests.stores import ROOT
 
 CONFIG = StoreConfig(
@@ -305,7 +303,4 @@ def nobody_misses_the_lock(seeds: range) -> bool:
 def test_a_lock_that_is_missing_is_found() -> None:
     """In a separate process, because some threads may never end."""
     program = "import os; from tests.crash import test_threads as t; os._exit(t.nobody_misses_the_lock(range(20)))"
-    roots = [Path(librmq.__file__ or "").parent.parent, Path(__file__).parent.parent.parent]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL, timeout=240)
-    assert done.returncode == 0
+    assert run_program(program, timeout=240).returncode == 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import run_program
 
 pytest.importorskip("jinja2")
 
@@ -212,8 +212,7 @@ def test_a_store_that_another_process_writes(tmp_path: Path) -> None:
             "import sys; from librmq.diagnosis import report; one = report(sys.argv[1]).stores[0]; "
             "print(one.owner is not None, one.messages, one.is_sound, 'pyspark' in sys.modules)"
         )
-        command = [sys.executable, "-c", code, str(tmp_path / "store")]
-        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        said = run_program(code, tmp_path / "store").stdout
     assert said == "True 1 True False\n"
 
 

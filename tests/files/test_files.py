@@ -8,8 +8,6 @@ import mmap
 import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
 from librmq.testing import Event, FailingFiles, RecordingFiles
+from tests.programs import start_program
 
 
 @pytest.fixture(
@@ -214,6 +213,7 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 
 def test_no_descriptor_is_lost(tmp_path: Path) -> None:
     files = DiskFiles()
+    gc.collect()  # of what earlier tests left
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for n in range(20):
         file = files.create(str(tmp_path / str(n)), 100, keep_descriptor=n % 2 == 0)
@@ -304,22 +304,9 @@ sys.stdin.read()
 """
 
 
-def in_another_process(program: str, *words: str) -> subprocess.Popen[str]:
-    import librmq
-
-    folder = str(Path(librmq.__path__[0]).parent)
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": folder},
-    )
-
-
 def test_a_lock_held_by_another_process_names_it(tmp_path: Path) -> None:
     path, files = str(tmp_path / "lock"), DiskFiles()
-    with in_another_process(HOLD, path) as other:
+    with start_program(HOLD, path) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         assert files.lock_holder(path) == f"process {other.pid}"
@@ -338,7 +325,7 @@ def test_querying_a_lock_does_not_release_it(tmp_path: Path) -> None:
     with pytest.raises(StoreLockedError):
         files.lock(path)
     program = "import sys; from librmq.files import DiskFiles; print(DiskFiles().lock_holder(sys.argv[1]))"
-    with in_another_process(program, path) as other:
+    with start_program(program, path) as other:
         assert other.communicate()[0] == f"process {os.getpid()}\n"
     held.release()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -37,7 +34,7 @@ from librmq.idempotence.stores import (
 from tests.idempotence.conftest import DATABASES, STORES, Place, connections, together
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
-from tests.reference import CHECKOUT
+from tests.programs import run_program
 
 NOW = 1_700_000_000_000
 UNTIL = NOW + 600_000
@@ -408,9 +405,7 @@ def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
     ended.set()
     sys.exit(statuses != [7] * 20)
     """
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(tmp_path / "x.db")]
-    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+    assert run_program(program, tmp_path / "x.db").returncode == 0
 
 
 def test_a_record_in_a_file_survives_its_process(tmp_path: Path, key: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from librmq.errors import MalformedError
 from librmq.message.ids import UniqueIds, decode_unique_id
+from tests.programs import in_child, run_program
 
 NOW = 1_700_000_000_000  # 2023-11-14 22:13:20
 MONTH = 1_698_796_800_000  # 2023-11-01
@@ -65,13 +64,7 @@ def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None
     ids = UniqueIds(lambda: NOW, bytes(4))
     ids.next()
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, ids.next().encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+    in_child(lambda: os.write(write, ids.next().encode()))
     text = os.read(read, 100).decode()
     os.close(read)
     os.close(write)
@@ -89,10 +82,7 @@ def test_unique_ids_differ_though_address_and_pid_are_shared() -> None:
         "producer = Producer(broker, 'g')\n"
         "print(*[producer.send('T', b'x').message_id for _ in range(20)])\n"
     )
-    made = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(2)
-    ]
+    made = [run_program(program).stdout.split() for _ in range(2)]
     assert len({*made[0], *made[1]}) == 40
     assert made[0][0][-4:] != made[1][0][-4:] or made[0][0][12:20] != made[1][0][12:20]
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import librmq
-from tests.reference import CHECKOUT
+from tests.programs import run_program
 
 pytestmark = [
     pytest.mark.platform,
@@ -20,20 +17,9 @@ pytestmark = [
 BEGIN = """
 import os, sys, threading, traceback, warnings
 from librmq import *
+from tests.programs import in_child
 
 warnings.simplefilter("ignore", DeprecationWarning)  # of forks while there are threads, which is what this is about
-
-
-def in_child(call):
-    child = os.fork()
-    if not child:
-        try:
-            call()
-        except BaseException as error:
-            traceback.print_exc()
-            os._exit(3)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def refused(call, error):
@@ -47,14 +33,7 @@ def refused(call, error):
 
 
 def run(code: str, *arguments: object) -> None:
-    roots = [str(Path(librmq.__file__ or "").parent.parent), str(CHECKOUT)]
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
-        timeout=60,
-    )
+    done = run_program(BEGIN + code, *arguments)
     assert not done.returncode, done.stderr
 
 

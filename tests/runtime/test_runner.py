@@ -17,6 +17,7 @@ from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples
+from tests.programs import in_child
 
 
 @pytest.fixture
@@ -137,10 +138,11 @@ def test_a_child_is_not_held_up_by_a_lock_of_the_parent(runner: ThreadRunner) ->
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(30)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if runner.lock.acquire(timeout=20) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def acquire() -> None:
+        assert runner.lock.acquire(timeout=20)
+
+    in_child(acquire)
     free.set()
     holder.join()
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from tests.programs import run_program
 
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
@@ -335,6 +333,5 @@ for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, 
     assert sum(batch.num_rows for part in parts for batch in Reading(options, schema).read(part)), given
     assert "pandas" not in sys.modules or "selector" in given, given
 """
-    subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True
-    )
+    done = run_program(code)
+    assert not done.returncode, done.stderr

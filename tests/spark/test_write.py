@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -16,6 +13,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.store.recovery.verify import verify
+from tests.programs import run_program
 
 pytest.importorskip("pyspark")
 
@@ -30,7 +28,6 @@ from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
 from librmq.spark.staged_records import Staged, discard, job_folder
 from librmq.spark.write import Writer
-from tests.reference import CHECKOUT
 from tests.spark_session import killing, shared_session
 
 START_MS = 1_700_000_000_000
@@ -335,11 +332,7 @@ sys.exit(1)
 def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
     """After each kill all or nothing is there, the store is sound, and the repeated job is there once."""
     paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
-    subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, paths)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
-        check=True,
-    )
+    assert not run_program(KILLED, *paths).returncode
     ends = set()
     for path in paths:
         left = Path(job_folder(str(path), "job", None))

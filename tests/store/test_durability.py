@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
@@ -27,6 +23,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.recovery.verify import verify
 from librmq.testing.files import FailingFiles, RecordingFiles
+from tests.programs import run_program
 from tests.stores import ROOT, SMALL, START_MS, contents, in_memory, opened
 
 SYNC_SMALL = replace(SMALL, durability="sync")
@@ -600,20 +597,8 @@ def test_recovering_waits_for_the_thread_that_flushes() -> None:
 # ------------------------------------------------------------------------------------------- processes
 
 
-def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    assert librmq.__file__ is not None
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)},
-    )
-
-
 def test_an_exit_handler_closes_a_store_of_many_queues(tmp_path: Path) -> None:
-    done = run_python(
+    done = run_program(
         """
         import atexit, sys
         from librmq import Message, MessageStore, StoreConfig
@@ -631,7 +616,7 @@ def test_an_exit_handler_closes_a_store_of_many_queues(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str) -> None:
-    done = run_python(
+    done = run_program(
         """
         import sys
         from librmq import Message, MessageStore, StoreConfig
@@ -652,7 +637,7 @@ def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) -> None:
     """Locks that other threads of the parent held at the fork block nothing."""
-    done = run_python(
+    done = run_program(
         """
         import os, sys, threading
         from librmq import Message, MessageStore, StoreClosedError, StoreConfig

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import (
@@ -39,6 +36,7 @@ from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
 from tests.budget import examples, some, step
+from tests.programs import start_program
 from tests.reference import rows, store_folders
 from tests.stores import (
     ROOT,
@@ -279,9 +277,7 @@ with MessageStore.open(sys.argv[1], config) as store:
 @pytest.mark.skipif("sys.platform == 'win32'", reason="files in use can't be opened there")
 def test_another_process_continues_writing(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    assert librmq.__file__ is not None
-    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
-    child = subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True, env=environment)
+    child = start_program(WRITER, path)
     assert child.stdout is not None
     known: list[int] = []
     for number in range(3):
@@ -296,7 +292,7 @@ def test_another_process_continues_writing(tmp_path: Path) -> None:
             assert set(known) <= set(served(copy))
     known += [int(line) for line in child.stdout]
     assert child.wait() == 0
-    child.stdout.close()
+    child.communicate()
     assert len(known) == 3000
     assert verify(path).sound
 

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ExtUnit
@@ -41,6 +39,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles, RecordingFiles
+from tests.programs import in_child, run_program, start_program
 from tests.stores import (
     ROOT,
     SMALL,
@@ -499,14 +498,7 @@ def test_more_queues_than_descriptors() -> None:
 
 
 def many_queues(queues: int) -> None:
-    folder = str(Path(librmq.__path__[0]).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", MANY, str(queues), "1024"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": folder},
-        check=False,
-    )
+    done = run_program(MANY, queues, 1024)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
@@ -579,11 +571,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
         "with MessageStore.open(sys.argv[1], StoreConfig.tiny()):\n"
         "    print('open', flush=True)\n    sys.stdin.read()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__path__[0]).parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "s")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    ) as other:  # fmt: skip
+    with start_program(program, tmp_path / "s") as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
         with pytest.raises(StoreLockedError, match=str(other.pid)):
@@ -600,35 +588,25 @@ def test_a_handle_is_of_no_use_after_a_fork(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path, SMALL, background=False)  # a thread would prepare files meanwhile
     store.append(Message("T", b"parent"))
     before = derived(contents(DiskFiles(), str(tmp_path)))
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            failed = 0
-            for call in (
-                lambda: store.append(Message("T", b"child")),
-                lambda: store.append_batch([Message("T", b"child")]),
-                lambda: store.read("T", 0, 0),
-                lambda: store.find_by_key("T", "k"),
-                lambda: list(store),
-                lambda: store.flush(),
-                lambda: store.recover(),
-                lambda: store.verify(),
-            ):
-                try:
-                    call()
-                except StoreClosedError as error:
-                    failed += "fork" in str(error)
-            store.close()  # does nothing
-            try:
-                MessageStore.open(tmp_path, SMALL)
-            except StoreLockedError as error:
-                failed += str(os.getppid()) in str(error)
-            status = 0 if failed == 9 else 2
-        finally:
-            os._exit(status)
-    _, state = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(state) == 0
+
+    def call_all() -> None:
+        for call in (
+            lambda: store.append(Message("T", b"child")),
+            lambda: store.append_batch([Message("T", b"child")]),
+            lambda: store.read("T", 0, 0),
+            lambda: store.find_by_key("T", "k"),
+            lambda: list(store),
+            store.flush,
+            store.recover,
+            store.verify,
+        ):
+            with pytest.raises(StoreClosedError, match="fork"):
+                call()
+        store.close()  # does nothing
+        with pytest.raises(StoreLockedError, match=str(os.getppid())):
+            MessageStore.open(tmp_path, SMALL)
+
+    in_child(call_all)
     after = contents(DiskFiles(), str(tmp_path))
     assert "abort" in after
     assert {path: after[path] for path in before} == before

@@ -1,0 +1,61 @@
+"""Programs in an interpreter of their own, which imports the librmq under test, and forked children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import librmq
+from tests.reference import CHECKOUT
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of this process, with which a program imports the librmq under test, and ``tests``."""
+    roots = [str(Path(librmq.__file__ or "").parent.parent), *sys.path, str(CHECKOUT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, roots))), **variables}
+
+
+def start_program(program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
+    """Start a program, with pipes to its input and from its output."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
+    )
+
+
+def run_program(
+    program: str, *words: object, timeout: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, for ``timeout`` seconds at the most."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=timeout,
+        env=environment(**variables),
+    )
+
+
+def in_child(check: Callable[[], object]) -> None:
+    """Run ``check`` in a forked child, in which it must raise nothing."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            check()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
