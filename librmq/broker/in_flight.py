@@ -13,12 +13,15 @@ Mirrors the notes of ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x, 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from librmq.errors import BrokerError
 from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import ResponseCode
 
-__all__ = ["Flight", "QueueFlights", "Receipt", "is_receive_retry", "receive_retry_topic"]
+__all__ = ["Flight", "QueueFlights", "Receipt", "RetryOwners", "is_receive_retry", "receive_retry_topic"]
 
 _IN_ORDER: Final = 999
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
@@ -34,6 +37,33 @@ def receive_retry_topic(group: str, topic: str) -> str:
 def is_receive_retry(group: str, topic: str) -> bool:
     """Return whether ``topic`` is one of a group's `receive_retry_topic`."""
     return topic.startswith(receive_retry_topic(group, ""))
+
+
+class RetryOwners:
+    """Which group has each retry topic: that of group ``a`` and topic ``b_c`` is also that of ``a_b`` and ``c``."""
+
+    def __init__(self, groups: Callable[[str], Iterable[str]]) -> None:
+        """``groups(topic)`` are those with progress in a topic."""
+        self._groups = groups
+        self._owners: dict[str, str] = {}
+
+    def check(self, group: str, topic: str) -> None:
+        """Refuse a group whose retries of a topic are another group's: each would get messages of the other.
+
+        Raises:
+            BrokerError: They are.
+        """
+        retries = receive_retry_topic(group, topic)
+        owner = self._owners.get(retries)
+        if owner is None:
+            owner = next((other for other in self._groups(retries) if other != group), group)
+            self._owners[retries] = owner
+        if owner != group:
+            raise BrokerError(
+                ResponseCode.NO_PERMISSION,
+                f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} is that of group "
+                f"{owner!r} already, and each would get the other's messages; give one of the groups another name",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
 from librmq.broker.held_receives import HeldReceives
-from librmq.broker.in_flight import Flight, QueueFlights, Receipt, is_receive_retry, receive_retry_topic
+from librmq.broker.in_flight import Flight, QueueFlights, Receipt, RetryOwners, is_receive_retry, receive_retry_topic
 from librmq.broker.progress import Progress
 from librmq.broker.saved_flights import QueueKey, SavedFlights
 from librmq.broker.send_handler import SendHandler
@@ -94,6 +94,7 @@ class ReceiveHandler:
         self._most_due = _FEW_DUE
         self._numbers = itertools.count()
         self._held = HeldReceives(context.held_pulls)
+        self._retry_owners = RetryOwners(context.offsets.groups)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
@@ -201,6 +202,8 @@ class ReceiveHandler:
             self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))
             subscribed = request.subscription
             selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
+        if not group.is_ordered:
+            self._retry_owners.check(group.name, name)
         self._warn_of_pulls(group.name, name)
         return group, self._in_turn(group, name, topic.read_queues), selection
 

@@ -70,8 +70,9 @@ class Stub:
         return first.status.code, [one.message for one in found]
 
     def telemetry(self, settings: Any) -> Iterator[Any]:
-        """Open the stream with settings; return what the server tells."""
-        self._told.put(message_class("TelemetryCommand")(settings=settings))
+        """Open the stream with settings, or say nothing; return what the server tells."""
+        if settings is not None:
+            self._told.put(message_class("TelemetryCommand")(settings=settings))
         command = message_class("TelemetryCommand")
         made = self._channel.stream_stream(
             f"/{SERVICE}/Telemetry", lambda one: one.SerializeToString(), command.FromString
@@ -84,6 +85,12 @@ class Stub:
         made = self._channel.unary_unary(f"/{SERVICE}/{name}", None, None)
         answer: bytes = made(data, timeout=20, metadata=self._headers)
         return answer
+
+    def raw_stream(self, name: str, data: bytes, timeout: float) -> Iterator[bytes]:
+        """Send bytes as a call that is answered by a stream."""
+        made = self._channel.unary_stream(f"/{SERVICE}/{name}", None, None)
+        answers: Iterator[bytes] = made(data, timeout=timeout, metadata=self._headers)
+        return answers
 
     def close(self) -> None:
         """Hang up."""

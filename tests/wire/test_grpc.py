@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -22,10 +22,11 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc import messages as messages_module
 from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
+from librmq.wire.grpc import service as service_module
+from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import group_queue
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.service import Service
-from librmq.wire.grpc.sessions import Commands
 from tests.wire.stub import Stub, message
 
 OK, NONE = 20000, 40401
@@ -459,6 +460,32 @@ def test_settings_of_great_size_are_refused(stub: Stub, server: GrpcServer) -> N
         next(stub.telemetry(producer_settings(*(f"topic-{number:0100}" for number in range(3000)))))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert server.clients == 0
+
+
+def test_streams_that_tell_no_settings_stop_nobody(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_SETTINGS_S", 0.5)
+    with ExitStack() as ends:
+        server = ends.enter_context(GrpcServer(broker))
+        silent = [ends.enter_context(Stub(server.address, f"c{number}")) for number in range(70)]
+        streams = [one.telemetry(None) for one in silent]
+        stub = ends.enter_context(Stub(server.address))
+        assert stub.send(message("t")).status.code == OK
+        for stream in streams:
+            with pytest.raises(grpc.RpcError) as raised:
+                next(stream)
+            assert raised.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert next(stub.telemetry(producer_settings("t"))).status.code == OK
+
+
+def test_groups_that_would_share_retries_are_refused(stub: Stub, broker: Broker) -> None:
+    """Group a with topic b_c, and group a_b with topic c."""
+    stub.send(message("b_c", b"1"))
+    stub.send(message("c", b"2"))
+    assert len(stub.receive("b_c", "a")[1]) == 1
+    code, messages = stub.receive("c", "a_b")
+    assert (code, messages) == (40300, [])
+    assert len(stub.receive("c", "other")[1]) == 1
+    assert len(stub.receive("c", "a")[1]) == 1
 
 
 def test_silent_connection_is_ended(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

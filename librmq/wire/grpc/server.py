@@ -11,6 +11,7 @@ from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.certificates import check_pair
+from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 
@@ -193,6 +194,8 @@ def _refusing_nonsense(telemetry: Callable[..., Any]) -> Callable[..., Any]:
         try:
             yield from telemetry(requests, context)
         except (ValueError, RmqError) as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            is_busy = isinstance(error, Refusal) and error.code is Code.TOO_MANY_REQUESTS
+            status = grpc.StatusCode.RESOURCE_EXHAUSTED if is_busy else grpc.StatusCode.INVALID_ARGUMENT
+            context.abort(status, str(error))
 
     return handle

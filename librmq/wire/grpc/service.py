@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, header
 from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sends import Sends
-from librmq.wire.grpc.sessions import Commands, Sessions
+from librmq.wire.grpc.sessions import Sessions
 
 __all__ = ["Service"]
 
 _log = EventLog("librmq.wire")
+
+_SETTINGS_S: Final = 10.0
+_MAX_SILENT: Final = 64
 
 
 class Service:
@@ -37,6 +41,7 @@ class Service:
         endpoints: Endpoints | None = None,
     ) -> None:
         endpoints = endpoints or (lambda _: broker)
+        self._silent = threading.BoundedSemaphore(_MAX_SILENT)
         self.sessions = Sessions(broker, changed, endpoints)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = Sends(broker, self.routes, self.sessions, endpoints)
@@ -54,23 +59,17 @@ class Service:
     def telemetry(self, requests: Iterator[Any], context: Context) -> Iterator[Any]:
         """Keep a client's stream: it tells its settings, and is asked about its transactions."""
         client_id = client_id_of(context)
-        version = header(context, "x-mq-client-version")
-        first = next(requests, None)
-        if first is None:
-            return
+        if not self._silent.acquire(blocking=False):
+            raise Refusal(Code.TOO_MANY_REQUESTS, f"{_MAX_SILENT} streams have told no settings yet")
         stream = Commands()
-        self._told(client_id, first, version, stream)
-        reader = threading.Thread(
-            target=self._read,
-            args=(requests, client_id, version, stream),
-            name=f"librmq telemetry {client_id}",
-            daemon=True,
-        )
+        words = requests, client_id, header(context, "x-mq-client-version"), stream
         try:
-            reader.start()  # before the first answer: the stream may be cut there, and the reader notices its end
-        except RuntimeError:  # no thread is free
-            self._stream_ended(client_id, stream)
-            raise
+            reader = threading.Thread(target=self._read, args=words, name=f"librmq telemetry {client_id}", daemon=True)
+            reader.start()  # it notices the end of the stream too
+            if not stream.wait_for_first(_SETTINGS_S):
+                raise ValueError(f"expected settings as the first command of a client, found none in {_SETTINGS_S:g} s")
+        finally:
+            self._silent.release()
         yield from stream
 
     def _told(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
@@ -86,17 +85,22 @@ class Service:
 
     def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
         """Take what a client tells, until its stream ends; with its last stream it is gone."""
+        is_first = True
         try:
             for command in requests:
-                if command.WhichOneof("command") == "settings":
+                if is_first or command.WhichOneof("command") == "settings":
                     self._told(client_id, command, version, stream)
-        except Exception as error:  # the stream was cut, or the client tells nonsense
+                is_first = False
+        except (ValueError, RmqError) as error:  # the client tells nonsense
+            stream.end(error)
+        except Exception as error:  # the stream was cut
             _log.debug("client %(client)s: its stream has ended: %(error)s", client=client_id, error=error)
         finally:
             self._stream_ended(client_id, stream)
 
     def _stream_ended(self, client_id: str, stream: Commands) -> None:
         try:
+            stream.end()
             if self.sessions.stream_ended(client_id, stream):
                 self.receives.client_gone(client_id)
         except RmqError as error:  # the broker was closed before

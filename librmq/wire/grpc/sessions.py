@@ -6,8 +6,7 @@ Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
@@ -28,10 +27,11 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.calls import Endpoints
 from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["Commands", "Session", "Sessions"]
+__all__ = ["Session", "Sessions"]
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
@@ -39,13 +39,10 @@ _log = EventLog("librmq.wire")
 PRODUCER, PUSH_CONSUMER, SIMPLE_CONSUMER = 1, 2, 3
 _NODE_JS, _PYTHON = 8, 6
 _MAX_SESSIONS: Final = 10_000
-_MAX_COMMANDS: Final = 1_000
-_MAX_COMMANDS_SIZE: Final = 16 << 20
 _MAX_SETTINGS_SIZE: Final = 256 << 10
 _MAX_HALVES: Final = 100_000
 _MAX_ASKED: Final = 10_000
 _ANSWER_S: Final = 1.0
-_AGAIN_S: Final = 0.2
 LONG_POLL_S: Final = 20
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
@@ -53,59 +50,6 @@ _RETRIES: Final = 16
 """Of a group that the broker does not know yet."""
 
 _TelemetryCommand = message_class("TelemetryCommand")
-
-
-class Commands:
-    """What one stream is to send. Bounded: a client that does not read misses what is beyond. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Any, int]] = deque()
-        self._size = 0
-        self._has_ended = False
-        self._clock = SystemClock()
-        self._again: tuple[Any, float] | None = None
-
-    def put_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
-        """Send a command once more in a moment."""
-        with self._changed:
-            self._again = command, self._clock.monotonic() + _AGAIN_S
-            self._changed.notify()
-
-    def put(self, command: Any) -> bool:  # noqa: ANN401 (a message)
-        """Send a command; return False if it was dropped."""
-        size = command.ByteSize()
-        with self._changed:
-            is_full = len(self._waiting) >= _MAX_COMMANDS or self._size + size > _MAX_COMMANDS_SIZE
-            if self._has_ended or (is_full and self._waiting):
-                return False
-            self._waiting.append((command, size))
-            self._size += size
-            self._changed.notify()
-            return True
-
-    def end(self) -> None:
-        """End the stream once the commands in it are sent."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Wait for each command until the stream ends."""
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._has_ended:
-                        return
-                    left = None if self._again is None else self._again[1] - self._clock.monotonic()
-                    if self._again is not None and left is not None and left <= 0:
-                        self._waiting.append((self._again[0], 0))
-                        self._again = None
-                    else:
-                        self._changed.wait(left)
-                command, size = self._waiting.popleft()
-                self._size -= size
-            yield command
 
 
 class Session:
