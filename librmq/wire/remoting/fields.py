@@ -14,11 +14,12 @@ H = TypeVar("H")
 
 
 class _Field(NamedTuple):
-    attribute: str
     name: str
-    kind: type[Any]
-    """int, bool or str."""
-    is_optional: bool
+    attribute: str
+    read: Callable[[str, str], Any] | None
+    """From text and name to a value; None for a text."""
+    default: Any
+    """`MISSING` if it must be there."""
 
 
 _forms: Final[dict[tuple[type[Any], bool], tuple[_Field, ...]]] = {}
@@ -37,7 +38,7 @@ def _form_of(header: type[Any], by_letters: bool) -> tuple[_Field, ...]:
         name = names.get(one.name) or first + "".join(map(str.capitalize, others))
         hint = hints[one.name]
         kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
-        form.append(_Field(one.name, "abcdefghijklm"[number] if by_letters else name, kind, one.default is not MISSING))
+        form.append(_Field("abcdefghijklm"[number] if by_letters else name, one.name, _READERS[kind], one.default))
     _forms[header, by_letters] = tuple(form)
     return _forms[header, by_letters]
 
@@ -45,7 +46,7 @@ def _form_of(header: type[Any], by_letters: bool) -> tuple[_Field, ...]:
 def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:
     """Return a header's fields, without those that are None."""
     return {
-        one.name: str(found).lower() if one.kind is bool else str(found)
+        one.name: str(found).lower() if found is True or found is False else str(found)
         for one in _form_of(type(header), by_letters)
         if (found := getattr(header, one.attribute)) is not None
     }
@@ -57,18 +58,20 @@ def from_fields(header: type[H], found: Mapping[str, str], *, by_letters: bool =
     Raises:
         MalformedError: a field that must be there is not, or one has another type.
     """
-    values: dict[str, Any] = {}
-    for one in _form_of(header, by_letters):
-        text = found.get(one.name)
-        if text is not None:
-            values[one.attribute] = _READERS[one.kind](text, one.name)
-        elif not one.is_optional:
-            raise MalformedError(f"the field {one.name} is missing")
-    return header(**values)
+    values: list[Any] = []
+    for name, _, read, default in _form_of(header, by_letters):
+        text = found.get(name)
+        if text is None:
+            if default is MISSING:
+                raise MalformedError(f"the field {name} is missing")
+            values.append(default)
+        else:
+            values.append(text if read is None else read(text, name))
+    return header(*values)
 
 
 def _whole(text: str, name: str) -> int:
-    if len(text) <= 20 and text.isascii():
+    if len(text) <= 20:
         try:
             number = int(text)
         except ValueError:
@@ -84,4 +87,4 @@ def _truth(text: str, _: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-_READERS: Final[Mapping[type[Any], Callable[[str, str], Any]]] = {int: _whole, bool: _truth, str: lambda text, _: text}
+_READERS: Final[Mapping[type[Any], Callable[[str, str], Any] | None]] = {int: _whole, bool: _truth, str: None}
