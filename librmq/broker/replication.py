@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -37,7 +37,7 @@ class _Follower:
 
     def __init__(self) -> None:
         self.acknowledged = 0
-        self.follow: Callable[[], None] | None = None
+        self.follow: Callable[[], int] | None = None
         self.behind_since_ms: int | None = None
         """When there was more for it than it has asked for since; None while it has all."""
 
@@ -61,6 +61,7 @@ class Replication:
         self._followers: dict[str, _Follower] = {}
         self._guard = threading.Lock()
         self._acknowledged = threading.Event()
+        self._waiting = 0
 
     # ---- requests of replicas
 
@@ -92,10 +93,15 @@ class Replication:
             follower = self._followers.get(request.replica)
             if follower is None:
                 follower = self._followers[request.replica] = _Follower()
-            follower.acknowledged, follower.follow = request.physical_offset, request.follow
-            follower.behind_since_ms = None
+            follower.follow = request.follow
+            self._note(follower, request.physical_offset)
+
+    def _note(self, follower: _Follower, acknowledged: int) -> None:
+        """Note what a replica has, and wake the sends that wait for it. Under the guard."""
+        follower.acknowledged, follower.behind_since_ms = acknowledged, None
+        if self._waiting:
             waited_for, self._acknowledged = self._acknowledged, threading.Event()
-        waited_for.set()
+            waited_for.set()
 
     def _more(self, request: FollowLog) -> None:
         follower = self._followers.get(request.replica)
@@ -141,9 +147,21 @@ class Replication:
             return SendStatus.SLAVE_NOT_AVAILABLE
         for follower in followers:
             if follower.acknowledged < end and follower.follow is not None:
-                follower.follow()
+                reached = follower.follow()
+                if reached > follower.acknowledged:
+                    with self._guard:
+                        self._note(follower, reached)
             if follower.acknowledged >= end and self._clock.monotonic() <= deadline:
                 return _OK
+        with self._guard:
+            self._waiting += 1
+        try:
+            return self._wait(followers, end, deadline)
+        finally:
+            with self._guard:
+                self._waiting -= 1
+
+    def _wait(self, followers: Sequence[_Follower], end: int, deadline: float) -> SendStatus:
         while True:
             acknowledged = self._acknowledged
             if any(one.acknowledged >= end for one in followers) and self._clock.monotonic() <= deadline:

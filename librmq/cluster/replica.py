@@ -227,31 +227,40 @@ class Replica:
             if not self.dead:
                 runner.wake(self._step, runner.now_ms() + round(1000 * self._config.follow_after_s))
 
-    def _follow_for_send(self) -> None:
-        """Copy at once, in the thread of a send that waits for it, or let the thread do it that copies already."""
+    def _follow_for_send(self) -> int:
+        """Copy at once, in the thread of a send that waits for it, or let the thread do it that copies already.
+
+        Return the physical offset up to which the replica has the log.
+        """
         self._is_asked = True
         while self._is_asked and self._following.acquire(blocking=False):
             try:
                 self._is_asked = False
-                queues, _ = self._copy(None)
+                queues, _ = self._copy(None, is_enough=True)
             except RmqError as error:  # the send gets a status
                 _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
-                return
+                break
             finally:
                 self._following.release()
-            self.broker.copied(queues)
+            self.broker.copied(queues)  # without the lock, because a holder of the runner's may wait for it
+        return self.end
 
     def _copy_log(self, limit: int | None) -> bool:
         """Copy up to ``limit`` bytes, None for all; return whether the master could be reached."""
-        with self._following:
-            queues, reached = self._copy(limit)
-        self.broker.copied(queues)  # without the lock, because a holder of the runner's may wait for it
-        if self._is_asked:
-            self._follow_for_send()
-        return reached
+        while True:
+            with self._following:
+                self._is_asked = False
+                queues, reached = self._copy(limit)
+            self.broker.copied(queues)
+            if not self._is_asked or not reached:
+                return reached
 
-    def _copy(self, limit: int | None) -> tuple[set[tuple[str, int]], bool]:
-        """Copy up to ``limit`` bytes; return the queues that got messages, and whether the master could be reached."""
+    def _copy(self, limit: int | None, *, is_enough: bool = False) -> tuple[set[tuple[str, int]], bool]:
+        """Copy up to ``limit`` bytes; return the queues that got messages, and whether the master could be reached.
+
+        With ``is_enough`` the end of the master's log as first heard is enough; otherwise the last question finds
+        nothing, which acknowledges everything and lets the master notify.
+        """
         store, size, copied = self.store, self._config.chunk_size, 0
         queues: set[tuple[str, int]] = set()
         while self.failure is None and (limit is None or copied < limit):
@@ -272,6 +281,8 @@ class Replica:
             if whole:
                 queues |= store.copy_log(at, answer.data[:whole]).queues
                 copied, size = copied + whole, self._config.chunk_size
+                if is_enough and at + whole >= answer.end:
+                    break
             elif answer.data and size < left:  # a longer record
                 size = min(max(needed, 2 * size), left)
             else:

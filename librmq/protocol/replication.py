@@ -56,8 +56,9 @@ class FollowLog(Request[LogBytes]):
     size: int
     notify: Callable[[], None] | None = None
     """Called once when there is more to read, in the thread of a send: it must be short."""
-    follow: Callable[[], None] | None = None
-    """Lets the replica follow at once in the calling thread, for a send that waits for it."""
+    follow: Callable[[], int] | None = None
+    """Lets the replica follow at once in the calling thread, for a send that waits for it, and returns the physical
+    offset up to which it has the log then."""
 
 
 @value

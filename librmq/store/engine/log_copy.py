@@ -14,7 +14,7 @@ from librmq.java.hashing import java_decode
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.store.engine.dispatch import Lane, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.open_store import Parts
 
 __all__ = ["CopiedRecords", "LogCopier", "whole_size"]
@@ -78,7 +78,7 @@ class LogCopier:
             return CopiedRecords(parts.log.end, frozenset())
         items = parts.log.append_copy(data)
         queues, is_regular = self._derive(items)
-        if is_regular:
+        if is_regular and len(parts.dispatcher.records) >= Dispatcher.BATCH:
             parts.dispatcher.drain()
         return CopiedRecords(parts.log.end, queues, is_regular)
 
