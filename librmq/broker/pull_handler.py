@@ -95,7 +95,8 @@ class PullHandler:
             self._tell_moved(request, result.next_offset)
         if result.messages:
             self._count(request, len(result.messages), result.total_size)
-        suggests = self._replication.has_followers and self._is_far_behind(result.messages)
+        has_others = self._is_replica or self._replication.has_followers
+        suggests = has_others and self._is_far_behind(result.messages)
         return PullResponse(
             status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
         )

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from librmq.cluster.replica import Replica as Replica
     from librmq.cluster.replica import promote_replica as promote_replica
     from librmq.cluster.replica_config import ReplicaConfig as ReplicaConfig
+    from librmq.cluster.replica_route import ReplicaRoute as ReplicaRoute
     from librmq.cluster.router import RoutedClient as RoutedClient
     from librmq.cluster.router import SiteRouter as SiteRouter
     from librmq.cluster.router import Switch as Switch
@@ -23,6 +24,7 @@ _MODULES = {
     "cluster": ("Cluster",),
     "replica": ("Replica", "promote_replica"),
     "replica_config": ("ReplicaConfig",),
+    "replica_route": ("ReplicaRoute",),
     "router": ("RoutedClient", "SiteRouter", "Switch"),
     "routes": ("RouteTable",),
     "site_route": ("SiteRoute",),

@@ -25,6 +25,7 @@ EXPORTS = {
         "Cluster",
         "Replica",
         "ReplicaConfig",
+        "ReplicaRoute",
         "RouteTable",
         "RoutedClient",
         "SiteRoute",

@@ -1,0 +1,194 @@
+"""The route of clients that read from replicas: while a master is down, and messages that are not in its memory.
+
+Mirrors how clients of 4.9 choose between a master and its slaves (``PullAPIWrapper``, ``suggestWhichBrokerId``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+from librmq.cluster.replica import Replica
+from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.protocol import (
+    PERM_WRITE,
+    ChannelClosed,
+    CheckSubscription,
+    ConsumerIds,
+    Endpoint,
+    GroupSubscriptions,
+    Heartbeat,
+    MaxOffset,
+    MinOffset,
+    PullMessage,
+    PullResponse,
+    QueryMessages,
+    QueryOffset,
+    QueueData,
+    QueueOffsetAt,
+    Request,
+    Route,
+    TopicGroups,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.runtime.runner import Runner
+
+__all__ = ["ReplicaRoute"]
+
+R = TypeVar("R")
+_READS: Final = frozenset(
+    (
+        *(PullMessage, CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
+        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
+    )
+)
+_MEMBERSHIP: Final = frozenset((Heartbeat, Unregister, ChannelClosed))
+
+
+class _Pair:
+    """A master and its replica, as one endpoint."""
+
+    def __init__(self, master: Endpoint | None, replica: Replica) -> None:
+        self.master = master
+        self._replica = replica
+        self._behind: set[tuple[str, str, str, int]] = set()  # the pulls that ask the replica
+        self._held: dict[tuple[str, str, str, int], Callable[[], None]] = {}  # at the master
+
+    def call(self, request: Request[R], /) -> R:
+        kind = type(request)
+        if kind is PullMessage:
+            return cast(R, self._pull(cast(PullMessage, request)))
+        if kind in _MEMBERSHIP:
+            return self._tell_both(request)
+        try:
+            return self._of_master(request)
+        except BrokerUnreachableError:
+            if kind not in _READS or self._replica.dead:
+                raise
+            return self._replica.broker.call(request)
+
+    def _of_master(self, request: Request[R]) -> R:
+        if self.master is None:
+            raise BrokerUnreachableError(f"broker {self._replica.broker.name} is down: there is only its replica")
+        return self.master.call(request)
+
+    def _tell_both(self, request: Request[R]) -> R:
+        """Tell both of a client, so that the replica knows its subscriptions when the master is gone."""
+        if self._replica.dead:
+            return self._of_master(request)
+        answer = self._replica.broker.call(request)
+        try:
+            return self._of_master(request)
+        except BrokerUnreachableError:
+            return answer
+
+    def _pull(self, request: PullMessage) -> PullResponse:
+        key = request.client_id, request.group, request.topic, request.queue_id
+        has_replica = not self._replica.dead
+        self._held.pop(key, None)
+        response = None
+        if key not in self._behind or not has_replica:
+            try:
+                response = self._of_master(request)
+                if response.is_held and request.notify is not None:
+                    self._held[key] = request.notify
+            except BrokerUnreachableError:
+                if not has_replica:
+                    raise
+        if response is None:
+            response = self._replica.broker.call(request)
+        if response.suggests_replica:
+            self._behind.add(key)
+        else:
+            self._behind.discard(key)
+        return response
+
+    def master_is_gone(self) -> None:
+        """Answer the pulls that the master held, so that their clients ask the replica."""
+        held, self._held = self._held, {}
+        for notify in held.values():
+            notify()
+
+
+class ReplicaRoute:
+    """A `Route` over brokers and their replicas. Thread-safe.
+
+    Consumers read from a replica while its master cannot be reached, and from the moment when a pull has read so far
+    back that the messages are not in the master's memory until it has caught up. Sends, locks and transactions need
+    the master.
+    """
+
+    def __init__(self, route: Route, *replicas: Replica) -> None:
+        """Add ``replicas`` to a route, a broker or a `RouteTable`.
+
+        Raises:
+            ConfigError: two have one master, or their runner is another.
+        """
+        self._route = route
+        self._replicas: dict[str, Replica] = {}
+        self._pairs: dict[str, _Pair] = {}
+        for replica in replicas:
+            name = replica.broker.name
+            if name in self._replicas:
+                raise ConfigError(f"two replicas of broker {name!r}: expected one for each broker")
+            if replica.runner is not route.runner:
+                raise ConfigError(f"the replica of broker {name!r} has another runner: open both with one runner")
+            self._replicas[name] = replica
+        self.end = route.watch(self._changed)
+        """Ends the route's part in failovers."""
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of all users of the route."""
+        return self._route.runner
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the brokers that have ``topic``, by name; those of which only the replica is there, as readable."""
+        found = {data.broker_name: data for data in self._route.topic_route(topic)}
+        for name, replica in self._replicas.items():
+            if name not in found and not replica.dead:
+                for data in replica.broker.topic_route(topic):
+                    found[name] = QueueData(name, data.read_queues, 0, data.permission & ~PERM_WRITE)
+        return tuple(found[name] for name in sorted(found))
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, including those that are down."""
+        registered: Any = getattr(self._route, "registered_route", self._route.topic_route)
+        return cast("tuple[QueueData, ...]", registered(topic))
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers of which the master or the replica can be reached, sorted."""
+        alive = {name for name, replica in self._replicas.items() if not replica.dead}
+        return tuple(sorted(alive.union(self._route.broker_names())))
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker of that name with its replica; `NoRouteError` if there is none."""
+        replica = self._replicas.get(broker_name)
+        if replica is None:
+            return self._route.endpoint(broker_name)
+        try:
+            master: Endpoint | None = self._route.endpoint(broker_name)
+        except NoRouteError:
+            master = None
+        pair = self._pairs.get(broker_name)
+        if pair is None or pair.master is not master:  # clients notice a reopened broker by its new endpoint
+            pair = self._pairs[broker_name] = _Pair(master, replica)
+        return pair
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
+        ends = [self._route.watch(changed), *(one.broker.watch(changed) for one in self._replicas.values())]
+
+        def end() -> None:
+            for one in ends:
+                one()
+
+        return end
+
+    def _changed(self) -> None:
+        alive = self._route.broker_names()
+        for name, pair in self._pairs.items():
+            if name not in alive:
+                pair.master_is_gone()

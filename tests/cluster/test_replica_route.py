@@ -1,0 +1,102 @@
+"""A route over a master and its replica: where clients read, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq import ManualRunner, Producer, PushConsumer, StoreConfig
+from librmq.broker import Broker
+from librmq.cluster import Cluster, Replica, ReplicaRoute
+from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.files.memory import MemoryFiles
+from librmq.protocol import PERM_READ, MaxOffset, QueryOffset
+from tests.broker.parties import manual, opened, pull, send
+
+
+def test_consumers_go_on_at_the_replica_and_return() -> None:
+    """No message is missed; those that come again were consumed since the last copy of the progress."""
+    files, runner = MemoryFiles(), ManualRunner()
+    cluster = Cluster.open("/c", ["a"], runner=runner, files=files, store_config=StoreConfig.tiny())
+    replica = Replica.open("/copy", of=cluster.broker("a"))
+    route = ReplicaRoute(cluster, replica)
+    got: list[bytes] = []
+    consumer = PushConsumer(route, "g")
+    consumer.subscribe("T", lambda message: got.append(message.body))
+    cluster.create_topic("T", 2)
+    consumer.start()
+    producer = Producer(route, "p")
+    sent = []
+    for number in range(20):
+        sent.append(b"%d" % number)
+        producer.send("T", sent[-1])
+        runner.advance(1000)
+    assert got == sent
+    sent.append(b"unread")
+    producer.send("T", b"unread")
+    assert replica.follow()
+    cluster.crash("a")
+    runner.advance(1000)
+    assert got == sent  # at once
+    with pytest.raises(BrokerUnreachableError):
+        producer.send("T", b"x")
+    runner.advance(200_000)  # the master has left the route of clients
+    assert [(one.broker_name, one.permission) for one in route.topic_route("T")] == [("a", PERM_READ)]
+    assert route.broker_names() == ("a",)
+    replica.reconnect(cluster.reopen("a"))
+    runner.advance(60_000)
+    producer.send("T", b"after")
+    runner.advance(60_000)
+    assert got[-1] == b"after"
+    assert set(got) == {*sent, b"after"}
+    assert len(got) - len(set(got)) <= 15
+    consumer.shutdown()
+    replica.close()
+    assert route.endpoint("a").call(MaxOffset("T", 0)) > 0
+    cluster.close()
+
+
+def test_old_messages_come_from_the_replica() -> None:
+    broker = opened(store=StoreConfig.tiny(memory_ratio=0))
+    for number in range(100):
+        send(broker, "T", b"%d" % number)
+    replica = Replica.open("/copy", of=broker)
+    route = ReplicaRoute(broker, replica)
+    asked: list[str] = []
+    for name, one in (("master", broker), ("replica", replica.broker)):
+        _note(one, name, asked)
+    offset = 0
+    while offset < 100:
+        found = pull(route.endpoint("broker-a"), "T", offset)  # type: ignore[arg-type]
+        offset = found.next_offset
+    assert asked[0] == "master"
+    assert set(asked[1:]) == {"replica"}
+    assert [one.body for one in replica.broker.messages("T")] == [b"%d" % number for number in range(100)]
+
+
+def _note(broker: Broker, name: str, asked: list[str]) -> None:
+    call = broker.call
+
+    def noted(request):  # type: ignore[no-untyped-def]
+        asked.append(name)
+        return call(request)
+
+    broker.call = noted  # type: ignore[method-assign]
+
+
+def test_a_route_needs_one_replica_a_broker() -> None:
+    broker = opened()
+    replica = Replica.open("/copy", of=broker)
+    other = Replica.open("/other", of=broker)
+    with pytest.raises(ConfigError, match="two replicas of broker 'broker-a'"):
+        ReplicaRoute(broker, replica, other)
+    with pytest.raises(ConfigError, match="another runner"):
+        ReplicaRoute(opened(), replica)
+    route = ReplicaRoute(broker, replica)
+    with pytest.raises(NoRouteError):
+        route.endpoint("nowhere")
+    broker.close()
+    assert route.endpoint("broker-a").call(QueryOffset("g", "T", 0)) == 0
+    replica.close()
+    with pytest.raises(BrokerUnreachableError):
+        route.endpoint("broker-a").call(QueryOffset("g", "T", 0))
+    manual(broker).advance(1000)
