@@ -151,6 +151,8 @@ class Replication:
                 if reached > follower.acknowledged:
                     with self._guard:
                         self._note(follower, reached)
+                elif follower.behind_since_ms is None:
+                    follower.behind_since_ms = self._now_ms()
             if follower.acknowledged >= end and self._clock.monotonic() <= deadline:
                 return _OK
         with self._guard:

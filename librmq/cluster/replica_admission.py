@@ -1,7 +1,8 @@
 """Checks that a folder can copy a master, before anything in it is changed.
 
 A replica is told from another store by its bytes: the end of its log, with the whole last record, must be in the
-master's log too. A record has its place, its time and its host, so no two logs agree there by chance.
+master's log too. A record has its place, its time and its host, so no two logs agree there by chance. The log of a
+killed replica is compared from its third last file on, because zeros in a record's properties look sound.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from librmq.files.seam import Files
 from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.replica_mark import read_mark
 
 __all__ = ["check_bytes", "check_folder"]
 
 _COMPARED: Final = 64 << 10
+_AT_ONCE: Final = 1 << 20
+_SECTOR: Final = 512  # bytes that reach a device together
 
 
-def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, described: LogDescription) -> None:
+def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, described: LogDescription) -> int | None:
     """Check that the folder is new, or has a replica of this master.
+
+    Return the physical offset from which a killed replica has bytes that never reached its disk, None without any.
 
     Raises:
         ReplicaError: it is the master's own folder, has a store of its own or the copy of another one, or is ahead.
@@ -36,22 +42,29 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
         raise ReplicaError(f"{path}: expected another folder than the master's, because a store can't copy itself")
     mark = read_mark(path, files)
     if not directory.recognise(path, files).has_log:
-        return
+        return None
     if mark is None:
         raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
+    was_killed = has_abort(files, path)
     with MessageStore.open(path, read_only=True, files=files, clock=clock) as copy:
-        if not copy.log.sequence.starts:
-            return
+        log = copy.log
+        if not log.sequence.starts:
+            return None
         if copy.config.commitlog_file_size != described.config.commitlog_file_size:
             raise ReplicaError(
                 f"{path}: its log files have {copy.config.commitlog_file_size} bytes, those of {described.name} "
                 f"{described.config.commitlog_file_size}: it is the replica of another store"
             )
-        check_bytes(path, copy.log, master, described)
+        return check_bytes(path, log, master, described, since=log.third_last_file() if was_killed else None)
 
 
-def check_bytes(path: str, log: CommitLog, master: Endpoint, described: LogDescription) -> None:
+def check_bytes(
+    path: str, log: CommitLog, master: Endpoint, described: LogDescription, *, since: int | None = None
+) -> int | None:
     """Check that the end of a copy's log is in the master's log too.
+
+    With ``since`` the copy was killed, and is compared from there. Then a record can lack bytes that never reached the
+    disk, which no checksum of its own shows; return the physical offset of the first such record.
 
     Raises:
         ReplicaError: it is not; the error says whether the copy is ahead, or another store's.
@@ -64,15 +77,39 @@ def check_bytes(path: str, log: CommitLog, master: Endpoint, described: LogDescr
             f"librmq.cluster.promote_replica, or delete its folder to copy the master again"
         )
     if end <= max(described.begin, log.begin):
-        return  # the bytes are gone on one side
-    begin = max(end - _COMPARED, end - 1 - (end - 1) % log.file_size, described.begin)
-    if log.last_write is not None and end - (end - 1) % log.file_size <= log.last_write < begin:
-        begin = max(log.last_write, described.begin)
-    mine = log.data_at(begin, end - begin)
-    theirs = master.call(FollowLog("", begin, end - begin)).data
-    if mine != theirs:
-        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
-        raise ReplicaError(
-            f"{path}: its log differs from that of {described.name} at physical offset {begin + at}: it is the replica "
-            "of another store, or one of them took other messages since"
-        )
+        return None  # the bytes are gone on one side
+    file_start = end - 1 - (end - 1) % log.file_size
+    at = max(end - _COMPARED, file_start)
+    if since is not None:
+        at = since
+    elif log.last_write is not None and file_start <= log.last_write < at:
+        at = log.last_write
+    at = max(at, described.begin, log.begin)
+    while at < end:
+        size = min(_AT_ONCE, end - at, log.file_size - at % log.file_size)
+        mine, theirs = log.data_at(at, size), master.call(FollowLog("", at, size)).data
+        if mine != theirs:
+            at += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
+            if since is not None and _never_written(log, at):
+                return _record_at(log, since, at)
+            raise ReplicaError(
+                f"{path}: its log differs from that of {described.name} at physical offset {at}: it is the replica of "
+                "another store, or one of them took other messages since"
+            )
+        at += size
+    return None
+
+
+def _never_written(log: CommitLog, physical_offset: int) -> bool:
+    """Return whether the rest of a sector is zero, or of the log."""
+    upto = min(log.end, physical_offset - physical_offset % _SECTOR + _SECTOR)
+    return not any(log.data_at(physical_offset, upto - physical_offset))
+
+
+def _record_at(log: CommitLog, begin: int, physical_offset: int) -> int:
+    """Return the start of the record that has the byte at ``physical_offset``."""
+    found = begin
+    for found, size, _ in log.scan(begin, check_body=False):
+        if found + size > physical_offset:
+            break
+    return found

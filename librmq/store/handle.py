@@ -284,6 +284,19 @@ class StoreHandle:
         appender.copied(copied.end)
         return copied
 
+    def cut_copy(self, physical_offset: int) -> None:
+        """Cut the log of a replica; see `MessageStore.cut_copy`."""
+        self._check_copies()
+
+        def cut() -> None:
+            folder = os.path.join(self.path, directory.COMMITLOG)
+            size = self.config.commitlog_file_size
+            with CommitLog.open(folder, size, files=self.files, scan_from=lambda _: physical_offset) as log:
+                log.truncate(physical_offset)
+                log.flush()
+
+        self._replace_parts(cut)
+
     def clear_copy(self) -> None:
         """Delete all content of a replica, which then begins where its next `copy_log` says."""
         self._check_copies()

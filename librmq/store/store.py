@@ -266,6 +266,10 @@ class MessageStore:
         """
         return self._handle.copy_log(physical_offset, data)
 
+    def cut_copy(self, physical_offset: int) -> None:
+        """Cut this replica's log at the start of a record, for the next `copy_log` to go on there."""
+        self._handle.cut_copy(physical_offset)
+
     def clear_copy(self) -> None:
         """Delete all messages of this replica, which then begins where the next `copy_log` says."""
         self._handle.clear_copy()
