@@ -249,6 +249,12 @@ def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytes
         "continued",
         "damaged",
     }
+    child = run(sys.executable, EXAMPLES / "demo_report.py")
+    assert child.returncode == 0, child.stdout
+    assert [line for line in child.stdout.splitlines() if len(line) > width and "demo-output" not in line] == []
+    assert "damaged place" in child.stdout
+    assert {path.name for path in (folder / "demo-output").glob("report.*")} == {"report.html", "report.json"}
+    assert run(sys.executable, EXAMPLES / "demo_report.py", folder).returncode == 2
     from librmq.store.recovery.verify import verify
 
     assert [verify(str(folder / "demo-output" / name)).sound for name in ("broker", "continued", "damaged")] == [

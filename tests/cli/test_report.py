@@ -1,0 +1,66 @@
+"""``report``: two files, a comparison with an earlier report, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.cli.stand import Shell, files_of, unpack_store
+
+pytest.importorskip("jinja2")
+
+
+def test_it_writes_a_page_and_json_without_spark(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark", None)  # an import would fail
+    before = files_of(shell.folder / "store")
+    (row,) = shell("report", "store").rows
+    assert (row["report"], row["json"]) == (str(shell.folder / "report.html"), str(shell.folder / "report.json"))
+    found = json.loads((shell.folder / "report.json").read_text())
+    severities = [one["severity"] for one in found["findings"]]
+    assert (row["errors"], row["warnings"]) == (severities.count("error"), severities.count("warning"))
+    assert files_of(shell.folder / "store") == before
+    assert sum(one["lag"] for one in found["lags"] if one["group"] == "CG_order") == sum(
+        one["lag"] for one in shell("lag", "store", "--group", "CG_order").rows
+    )
+
+
+def test_an_earlier_report_is_compared(shell: Shell) -> None:
+    shell("report", "store", "-o", "first.html")
+    shell("reset", "store", "--group", "CG_order", "--topic", "OrderTopic", "--to", "end")
+    answer = shell("report", "store", "-o", "first.html", "--compare", "first.json")  # the same name again
+    assert answer.status == 0
+    html = (shell.folder / "first.html").read_text()
+    assert '<section id="changes">' in html
+    assert "75" in html.partition('<section id="changes">')[2].partition("</section>")[0]
+
+
+def test_the_path_may_be_one_level_too_high(shell: Shell) -> None:
+    unpack_store(shell.folder / "other")
+    answer = shell("report", "other", "store", "--no-verify")
+    assert "note: the store is other/store" in answer.said
+    found = json.loads((shell.folder / "report.json").read_text())
+    assert [one["is_sound"] for one in found["stores"]] == [None, None]
+    assert len({one["store"] for one in found["stores"]}) == 2
+
+
+def test_what_is_wrong_is_told(shell: Shell) -> None:
+    (shell.folder / "other.json").write_text("{}")
+    for words, said in (
+        (["nothing"], "nothing"),
+        (["store", "store"], "found one twice"),
+        (["store", "-o", "no/such/page.html"], "no/such/page.html: No such file"),
+        (["store", "--compare", "no.json"], "--compare no.json: No such file"),
+        (["store", "--compare", "other.json"], "name the JSON beside an earlier page"),
+        (["store", "--tag", "||"], "expected tags"),
+    ):
+        answer = shell("report", *words)
+        assert (answer.status, said in answer.said) == (2, True), answer.said
+
+
+def test_without_the_extra_it_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.diagnosis.page.render.find_spec", lambda name: None)
+    answer = shell("report", "store")
+    assert (answer.status, "librmq[report]" in answer.said) == (2, True)
+    assert not (shell.folder / "report.html").exists()
