@@ -403,7 +403,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             f"{each.lag:,} messages wait"
             + ("." if age_s is None else f"; the oldest for {duration(age_s)}.")
             + (
-                f" They count from the begin of {each.without_progress} queues without progress."
+                f" They count from the begin of {counted(each.without_progress, 'queue')} without progress."
                 * (each.without_progress > 0)
             ),
             evidence,

@@ -344,7 +344,7 @@ def test_a_comparison_reports_rates_and_new_findings(tmp_path: Path) -> None:
     html = render_page(later, earlier)
     assert "3.33 s" in section(html, "lag")
     assert "progress 50 is beyond" in section(html, "changes")
-    assert "1 are gone" in html
+    assert ", 1 gone." in html
     backwards = {one.group: one for one in compare(later, earlier).lags}
     assert (backwards["g"].stored_per_s, backwards["g"].drain_s) == (None, None)  # no time has passed
     assert backwards["late"].lag is None

@@ -83,9 +83,9 @@ def _verdict(report: Report, comparison: Comparison | None) -> str:
     else:
         told = [counted(counts[name], name) for name in ("error", "warning") if counts[name]]
         worst = report.findings[0]
-        said = f"{' and '.join(told)}. Look first at {worst.subject}: {worst.what}"
+        said = f"{' and '.join(told)}. Look first at {worst.subject}: {worst.what.partition(';')[0].rstrip('.')}."
     if comparison is not None and (comparison.added or comparison.removed):
-        said += f" Since the earlier report {len(comparison.added)} are new and {len(comparison.removed)} are gone."
+        said += f" Since the earlier report: {len(comparison.added)} new, {len(comparison.removed)} gone."
     return said
 
 
@@ -139,6 +139,7 @@ def _facts(report: Report) -> list[Fact]:
     oldest = max((one.oldest_age_s for one in report.lags if one.oldest_age_s is not None), default=None)
     dead = sum(one.messages for one in report.dead_letters)
     waiting = sum(one.messages for one in report.waiting)
+    topics = f"in {counted(len({one.topic for one in report.topics}), 'topic')}"
     first = min((one.first_ms for one in report.stores if one.first_ms is not None), default=None)
     last = max((one.last_ms for one in report.stores if one.last_ms is not None), default=None)
     span = "" if first is None or last is None else f"over {duration((last - first) / 1000)}"
@@ -148,7 +149,11 @@ def _facts(report: Report) -> list[Fact]:
     places = counted(len(report.damage), "place") if unsound else ""
     return [
         Fact("messages", number(sum(one.messages for one in report.stores)), span),
-        Fact("stored", size(sum(one.bytes for one in report.stores)), f"in {counted(len(report.topics), 'topic')}"),
+        Fact(
+            "stored",
+            size(sum(one.bytes for one in report.stores)),
+            topics,
+        ),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),
         Fact("dead letters", number(dead), "", "bad" if dead else ""),
         Fact("pending", number(waiting), "halves, delays, retries"),

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from librmq.diagnosis.findings import counted
 from librmq.diagnosis.page.parts import Column, PageTable, Section, table
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
 from librmq.diagnosis.people import duration, moment, number, percent, rate, short, size, span
@@ -165,9 +166,10 @@ def _changes(comparison: Comparison, several: bool) -> Section:
         stores=several,
     )
     since = min((one.now_ms for one in comparison.earlier.stores if one.now_ms is not None), default=None)
+    new = counted(len(comparison.added), "new finding")
     about = (
-        f"Since the report of {moment(since)}: {len(comparison.added)} new findings, {len(comparison.removed)} gone, "
-        f"{len(comparison.changed)} changed. Rates are between the two reports."
+        f"Since the report of {moment(since)}: {new}, {len(comparison.removed)} gone, {len(comparison.changed)} "
+        "changed. Rates are between the two reports."
     )
     return Section("changes", "Changes", about, (*found, *gone))
 
@@ -225,7 +227,8 @@ def _retries(report: Report, several: bool) -> Section:
         return Section("retries", "Retries", "No message was written again for a group.")
     levels = DEFAULT_LEVELS
     most = max(at for row in rows for at, count in enumerate(row.attempts, 1) if count)
-    axis = [duration(levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000) for attempt in range(1, most + 1)]
+    delays = (levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000 for attempt in range(1, most + 1))
+    axis = [duration(delay_s).replace(" min", "m").replace(" ", "") for delay_s in delays]
 
     def text(attempts: Sequence[int]) -> str:
         told = ", ".join(f"{number(count)} at attempt {at}" for at, count in enumerate(attempts, 1) if count)
