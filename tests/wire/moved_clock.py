@@ -14,6 +14,7 @@ from rocketmq import (
     MessageListener,
     Producer,
     PushConsumer,
+    SimpleConsumer,
     TransactionChecker,
     TransactionResolution,
 )
@@ -81,12 +82,33 @@ with kit, ServedKit(kit) as served:
     pusher.shutdown()
     producer.shutdown()
 checked = [at - sent for at in checks]
+
+
+def one_message() -> float:
+    """Return the seconds of a test with a producer, a simple consumer and a message."""
+    begin = clock.monotonic()
+    small = Kit(now_ms=clock.now_ms(), broker_config=BrokerConfig(timers=TimerConfig()))
+    with small, ServedKit(small) as served:
+        configuration = ClientConfiguration(served.address, Credentials())
+        sender = Producer(configuration, ("t",))
+        receiver = SimpleConsumer(configuration, "g", {"t": FilterExpression()}, 5)
+        sender.startup()
+        receiver.startup()
+        sender.send(message("t"))
+        (found,) = receiver.receive(1, 15)
+        receiver.ack(found)
+        receiver.shutdown()
+        sender.shutdown()
+    return clock.monotonic() - begin
+
+
 found = {
     "attempts": attempts,
     "dead": dead,
     "checks": checked,
     "committed": committed,
     "wall": wall,
+    "one_message": min(one_message() for _ in range(3)),
     "stored": stored,
     "ids": sorted(str(one) for one in ids),
     "sent": receipt.message_id,
