@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import librmq
 from tests.reference import CHECKOUT
@@ -59,3 +61,13 @@ def in_child(check: Callable[[], object]) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def example(name: str) -> ModuleType:
+    """Load a program of the folder ``examples`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

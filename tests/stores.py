@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +15,13 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
+from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry, is_indexed
-from librmq.testing.files import Event
-from tests.budget import some
+from librmq.testing.files import Event, FailingFiles
+from tests.budget import some, step
 
 ROOT = "/store"
 EVER = -(1 << 63)
@@ -214,3 +214,28 @@ def served(store: MessageStore) -> dict[int, StoredMessage]:
         result = store.read(topic, queue_id, queue_offset, 1)
         assert result.messages == [message], (result, message)
     return found
+
+
+class OpenedFiles(FailingFiles):
+    """Notes which files are opened, by their paths in the store."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files)
+        self.paths: list[str] = []
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        self.paths.append(path.removeprefix(f"{ROOT}/"))
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+
+def calls_failing(files: Files, calls: Iterable[str], code: int) -> Iterator[tuple[str, FailingFiles]]:
+    """Yield files with one failing call, for each call in turn, until none fails any more."""
+    for call in calls:
+        number = 1
+        while True:
+            failing = FailingFiles(files)
+            failing.fail(call, number, code)
+            yield call, failing
+            if failing.calls[call] < number:
+                break
+            number += step()

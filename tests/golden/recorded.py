@@ -1,8 +1,10 @@
-"""Rows of columns in the form of the recorded rows."""
+"""Rows of columns in the form of the recorded rows, and contents of stores to compare."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from tests.reference import Row
@@ -38,3 +40,11 @@ def of_record(row: Any) -> Row:
 
 def expected(row: Row, like: Row) -> Row:
     return {name: row[name] for name in like}
+
+
+def contents(store: Path) -> dict[str, str]:
+    """Return every file of a store with a hash of its content."""
+    return {
+        str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(store.rglob("*"))
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -16,6 +15,7 @@ from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import infer_config
 from tests.budget import examples
 from tests.conftest import Run, StoreCopy
+from tests.golden.recorded import contents
 from tests.reference import Row, existing, jsonl, rows, store_folders
 
 stores = pytest.mark.parametrize("folder", store_folders())
@@ -89,14 +89,6 @@ def settled(folder: Path, store_copy: StoreCopy, commands: Commands) -> Path:
     status, _, _ = commands.run("recover", store)
     assert status == 0
     return store
-
-
-def contents(store: Path) -> dict[str, str]:
-    """Return every file of a store with a hash of its content."""
-    return {
-        str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
-        for path in sorted(store.rglob("*"))
-    }
 
 
 def log_rows(folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.verify import verify
 from tests.reference import existing, folders, jsonl, rows, store_folders
+from tests.stores import ROOT, in_memory
 
 NOW = 1_800_000_000_000
 Record = tuple[int, int, list[int]]
@@ -100,28 +101,20 @@ def stored(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "index").glob("*"))}
 
 
-def in_memory(found: dict[str, bytes]) -> MemoryFiles:
-    files = MemoryFiles()
-    files.make_folder("/index")
-    for name, data in found.items():
-        files.write(f"/index/{name}", data)
-    return files
-
-
 def open_index(files: MemoryFiles, slots: int, entries: int) -> KeyIndex:
-    return KeyIndex.open("/index", slots=slots, entries=entries, files=files, now_ms=lambda: NOW)
+    return KeyIndex.open(f"{ROOT}/index", slots=slots, entries=entries, files=files, now_ms=lambda: NOW)
 
 
 def replayed(records: list[Record], append: Append, slots: int, entries: int) -> list[bytes]:
     """Return a fresh index of the records."""
-    files = in_memory({})
+    files = in_memory({"index": None})
     append(open_index(files, slots, entries), records)
-    return [files.read(os.path.join("/index", entry.name)) for entry in files.list("/index")]
+    return [files.read(os.path.join(f"{ROOT}/index", entry.name)) for entry in files.list(f"{ROOT}/index")]
 
 
 def pairs(found: Iterable[bytes], slots: int, entries: int, begin: int) -> list[tuple[int, int]]:
     """Hash and place of all entries from ``begin`` on."""
-    files = in_memory({str(20_000_101_000_000_000 + n): data for n, data in enumerate(found)})
+    files = in_memory({f"index/{20_000_101_000_000_000 + n}": data for n, data in enumerate(found)})
     every = [file.entries() for file in open_index(files, slots, entries).files]
     kept = np.concatenate([one[one["physical"] >= begin] for one in every])
     pairs: list[tuple[int, int]] = kept[["hash", "physical"]].tolist()

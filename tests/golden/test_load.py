@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
+from tests.golden.recorded import contents
 from tests.reference import Row, jsonl, rows, store_folders
 
 stores = pytest.mark.parametrize("folder", store_folders())
@@ -466,14 +466,6 @@ def timeless(value: Any) -> Any:
 
 
 # --- one run and another
-
-
-def contents(store: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest()
-        for path in sorted(store.rglob("*"))
-        if path.is_file()
-    }
 
 
 @stores

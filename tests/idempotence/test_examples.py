@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import sqlalchemy
@@ -14,16 +12,7 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from tests.idempotence.conftest import DATABASES, Database
-from tests.reference import CHECKOUT
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.programs import example
 
 
 @pytest.fixture

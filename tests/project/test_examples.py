@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import librmq.testing.plugin  # an inner run of pytest forgets its imports
 from librmq.testing import Kit
+from tests.programs import example
 from tests.reference import CHECKOUT
 
 EXAMPLES = CHECKOUT / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("life", [1, 2])

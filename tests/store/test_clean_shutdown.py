@@ -16,7 +16,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
-from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_memory, opened, served
+from tests.stores import ROOT, SMALL, START_MS, Contents, OpenedFiles, contents, fill, in_memory, opened, served
 
 CLOSED = "librmq/closed.json"
 
@@ -29,23 +29,10 @@ def closed(count: int = 200) -> Contents:
     return contents(files)
 
 
-class Mapped(MemoryFiles):
-    """Counts which files are mapped."""
-
-    def __init__(self, found: Contents) -> None:
-        super().__init__()
-        self.__dict__.update(in_memory(found).__dict__)
-        self.paths: list[str] = []
-
-    def open(self, path: str, **how: bool):  # type: ignore[no-untyped-def]
-        self.paths.append(path.removeprefix(f"{ROOT}/"))
-        return super().open(path, **how)
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("count", [50, 800])
 def test_opening_maps_a_fixed_number_of_files(count: int, read_only: bool) -> None:
-    files = Mapped(closed(count))
+    files = OpenedFiles(in_memory(closed(count)))
     store = opened(files, read_only=read_only)
     log = {path for path in files.paths if path.startswith("commitlog/")}
     assert len(log) <= 2

@@ -22,6 +22,7 @@ from librmq.store.format.index_layout import IndexHeader, file_length, geometry
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from tests.budget import some
+from tests.stores import in_memory
 
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC
 BEGIN = 1_700_000_000_000
@@ -500,11 +501,7 @@ class WatchedFiles(MemoryFiles):
 
 
 def copy_of(found: dict[str, bytes]) -> MemoryFiles:
-    files = MemoryFiles()
-    files.make_folder("/store/index")
-    for name, data in found.items():
-        files.write(f"/store/index/{name}", data)
-    return files
+    return in_memory({f"index/{name}": data for name, data in found.items()})
 
 
 def batches(sizes: Sequence[int]) -> list[list[Record]]:

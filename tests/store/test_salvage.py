@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,13 +24,14 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
-from tests.budget import examples, step
+from tests.budget import examples
 from tests.reference import store_folders
 from tests.stores import (
     ROOT,
     SMALL,
     START_MS,
     Contents,
+    calls_failing,
     contents,
     died,
     fill,
@@ -304,19 +305,6 @@ def test_leftovers_of_an_interrupted_copy_are_removed() -> None:
     assert salvage.kept(ROOT, files) == []
     opened(files, thorough=True).close()
     assert [name for name in contents(files) if ".part" in name] == []
-
-
-def calls_failing(files: Files, calls: tuple[str, ...], code: int) -> Iterator[tuple[str, FailingFiles]]:
-    """Yield files with one failing call, for each call in turn, until none fails any more."""
-    for call in calls:
-        number = 1
-        while True:
-            failing = FailingFiles(files)
-            failing.fail(call, number, code)
-            yield call, failing
-            if failing.calls[call] < number:
-                break
-            number += step()
 
 
 def error_of(call: Callable[[], object]) -> StoreIOError | None:

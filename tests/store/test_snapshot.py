@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
-from tests.budget import examples, some, step
+from tests.budget import examples, some
 from tests.programs import start_program
 from tests.reference import rows, store_folders
 from tests.stores import (
@@ -44,6 +43,7 @@ from tests.stores import (
     SMALL_EXT,
     START_MS,
     Contents,
+    calls_failing,
     configs,
     contents,
     derived,
@@ -362,25 +362,12 @@ def nothing_left(files: Files) -> bool:
 CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "read", "list", "lock")
 
 
-def failures(files: Files, code: int) -> Iterator[FailingFiles]:
-    """Files each call of which fails once."""
-    for call in CALLS:
-        number = 1
-        while True:
-            failing = FailingFiles(files)
-            failing.fail(call, number, code)
-            yield failing
-            if failing.calls[call] < number:
-                break
-            number += step()
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_any_call_that_fails_leaves_the_store_as_it_was(code: int) -> None:
     files = in_memory({**filled(SMALL, 60), "config/topics.json": b"{}"})
     before = contents(files)
     failed = 0
-    for failing in failures(files, code):
+    for _, failing in calls_failing(files, CALLS, code):
         try:
             snapshot(ROOT, TARGET, SMALL, files=failing)
         except RmqError:

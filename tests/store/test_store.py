@@ -32,7 +32,6 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
@@ -45,6 +44,7 @@ from tests.stores import (
     SMALL,
     SMALL_EXT,
     START_MS,
+    OpenedFiles,
     configs,
     contents,
     derived,
@@ -505,23 +505,11 @@ def many_queues(queues: int) -> None:
 # ------------------------------------------------------------------------------------------------- opened files
 
 
-class Touched(FailingFiles):
-    """Notes which files are mapped and read."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__(files)
-        self.paths: list[str] = []
-
-    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
-        self.paths.append(path[len(ROOT) + 1 :])
-        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> None:
     """Three files of the log, and the first and last file in use of each queue, for any length."""
     files = in_memory(filled(SMALL, 400, seed=3))
-    touched = Touched(files)
+    touched = OpenedFiles(files)
     store = opened(touched, read_only=read_only)
     log = [path for path in touched.paths if path.startswith("commitlog/")]
     every = sorted(path for path in contents(files) if path.startswith("commitlog/"))
@@ -544,7 +532,7 @@ def test_opening_after_a_kill_maps_uncovered_files() -> None:
     store.flush()
     clock.advance(seconds=10)
     results += fill(store, clock, random.Random(4), 30)
-    touched = Touched(died(files))
+    touched = OpenedFiles(died(files))
     with opened(touched) as again:
         log = sorted({path for path in touched.paths if path.startswith("commitlog/")})
         every = sorted(path for path in contents(files) if path.startswith("commitlog/"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import grpc
 
+from librmq.clock import SystemClock
 from librmq.wire.grpc.schema import SERVICE, message_class
 
 
@@ -102,3 +104,12 @@ class Stub:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def wait_until(holds: Callable[[], bool], what: str = "", seconds: float = 15) -> None:
+    """Wait until ``holds()``; fail with ``what`` was expected if it takes too long."""
+    clock, never = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + seconds
+    while not holds():
+        assert clock.monotonic() < deadline, what
+        clock.wait(never, 0.005)

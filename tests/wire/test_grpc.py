@@ -14,7 +14,6 @@ import grpc
 import pytest
 
 from librmq import Broker, BrokerBusyError, BrokerError, ConfigError, CorruptionError, MessageStore, Producer
-from librmq.clock import SystemClock
 from librmq.protocol import CreateTopic, EndTransaction, ResponseCode, SendMessage
 from librmq.store import verify
 from librmq.testing import Kit
@@ -27,7 +26,7 @@ from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import group_queue
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.service import Service
-from tests.wire.stub import Stub, message
+from tests.wire.stub import Stub, message, wait_until
 
 OK, NONE = 20000, 40401
 
@@ -381,14 +380,6 @@ def test_store_written_over_the_wire_is_sound(tmp_path: Any) -> None:
 
 
 # ---- clients that come and go
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    clock, never = SystemClock(), threading.Event()
-    deadline = clock.monotonic() + 15
-    while not holds():
-        assert clock.monotonic() < deadline
-        clock.wait(never, 0.005)
 
 
 def test_clients_cut_off_early_leave_nothing(server: GrpcServer, broker: Broker) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from librmq import Broker, BrokerConfig, MessageStore, TimerConfig
-from librmq.clock import SystemClock
 from librmq.store import verify
 from librmq.wire.grpc import GrpcServer
 from tests.wire.clients import HERE, OfficialClient
+from tests.wire.stub import wait_until
 
 SCRIPT = HERE / "load_client.py"
 ROUND = 500
@@ -76,7 +76,7 @@ class Scene:
         """Let some messages be sent, and do a harm to the clients in the middle."""
         begin, end = number * ROUND, (number + 1) * ROUND
         sender = self.send(begin, end)
-        wait(lambda: sender.count > ROUND // 4, "a quarter is sent")
+        wait_until(lambda: sender.count > ROUND // 4, "a quarter is sent", _WAIT_S)
         harm = number % 4
         if harm == 0:
             self.worker.end()
@@ -86,7 +86,7 @@ class Scene:
             sender = self.send(sender.last + 1, end)
         elif harm == 2:
             self.cut()
-        wait(lambda: sender.last == end - 1, "all are sent")
+        wait_until(lambda: sender.last == end - 1, "all are sent", _WAIT_S)
         sender.end()
 
     def close(self) -> None:
@@ -103,14 +103,6 @@ def scene_of(client: OfficialClient, broker: Broker, home: Path) -> Iterator[Sce
         scene.close()
 
 
-def wait(condition: Callable[[], bool], what: str) -> None:
-    clock, never = SystemClock(), threading.Event()
-    deadline = clock.monotonic() + _WAIT_S
-    while not condition():
-        assert clock.monotonic() < deadline, what
-        clock.wait(never, 0.01)
-
-
 @pytest.mark.slow
 def test_no_message_is_lost_by_killed_and_cut_clients(
     python: OfficialClient, tmp_path: Path, slow_budget: Any, figure: Callable[[str], None]
@@ -119,7 +111,7 @@ def test_no_message_is_lost_by_killed_and_cut_clients(
     with Broker.open(store, BrokerConfig(timers=TimerConfig())) as broker, scene_of(python, broker, tmp_path) as scene:
         for number in slow_budget.rounds(20, f"times {ROUND} messages of official clients", at_least=4):
             scene.run(number)
-        wait(lambda: scene.sent <= scene.consumed, "all are consumed")
+        wait_until(lambda: scene.sent <= scene.consumed, "all are consumed", _WAIT_S)
     figure(f"{len(scene.sent):,} messages of official clients, killed and cut off: none lost")
     assert not verify(store).damage
     with MessageStore.open(store, read_only=True) as opened:
