@@ -247,8 +247,8 @@ def _hot_queue(
         if key is not None and share >= limits.key_share:
             kind, what = "hot-key", f"{share:.0%} of the sampled messages have the key {key}"
             step = "Spread that key over several queues, or give it its own topic."
-        elif state is None or most.client_id is None:
-            continue  # the queue has no owner, which `consistency` reports
+        elif state is None or most.client_id is None or state.is_paused:
+            continue  # the queue has no owner, or its owner pauses: other findings
         elif most.behind:
             kind, what = (
                 "slow-listener",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from librmq import Broker, ConsumeFrom, Producer, PushConsumer, ReconsumeLater
-from librmq.client.allocation import allocate_averagely
+from librmq import Broker, ConsumeFrom, MessageModel, Producer, PushConsumer, ReconsumeLater, SuspendQueue
+from librmq.client import Client
+from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle
 from librmq.diagnosis import Thresholds, diagnose, held_progress
 from librmq.message.message import MessageQueue
 from librmq.testing import Kit
@@ -108,6 +109,80 @@ def test_instances_of_different_modes(rmq: Kit) -> None:
     started(rmq, "G", "T", orderly=True)
     rmq.advance(seconds=60)
     assert "order-differs" in kinds(rmq)
+
+
+def test_instances_of_different_models_or_strategies(rmq: Kit) -> None:
+    for topic in ("A", "B"):
+        rmq.broker.create_topic(topic, 4)
+    started(rmq, "G", "A")
+    started(rmq, "G", "A", model=MessageModel.BROADCASTING, instance_name="stable")
+    started(rmq, "H", "B", strategy=allocate_averagely)
+    started(rmq, "H", "B", strategy=allocate_averagely_by_circle)
+    rmq.advance(seconds=60)
+    found = {(one.kind, one.subject) for one in diagnose(rmq.broker, LIMITS)}
+    assert {("model-differs", "group G"), ("strategy-differs", "group H")} <= found
+
+
+def test_two_clients_of_one_id(rmq: Kit) -> None:
+    rmq.broker.create_topic("T", 4)
+    for group in ("G", "H"):
+        consumer = PushConsumer(rmq.broker, group, client=Client(rmq.broker, instance_name="same"))
+        consumer.subscribe("T", nothing)
+        consumer.start()
+    rmq.advance(seconds=60)
+    found = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "shared-client-id"]
+    assert [one.subject.rpartition("@")[2] for one in found] == ["same"]
+
+
+def four_instances(rmq: Kit, listener: Callable[[object], None] = nothing, **settings: object) -> list[PushConsumer]:
+    """Start an instance for each of four queues, then send most messages to the last."""
+    rmq.broker.create_topic("T", 4)
+    made = [started(rmq, "G", **settings) for _ in range(4)]
+    for consumer in made:
+        consumer.subscribe("T", listener)
+    rmq.advance(seconds=60)
+    for number in range(40):
+        rmq.producer().send("T", b"x", keys=f"k{number}", queue=3 if number > 3 else number)
+    return made
+
+
+def test_one_slow_listener(rmq: Kit) -> None:
+    """Its queue lags though it holds messages: here the listener is not done with the first."""
+
+    def slow(message: object) -> None:
+        if getattr(message, "queue_id", None) == 3:
+            raise SuspendQueue
+
+    four_instances(rmq, slow, orderly=True)
+    rmq.advance(seconds=20)
+    limits = Thresholds(normal_lag=5, stuck_s=1000, retries=1000)
+    (found,) = [one for one in diagnose(rmq.broker, limits) if one.kind == "slow-listener"]
+    assert found.subject == "group G, topic T, queue 3"
+    assert found.evidence["lag"] == 37
+
+
+def test_one_far_consumer(rmq: Kit) -> None:
+    """Its queue lags and it holds none of the messages: here it pulls once in an hour."""
+    four_instances(rmq, pull_interval=3600, pull_batch_size=1)
+    (found,) = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "far-consumer"]
+    assert found.subject == "group G, topic T, queue 3"
+    assert found.evidence["client_id"] is not None
+    rmq.advance(hours=40)
+
+
+def test_idle_listeners_while_messages_wait(rmq: Kit) -> None:
+    """A paused instance is called paused, and neither idle nor far."""
+    made = four_instances(rmq, pull_interval=3600, pull_batch_size=1)
+    (found,) = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "idle-with-backlog"]
+    assert found.evidence["listeners_running"] == 0
+    for consumer in made:
+        consumer.pause()
+    told = set(kinds(rmq))
+    assert "paused" in told
+    assert not told & {"idle-with-backlog", "far-consumer"}
+    for consumer in made:
+        consumer.resume()
+    rmq.advance(hours=40)
 
 
 def test_a_group_that_does_not_run(rmq: Kit) -> None:
