@@ -4,6 +4,7 @@
 
     client     rate = threads * batch / time of a call            concurrent; orderly: min(threads, queues with lag)
     drain      of a client: (its lag) / (its rate - its inflow);  of the group: the longest of its clients
+    inflow     a new message fills no batch: it takes a call of its own while fewer than 1000 wait in its queue
     downstream the services that listeners call bound the sum of rates
     wait       of a new message without backlog: Erlang's C, with the spread of the time of a call
 
@@ -29,6 +30,10 @@ __all__ = ["Consumption", "Estimate", "Scenario", "consumption_of", "estimate", 
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
 _EXACT: Final = 0.03
 """Relative error from allocation, pulls and rounding."""
+_HELD: Final = 1000
+"""Messages of a queue that a client holds; while fewer wait, it pulls each new one at once, for a call of its own."""
+_TURN_S: Final = 60.0
+"""Time for which an orderly consumer's thread stays with one queue."""
 _COARSE: Final = 0.15
 """The same if all share a downstream service, which also delays clients with spare threads."""
 
@@ -80,7 +85,7 @@ class Estimate(NamedTuple):
     """Time until nothing waits; None if never."""
     low_s: float | None
     high_s: float | None
-    """Bounds of the time in about 95 % of cases; None if it is never."""
+    """Bounds of the time in about 95 % of cases; None if it is never, or has no upper bound."""
     rate_per_s: float
     """Messages per second while all clients of the group work."""
     utilisation: float
@@ -133,24 +138,38 @@ def estimate(consumption: Consumption) -> Estimate:
         return Estimate(None, None, None, rate, utilisation, None, "unowned queues", *facts)
     if not total:
         return Estimate(0.0, 0.0, 0.0, rate, utilisation, wait, "nothing", *facts)
-    times: list[tuple[float, float, str]] = []  # mean, variance, bound
-    for share, each in zip(shares, rates, strict=True):
-        if share and any(consumption.lags[queue] or inflow for queue in share):
-            times.append(_drain(consumption, [consumption.lags[queue] for queue in share], each, inflow, bound))
-    if limit is not None:  # a finished client leaves its share of the downstream to the others
-        together = total / (limit - consumption.stored_per_s) if limit > consumption.stored_per_s else math.inf
-        if bound == "downstream":
-            times = [(max(together, _alone(consumption, shares, inflow)), max(one[1] for one in times), bound)]
-    what = max(times)[2]
-    mean, variance = _latest([one[:2] for one in times])
+    full = _whole(consumption, shares, rates, inflow, bound)
+    alone = _whole(
+        consumption, shares, rates, inflow * (1 if consumption.is_orderly else consumption.batch_size), bound
+    )
+    mean, variance, what = alone if max(consumption.lags) < _HELD else full
     if math.isinf(mean):
         return Estimate(None, None, None, rate, utilisation, wait, "inflow", *facts)
-    spread = _DEVIATIONS * math.sqrt(variance)
     off = consumption.handler_error + (_COARSE if bound == "downstream" else _EXACT)
-    low, high = max(0.0, mean * (1 - off) - spread), mean * (1 + off) + spread
+    low = full[0] * (1 - off) - _DEVIATIONS * math.sqrt(full[1])
+    high = alone[0] * (1 + off) + _DEVIATIONS * math.sqrt(max(variance, alone[1]))
+    if consumption.batch_size > 1 and inflow:
+        high += consumption.handler_s  # for a call that is not full
     known: Literal["clients", "one queue", "downstream"]
     known = "one queue" if what == "one queue" else "downstream" if what == "downstream" else "clients"
-    return Estimate(mean, low, high, rate, utilisation, wait, known, *facts)
+    return Estimate(mean, max(0.0, low), high if math.isfinite(high) else None, rate, utilisation, wait, known, *facts)
+
+
+def _whole(
+    consumption: Consumption, shares: list[list[int]], rates: list[float], inflow: float, bound: str
+) -> tuple[float, float, str]:
+    """Return mean and variance of the time in which the group drains all queues, and its bound."""
+    times = [
+        _drain(consumption, [consumption.lags[queue] for queue in share], each, inflow, bound)
+        for share, each in zip(shares, rates, strict=True)
+        if share and any(consumption.lags[queue] or inflow for queue in share)
+    ]
+    limit = consumption.downstream_per_s
+    if limit is not None and bound == "downstream":  # a finished client leaves its share of it to the others
+        spare = limit - consumption.stored_per_s
+        together = sum(consumption.lags) / spare if spare > 0 else math.inf
+        times = [(max(together, _alone(consumption, shares, inflow)), max(one[1] for one in times), bound)]
+    return *_latest([one[:2] for one in times]), max(times)[2]
 
 
 def _shares(consumption: Consumption) -> tuple[list[list[int]], list[int]]:
@@ -182,6 +201,9 @@ def _drain(
 ) -> tuple[float, float, str]:
     """Return mean and variance of the time in which one client drains its queues, and its bound."""
     found = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
+    if consumption.is_orderly and inflow and consumption.threads < len(lags):
+        turn = min(_TURN_S, found[0]) / 2  # a thread stays with a queue that gets new messages, while others wait
+        found = found[0] + turn * (consumption.threads > 1), found[1] + (0.75 * turn) ** 2
     times = [(*found, bound)]
     if consumption.is_orderly:  # one listener a queue
         one = min(rate, consumption.batch_size / consumption.handler_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import suppress
 from typing import Any
@@ -73,10 +74,14 @@ def simulated(wanted: Consumption, seed: int) -> float:
     """Return the seconds in which real consumers drain such a backlog."""
     step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the time
     runner = SlowListeners(wanted, seed)
-    left = [sum(wanted.lags)]
+    left = list(wanted.lags)
+    late = set(range(len(left)))  # queues in which messages have waited all the time
 
     def listener(messages: Any) -> None:
-        left[0] -= len(messages) if isinstance(messages, list) else 1
+        for message in messages if isinstance(messages, list) else [messages]:
+            left[message.queue_id] -= 1
+            if not left[message.queue_id]:
+                late.discard(message.queue_id)
 
     config = StoreConfig(commitlog_file_size=16 << 20)
     with Broker.open("/b", runner=runner, files=MemoryFiles(), store_config=config) as broker:
@@ -105,15 +110,13 @@ def simulated(wanted: Consumption, seed: int) -> float:
         while True:
             runner.take(step_ms)
             took_s = (runner.now_ms() - begin) / 1000
-            if wanted.stored_per_s and left[0] <= sum(wanted.lags) // 100:  # new messages may wait a moment
-                return took_s
-            if left[0] <= 0 and not runner.is_working:
+            if not late and (wanted.stored_per_s or not runner.is_working):  # new messages may wait a moment
                 return took_s
             assert took_s < 30 * step_ms + 60, "the backlog does not drain"
             due = int(took_s * wanted.stored_per_s)
             for number in range(sent, due):
                 send(broker, TOPIC, b"x", number % len(wanted.lags))
-                left[0] += 1
+                left[number % len(wanted.lags)] += 1
             sent = max(sent, due)
 
 
@@ -128,7 +131,7 @@ def drawn(seed: int) -> Consumption:
     rate = min(clients, queues) * parallel * batch / handler_s
     downstream = rng.choice([None, None, rate * rng.uniform(0.3, 0.8)])
     spread = rng.choice([0.0, 0.5, 1.0])
-    is_plain = downstream is None and batch == 1 and not is_orderly and not spread
+    has_inflow = downstream is None and rng.random() < 0.6
     return Consumption(
         lags=lags,
         handler_s=handler_s,
@@ -138,7 +141,7 @@ def drawn(seed: int) -> Consumption:
         batch_size=batch,
         is_orderly=is_orderly,
         downstream_per_s=downstream,
-        stored_per_s=rate * rng.uniform(0.1, 0.5) if is_plain else 0.0,
+        stored_per_s=rate / batch * rng.uniform(0.1, 0.5) if has_inflow else 0.0,
     )
 
 
@@ -147,11 +150,19 @@ DRAINING = [seed for seed in range(60) if estimate(drawn(seed)).drain_s is not N
 
 @pytest.mark.parametrize("seed", DRAINING)
 def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
-    """Compare with the mean of several runs, as the times of calls are drawn."""
+    """Compare with the mean of several runs, as the times of calls are drawn; it lies between the stated bounds.
+
+    New messages make an orderly or batched consumption less sure: there the bounds alone count.
+    """
     wanted = drawn(seed)
-    expected = estimate(wanted).drain_s
+    expected = estimate(wanted)
     runs = [simulated(wanted, 1000 * run + seed) for run in range(4 if wanted.handler_spread else 1)]
-    assert sum(runs) / len(runs) == pytest.approx(expected, rel=0.15)
+    mean = sum(runs) / len(runs)
+    assert expected.drain_s is not None
+    assert expected.low_s is not None
+    assert expected.low_s <= mean <= (expected.high_s or math.inf)
+    if not wanted.stored_per_s or (wanted.batch_size == 1 and not wanted.is_orderly):
+        assert mean == pytest.approx(expected.drain_s, rel=0.15)
 
 
 def test_changes_that_help_and_that_do_not() -> None:
