@@ -216,7 +216,7 @@ def _threads(
                 "to its load.",
             )
             return
-    if not running and not paused and not any(one.behind or one.held_s for one in held):
+    if not running and not paused and not any(one.behind or one.held_s is not None for one in held):
         yield Finding(
             "idle-with-backlog", "warning", f"group {group}",
             f"All listeners are idle though {waiting:,} messages wait.", evidence,
