@@ -8,6 +8,7 @@ import dataclasses
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
+from librmq.cli.selection import check_times
 from librmq.clock import SystemClock
 from librmq.errors import InputError
 from librmq.runtime.headway import watched
@@ -21,21 +22,23 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.columns import export as export_messages
 
     clock = SystemClock()
-    if not (arguments.processes.isascii() and arguments.processes.isdigit()):
-        raise InputError(f"--processes: expected a number, found {arguments.processes!r:.80}")
     settings = ReaderKeywords(
         topic=arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
-        processes=int(arguments.processes),
+        processes=_number("--processes", arguments.processes),
         fail_on_data_loss=not arguments.skip_deleted,
     )
     if arguments.columns is not None:
         settings["columns"] = arguments.columns.split(",")
-    if arguments.since is not None:
-        settings["since"] = parse_time(arguments.since, clock)
-    if arguments.until is not None:
-        settings["until"] = parse_time(arguments.until, clock)
+    since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
+    check_times(arguments, since, until)
+    if since is not None:
+        settings["since"] = since
+    if until is not None:
+        settings["until"] = until
+    if arguments.queue is not None:
+        settings["queue"] = [_number("--queue", each) for each in arguments.queue]
 
     def show(done: int, total: int | None) -> None:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
@@ -47,7 +50,14 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
             arguments.out,
             format=arguments.file_format,
             partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+            grep=arguments.grep,
             **settings,
         )
     output.row({"type": "export", **dataclasses.asdict(made)})
     return 0
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 10:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")

@@ -45,7 +45,7 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
                     {
                         "group": group,
                         "topics": sorted(topics.get(group, ())),
-                        "lag": waiting.get(group, 0),
+                        "lag": waiting.get(group, 0 if group in topics else None),
                         "dead_letters": messages[dead_letter_topic(group)],
                     }
                 )

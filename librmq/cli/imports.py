@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from librmq.cli.input import parse_object, settle_config
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
+from librmq.cli.topic_changes import MOST_QUEUES
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
@@ -229,7 +230,10 @@ def _read(row: Mapping[str, Any]) -> _Read:
                 raise InputError(
                     f"{column}: expected a host such as 127.0.0.1:10911, found {row[column]!r:.80}"
                 ) from None
-    return _Read(message, _integer(row, "queueId"), fields, _time(row, "storeTimestamp"))
+    queue_id = _integer(row, "queueId")
+    if not 0 <= queue_id < MOST_QUEUES:
+        raise InputError(f"queueId: expected a whole number from 0 to {MOST_QUEUES - 1}, found {queue_id}")
+    return _Read(message, queue_id, fields, _time(row, "storeTimestamp"))
 
 
 def _body(row: Mapping[str, Any]) -> bytes:

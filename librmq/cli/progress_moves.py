@@ -120,6 +120,7 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
                     "skipped": max(0, after - usual),
                     "again": max(0, usual - after),
                     "lag": queue.max_offset - after,
+                    "dry_run": arguments.dry_run,
                 }
             )
     for row in rows:  # the tables are saved

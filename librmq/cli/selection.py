@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.store.engine.queue_table import QueueName
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["MessageQuery", "check_id", "first_at", "in_queue", "select", "user_queue"]
+__all__ = ["MessageQuery", "check_id", "check_times", "first_at", "in_queue", "select", "user_queue"]
 
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
@@ -189,6 +189,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
         for name, text in (("begin_ms", arguments.since), ("end_ms", arguments.until))
         if text is not None
     }
+    check_times(arguments, times.get("begin_ms"), times.get("end_ms"))
     if arguments.offset is not None and (arguments.topic is None or arguments.queue is None):
         raise InputError("--offset is a queue offset: name the queue too, by --topic and --queue")
     if arguments.id is not None:
@@ -204,6 +205,18 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
         grep=None if arguments.grep is None else _pattern(arguments.grep),
         **times,
     )
+
+
+def check_times(arguments: argparse.Namespace, since_ms: int | None, until_ms: int | None) -> None:
+    """Refuse a begin after the end.
+
+    Raises:
+        InputError: ``--since`` is later than ``--until``.
+    """
+    if since_ms is not None and until_ms is not None and since_ms > until_ms:
+        raise InputError(
+            f"--since {arguments.since} is later than --until {arguments.until}: expected the earlier time first"
+        )
 
 
 def check_id(text: str) -> None:
@@ -231,6 +244,8 @@ def _offsets(text: str) -> range:
     begin = int(found[1])
     if not found[2]:
         return range(begin, begin + 1)
+    if found[3] and int(found[3]) < begin:
+        raise InputError(f"--offset {text}: {begin} is after {found[3]}: expected the smaller queue offset first")
     return range(begin, int(found[3]) + 1 if found[3] else _LARGEST)
 
 

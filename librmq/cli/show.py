@@ -69,8 +69,6 @@ def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
             bar.to(physical_offset - sequence.begin)
             if raw is not None:
                 message = StoredMessage(raw)
-                if message.store_timestamp_ms >= selection.end_ms:
-                    return
                 if test(message):
                     yield message
     except CorruptionError as error:

@@ -8,16 +8,18 @@ from typing import Any, Final
 from librmq.cli.changes import opened_to_change
 from librmq.cli.groups import near
 from librmq.cli.output import Output
+from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.pending import pending_messages
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
-from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
+from librmq.message.topics import is_system_topic, retry_topic, validate_client_topic, validate_group
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
-__all__ = ["group", "topic"]
+__all__ = ["MOST_QUEUES", "group", "topic"]
 
 _QUEUES: Final = 8
-_MOST_QUEUES: Final = 1 << 16
+MOST_QUEUES: Final = 1 << 16
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
 
@@ -97,9 +99,9 @@ def _queues(name: str, text: str | None, usual: int | None) -> int:
         if usual is None:
             raise InputError(f"{name} is missing")
         return usual
-    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= _MOST_QUEUES:
+    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MOST_QUEUES:
         return int(text)
-    raise InputError(f"{name}: expected a whole number from 1 to {_MOST_QUEUES}, found {text!r:.80}")
+    raise InputError(f"{name}: expected a whole number from 1 to {MOST_QUEUES}, found {text!r:.80}")
 
 
 def group(arguments: argparse.Namespace, output: Output) -> int:
@@ -119,6 +121,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row["retries"] = retries
         elif action == "copy":
             row |= _copy(tables, name, arguments.to, known)
+            row |= _left_behind(store, tables, name)
         else:
             row["topics"] = _forget(tables, name)
     output.row({**row, "dry_run": arguments.dry_run})
@@ -147,6 +150,17 @@ def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ..
             tables.offsets.set(f"{topic}@{new}", dict(offsets))
             topics.append(topic)
     return {"to": new, "topics": topics}
+
+
+def _left_behind(store: MessageStore, tables: BrokerTables, name: str) -> dict[str, Any]:
+    """Return how many retries of a group wait, which belong to the old name."""
+    retries = retry_topic(name)
+    waiting = lag(StoreView.over(store, tables), group=name, topic=retries, times=False).total
+    delayed = sum(each.target_topic == retries for each in pending_messages(store, tables, kind="retry", topic=retries))
+    if not waiting + delayed:
+        return {"retries_left": 0}
+    note = f"{waiting + delayed} retries stay with group {name}: let an instance of it run until they are consumed"
+    return {"retries_left": waiting + delayed, "note": note}
 
 
 def _forget(tables: BrokerTables, name: str) -> list[str]:

@@ -18,6 +18,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ _VERSION: Final = 1
 _STEP_BYTES: Final = 256 << 20
 _GROUP_ROWS: Final = 1 << 16
 _AHEAD: Final = 4
+_BODY: Final = ("body",)
 _PLACE: Final = ("topic", "queueId", "queueOffset")
 _DATE: Final = "date"
 _PARTITIONS: Final = ("topic", "queueId", _DATE)
@@ -99,6 +101,7 @@ def export(
     *,
     format: ExportFormat | None = None,
     partition_by: Sequence[str] = (),
+    grep: str | None = None,
     **settings: Unpack[ReaderKeywords],
 ) -> Exported:
     """Write the messages of a store to ``out``; a later call adds the messages stored since.
@@ -111,6 +114,7 @@ def export(
         out: The folder or file, which need not exist.
         format: ``parquet``, ``csv`` or ``jsonl``; by default chosen by the suffix of ``out``, else Parquet.
         partition_by: For Parquet: make folders by ``topic``, ``queueId`` and ``date`` (of storing, in UTC).
+        grep: A regular expression that occurs in the bodies to export, which are searched as UTF-8 text.
         **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
 
     Raises:
@@ -123,6 +127,10 @@ def export(
     for name in ("view", "offsets", "files"):
         if name in settings:
             raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
+    try:
+        pattern = None if grep is None else re.compile(grep)
+    except re.error as error:
+        raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
     path = os.path.abspath(out)
     form = _format_of(path, format)
     for name in partition_by:
@@ -154,12 +162,19 @@ def export(
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
             for topic, reached in state.offsets.items()
         }
-        needed = dict.fromkeys([*schema.names, *_PLACE, *(["storeTimestamp"] if _DATE in partition_by else [])])
+        needed = dict.fromkeys(
+            [
+                *schema.names,
+                *_PLACE,
+                *(["storeTimestamp"] if _DATE in partition_by else []),
+                *_BODY[: grep is not None],
+            ]
+        )
         whole = pa.schema([(name, TYPES[name]) for name in needed])
         rows = written = 0
         total = left = _left(known, starting)
         with closing(
-            _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets)
+            _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets, pattern)
         ) as source:
             while source.more():
                 shown, size = target.write(source.step(), schema)
@@ -211,8 +226,15 @@ class _Steps:
     A thread reads the next batch while the caller writes one.
     """
 
-    def __init__(self, batches: pa.RecordBatchReader, offsets: Mapping[str, Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        batches: pa.RecordBatchReader,
+        offsets: Mapping[str, Mapping[str, int]],
+        pattern: re.Pattern[str] | None = None,
+    ) -> None:
+        """Only messages whose bodies have ``pattern`` are in the batches; the offsets pass the others."""
         self._batches = batches
+        self._pattern = pattern
         self._beside = ThreadPoolExecutor(1)
         self._coming = deque(self._beside.submit(next, batches, None) for _ in range(_AHEAD))
         self._following: pa.RecordBatch | None = None
@@ -240,9 +262,10 @@ class _Steps:
         while size < _STEP_BYTES and self.more():
             batch, self._following = self._following, None
             assert batch is not None
-            yield batch
-            size += batch.nbytes
-            self.rows += batch.num_rows
+            chosen = batch if self._pattern is None else _with_body(batch, self._pattern)
+            yield chosen
+            size += chosen.nbytes
+            self.rows += chosen.num_rows
             self._note(batch)
 
     def _note(self, batch: pa.RecordBatch) -> None:
@@ -252,6 +275,15 @@ class _Steps:
         for row in reached.to_pylist():
             if row["topic"] is not None:  # a damaged record may have no topic
                 self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+
+
+def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:
+    """Return the rows whose bodies have a text."""
+    found = [
+        body is not None and pattern.search(body.decode(errors="backslashreplace")) is not None
+        for body in batch.column("body").to_pylist()
+    ]
+    return batch.filter(pa.array(found, pa.bool_()))
 
 
 class _ParquetFolder:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from librmq import Broker, Message, MessageStore
+from librmq import Broker, Message, MessageStore, Producer, PushConsumer, ReconsumeLater
 from librmq.cli.output import JsonLines
 from librmq.runtime.manual import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
@@ -216,3 +216,30 @@ def test_a_broker_continues_from_where_reset_put_a_group(shell: Shell) -> None:
     with Broker.open("new", runner=ManualRunner()) as broker:
         assert broker.consumer_offset("g", "T") == 7
     assert json.loads(shell("lag", "new").out)["lag"] == 3
+
+
+def test_a_copied_group_tells_which_retries_stay(shell: Shell) -> None:
+    """Retries belong to the topic of the old name: one that is due, and one that still waits for its time."""
+    runner = ManualRunner()
+    with Broker.open(shell.folder / "retries", runner=runner) as broker:
+        consumer = PushConsumer(broker, "old")
+
+        def fail(message: object) -> None:
+            raise ReconsumeLater
+
+        consumer.subscribe("T", fail)
+        consumer.start()
+        runner.advance(30_000)
+        Producer(broker, "p").send("T", b"1")
+        runner.advance(5_000)
+        consumer.shutdown()
+        runner.advance(60_000)
+    answer = shell("group", "copy", "retries", "old", "--to", "new", "--dry-run")
+    assert answer.rows[0]["retries_left"] == 1
+    assert "stay with group old" in answer.rows[0]["note"]
+    assert shell("group", "copy", "store", "CG_order", "--to", "new").rows[0].get("topics")
+
+
+def test_every_change_says_whether_it_was_tried_only(shell: Shell) -> None:
+    for words in CHANGES:
+        assert all(row["dry_run"] for row in shell(*words, "--dry-run").rows)

@@ -44,6 +44,13 @@ def test_an_unknown_group_or_topic_is_said(shell: Shell) -> None:
     assert "did you mean 'OrderTopic'?" in answer.said
 
 
+def test_a_group_without_progress_has_an_unknown_lag(shell: Shell) -> None:
+    assert shell("group", "create", "store", "billing").status == 0
+    lags = {row["group"]: row["lag"] for row in shell("groups", "store").rows}
+    assert lags["billing"] is None
+    assert lags["CG_order"] is not None
+
+
 def test_groups_are_those_of_tables_and_topics(shell: Shell) -> None:
     rows = {row["group"]: row for row in shell("groups", "store").rows}
     assert sorted(rows) == ["CG_2", "CG_order", "消费组"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from importlib.util import find_spec
 from typing import Any
@@ -139,3 +140,27 @@ def test_an_import_into_a_store_in_use_is_refused(shell: Shell) -> None:
         answer = shell("import", "store", "-", given='{"topic":"T"}')
         assert (answer.status, "process" in answer.said) == (2, True)
     assert files_of(shell.folder / "store" / "commitlog") == before
+
+
+@pytest.mark.parametrize("queue_id", [1 << 16, -1, 1 << 40])
+def test_a_queue_that_no_topic_has_is_refused_by_name(shell: Shell, queue_id: int) -> None:
+    row = json.dumps({"topic": "t", "queueId": queue_id, "body": "x"})
+    answer = shell("import", "new", "-", given=row)
+    assert answer.status == 2
+    assert f"row 1: queueId: expected a whole number from 0 to 65535, found {queue_id}" in answer.said
+
+
+def test_an_export_of_some_queues_and_of_a_text(shell: Shell) -> None:
+    everything = shell("show", "store", "--topic", "OrderTopic", "--queue", "1").rows
+    assert shell("export", "store", "-o", "q.jsonl", "--topic", "OrderTopic", "--queue", "1").status == 0
+    exported = [json.loads(line) for line in (shell.folder / "q.jsonl").read_text().splitlines()]
+    assert [row["queueOffset"] for row in exported] == [row["queue_offset"] for row in everything]
+    assert shell("export", "store", "-o", "g.csv", "--grep", "order-1", "--columns", "topic,keys").status == 0
+    found = [row for row in shell("show", "store", "--grep", "order-1").rows if row["sys_flag"] & 12 in (0, 8)]
+    users = [row for row in found if not row["topic"].startswith(("RMQ_SYS", "SCHEDULE"))]
+    with open(shell.folder / "g.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["topic"] for row in rows) == sorted(row["topic"] for row in users)
+    assert set(rows[0]) == {"topic", "keys"} if rows else not users
+    wrong = shell("export", "store", "-o", "w.csv", "--grep", "(")
+    assert (wrong.status, "grep" in wrong.said) == (2, True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from librmq import Message, MessageStore
+from librmq.clock import ManualClock
 from tests.cli.stand import Shell
 
 Row = dict[str, Any]
@@ -192,3 +193,22 @@ def test_tail_follows_new_messages(shell: Shell) -> None:
     numbers = [int(row["body"]) for row in answer.rows]
     assert len(numbers) == 6
     assert numbers == list(range(numbers[0], numbers[0] + 12, 2))
+
+
+@pytest.mark.parametrize("command", ["show", "count", "export"])
+def test_a_range_that_is_reversed_is_refused(shell: Shell, command: str) -> None:
+    more = ["-o", "out.jsonl"] if command == "export" else []
+    answer = shell(command, "store", "--since", "2026-11-20", "--until", "2026-11-19", *more)
+    assert answer.status == 2
+    assert "--since 2026-11-20 is later than --until 2026-11-19" in answer.said
+    if command != "export":
+        words = ("--topic", "OrderTopic", "--queue", "0", "--offset", "9-3")
+        assert "--offset 9-3: 9 is after 3" in shell(command, "store", *words).said
+
+
+def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> None:
+    for body, at_ms in ((b"1", 0), (b"late", 60_000), (b"2", 1_000)):
+        with MessageStore.open("stepped", clock=ManualClock(1_800_000_000_000 + at_ms), background=False) as store:
+            store.append(Message("t", body))
+    rows = shell("show", "stepped", "--until", str(1_800_000_000_000 + 30_000)).rows
+    assert [row["body"] for row in rows] == ["1", "2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import LISTED, OUTPUT, SQL, TAG, TIMES, Command, option
+from librmq.cli.commands.options import GREP, LISTED, OUTPUT, SQL, TAG, TIMES, Command, option
 
 __all__ = ["COMMANDS"]
 
@@ -43,8 +43,10 @@ COMMANDS: Final = (
             ),
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
             option("--topic", action="append", help="only this topic; may be repeated"),
+            option("--queue", metavar="ID", action="append", help="only this queue of the topics; may be repeated"),
             TAG,
             SQL,
+            GREP,
             *TIMES,
             option("--columns", metavar="A,B", help="only these columns"),
             option("--partition-by", metavar="A,B", help="with Parquet: a folder for each topic, queueId or date"),

@@ -94,6 +94,7 @@ TOPIC: Final = option("--topic", metavar="TOPIC", help="messages of this topic")
 GROUP: Final = option("--group", metavar="GROUP", help="this consumer group")
 TAG: Final = option("--tag", metavar="TAGS", help="messages with one of these tags, such as 'created || paid'")
 SQL: Final = option("--sql", metavar="EXPR", help="messages whose properties match an SQL92 expression")
+GREP: Final = option("--grep", metavar="REGEX", help="messages whose body matches a regular expression")
 SELECTION: Final = (
     TOPIC,
     option("--queue", metavar="ID", help="messages of this queue"),
@@ -102,7 +103,7 @@ SELECTION: Final = (
     option("--id", metavar="ID", help="the message with this offset id or unique id"),
     TAG,
     SQL,
-    option("--grep", metavar="REGEX", help="messages whose body matches a regular expression"),
+    GREP,
     *TIMES,
 )
 """Which messages a command takes."""
