@@ -43,6 +43,7 @@ PARTS: dict[str, dict[str, Paths]] = {
     "allocate": {"allocation": None},
     "transactions": {"committed": None, "check": None},
     "timers": {"timer": None, "due": None, "memory": None},
+    "cluster": {"route": None, "drill": None},
     "columns": {"reading": None, "processes": None, "exporting": None},
     "diagnosis": {"lags": None, "loops": None},
     "spark": {"decoding": None, "starts": None, "writing": None},
@@ -97,7 +98,7 @@ def test_each_row_is_measured(
         assert row.limit or row.against not in LIMITS, row
         if part in ("append", "batch", "pull", "scan", "rebuild"):
             assert {one.case for one in rows if one.path == row.path} == {"128 B", "1 KiB"}
-    assert name in ("columns", "diagnosis", "timers", "transactions", "spark") or not list(
+    assert name in ("cluster", "columns", "diagnosis", "timers", "transactions", "spark") or not list(
         tmp_path.iterdir()
     )  # nothing is left
 
