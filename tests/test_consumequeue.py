@@ -55,7 +55,7 @@ def spoil(files: Files, path: str, at: int, data: bytes) -> None:
 
 
 def by_queue(folder: Path) -> dict[tuple[str, int], list[Row]]:
-    """The entries that the original reports of each queue, in order."""
+    """The entries of each queue that RocketMQ reports, in order."""
     key: Callable[[Row], tuple[str, int]] = lambda row: (row["topic"], row["queue_id"])  # noqa: E731
     return {name: list(group) for name, group in itertools.groupby(rows(folder, "cq"), key)}
 
@@ -65,7 +65,7 @@ def raw_entries(entries: list[Row]) -> bytes:
 
 
 def untouched(folder: Path) -> bool:
-    """Whether the files are as the original left them, and it left them properly."""
+    """Return whether the files are as RocketMQ left them after a clean exit."""
     (config,) = rows(folder, "config")
     return not config["abort_file_present"] and not (folder / "mutation.json").exists()
 

@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--lint", action="store_true", help="style, types and layers only")
     one.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
-    made.add_argument("--keep-going", action="store_true", help="with --quick: go on after a failing test")
+    made.add_argument("--keep-going", action="store_true", help="with --quick: continue after a failing test")
     made.add_argument(
         "--wheel",
         metavar="FILE",

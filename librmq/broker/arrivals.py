@@ -35,7 +35,7 @@ class Arrivals:
         """Take the receivers of notifications.
 
         Args:
-            runner: Its lock is held while held pulls are told.
+            runner: Its lock is held while held pulls are notified.
             held_pulls: The held pulls.
             metrics: Counts the messages.
             delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the

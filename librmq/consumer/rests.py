@@ -21,7 +21,7 @@ class Rests:
         self._resumed = resumed
         self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None: of the whole consumer
         self.is_probing = False
-        """Whether the next call decides if the whole consumer goes on."""
+        """Whether the next call decides if the whole consumer continues."""
         self._step = Step(f"{consumer.label} resume", self._resume, consumer.client)
 
     @property

@@ -94,7 +94,7 @@ def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]
 
 
 _DOUBLE: Final = r"[0-9]|\A[\x00-\x20]*[+-]?(?:NaN|Infinity)[\x00-\x20]*\z"
-"""Texts cast to an infinity or NaN that Java parses likewise."""
+"""Strings cast to an infinity or NaN that Java parses in the same way."""
 
 
 class _Spark(ColumnBackend[_Expression]):

@@ -105,7 +105,7 @@ class _Paused(Work):
         self.piece = piece
 
     def go(self, runner: Runner) -> None:
-        """Go on."""
+        """Continue."""
         assert isinstance(runner, Explorer)
         runner.paused.remove(self)
         runner.go_on(self)

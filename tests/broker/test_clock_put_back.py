@@ -1,4 +1,4 @@
-"""A clock that is put back by an hour, or stands before 1970: what waits comes at its time all the same."""
+"""The clock is set back by an hour, or is before 1970: waiting messages are still delivered in time."""
 
 from __future__ import annotations
 

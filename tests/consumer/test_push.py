@@ -756,7 +756,7 @@ def test_threads(orderly: bool) -> None:
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits within its bound; interrupted, it leaves the group all the same."""
+    """It waits for its timeout; if it is interrupted, it still leaves the group."""
     release, begun = threading.Event(), threading.Event()
     with Broker.temporary() as broker:
         broker.create_topic("t", 1)

@@ -2,7 +2,7 @@
 
 A case takes a sound store and spoils it: one byte, a range of zeros, a file cut short, lengthened or deleted. Whatever
 it is, only errors of librmq leave; `verify` changes nothing and finds what can be known; recovery refuses with file and
-offset, or leaves a sound store in which every record before the damage is served and that goes on.
+offset, or leaves a sound store that serves every record before the damage and continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every call to the operating system that a run makes fails once, each in its own run.
 
-Whatever fails: the error reaches the caller with its address (or, of work by time, the log), what was acknowledged is
-served, the store goes on or says that it cannot, and opened anew on healthy files it is sound. After a flush that
-failed the kernel counts as written what it gave up; what is said to be durable survives a crash all the same.
+Whatever fails, the error reaches the caller with its place (or the log, for periodic work). Acknowledged messages are
+served, the store continues or says that it cannot, and it is sound when it is reopened on healthy files. After a failed
+flush the kernel counts lost pages as written; messages that were reported as durable still survive a crash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A writer that is killed under load: everything it acknowledged is there, the rest is whole or missing.
 
-A process of its own appends from several threads and tells, unbuffered, of each message that was acknowledged; it is
-killed with no warning after some of them. `kill` spares the page cache, so this holds in async too.
+A separate process appends from several threads and prints each acknowledged message, unbuffered; it is killed without
+warning after some of them. `kill` spares the page cache, so this also holds in async.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_after_a_recovery_nothing_is_unflushed(config: StoreConfig, thorough: bo
 
 @configs
 def test_queues_deleted_by_a_dead_process(config: StoreConfig) -> None:
-    """The next one writes to none of these queues, and vouches for them all the same."""
+    """The next process writes to none of these queues, and still vouches for them."""
     files = BusyFiles()
     store = filled(files, config, 200)
     assert len([path for path in expire(store) if "/consumequeue" in path]) > 4

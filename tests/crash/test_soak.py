@@ -1,8 +1,8 @@
 """The threaded broker under all loads together, killed repeatedly: in the end every group got every message.
 
-A process of its own has a broker with threads, several producers, and groups whose instances come and go. It tells,
-unbuffered, of each message that was acknowledged (``s``) and of each that a group has consumed (``c``), and is killed
-with no warning in the midst of it. The last life is asked to end: it waits for its groups to catch up, and shuts down.
+A separate process has a broker with threads, several producers, and groups whose instances start and stop. It prints,
+unbuffered, each acknowledged message (``s``) and each message that a group has consumed (``c``), and is killed without
+warning. The last process is asked to end: it waits for its groups to catch up, and shuts down.
 """
 
 from __future__ import annotations

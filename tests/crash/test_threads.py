@@ -291,8 +291,8 @@ def test_everything_at_once_for_long(tmp_path: Path, slow_budget: SlowBudget) ->
         assert_sound(stress(files, str(tmp_path / f"{seed}"), 1000 + seed))
 
 
-def nobody_misses_the_lock(seeds: range) -> bool:
-    """Whether the stress passes without the lock under which producers write."""
+def passes_without_the_lock(seeds: range) -> bool:
+    """Return whether the stress passes without the lock that producers write under."""
 
     def without(store: MessageStore) -> None:
         store.appender.lock.mutex = NoLock()  # type: ignore[assignment]
@@ -302,5 +302,5 @@ def nobody_misses_the_lock(seeds: range) -> bool:
 
 def test_a_lock_that_is_missing_is_found() -> None:
     """In a separate process, because some threads may never end."""
-    program = "import os; from tests.crash import test_threads as t; os._exit(t.nobody_misses_the_lock(range(20)))"
+    program = "import os; from tests.crash import test_threads as t; os._exit(t.passes_without_the_lock(range(20)))"
     assert run_program(program, timeout=240).returncode == 0

@@ -89,7 +89,7 @@ def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:
     assert (other.writable, another.writable) == (False, True)
 
 
-def test_a_deleted_file_stays_readable_for_whoever_holds_it(files: Files, root: str) -> None:
+def test_a_deleted_file_stays_readable_for_its_holders(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     file = files.create(path, 100)
     file.buffer[0:4] = b"data"

@@ -21,7 +21,7 @@ from tests.reference import Row, existing, jsonl, rows, store_folders
 stores = pytest.mark.parametrize("folder", store_folders())
 
 FILLER = 0x7FFFFFFF
-"""The size in entries that the original puts in front of a queue that begins above 0."""
+"""The size in entries that RocketMQ puts before the start of a queue that begins above 0."""
 
 QUESTION_FIELDS = {
     "index_query": ("type", "topic", "key", "max_num", "begin", "end"),
@@ -96,7 +96,7 @@ def log_rows(folder: Path) -> list[str]:
 
 
 def queue_rows(folder: Path) -> list[str]:
-    """Those of the queues that have files: the original makes its delay queues up. It may make some when it starts."""
+    """The rows of queues that have files: RocketMQ lists delay queues without them, and can create some at start."""
     return lines(row for row in rows(folder, "store")[1]["queues"] if row["max_offset"])
 
 
@@ -118,7 +118,7 @@ def entries(folder: Path) -> dict[tuple[str, int], list[Row]]:
 
 
 def is_whole(folder: Path, topic: str, queue_id: int) -> bool:
-    """Whether the original has all entries of a queue, and not filler, or nothing, in place of some."""
+    """Return whether RocketMQ has all entries of a queue, without filler or gaps."""
     of_queue = entries(folder).get((topic, queue_id), [])
     return all(row["size"] != FILLER for row in of_queue) and len(of_queue) == sum(
         queue["max_offset"] - queue["min_offset"]

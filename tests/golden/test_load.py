@@ -290,7 +290,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     assert_same_units(folder, loaded.path, free)
     assert_same_index(folder, loaded.path, config, free)
     crashed = pairs[-1][0]["op"] == "crash"
-    # The original writes progress by time as well, which counts where it dies.
+    # RocketMQ also writes progress periodically, which matters if it dies.
     for name in () if crashed else ("delayOffset.json", "consumerOffset.json"):
         if (loaded.path / "config" / name).exists():
             ours, theirs = ((path / "config" / name).read_bytes() for path in (loaded.path, folder / "store"))

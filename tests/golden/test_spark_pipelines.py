@@ -1,6 +1,6 @@
 """Pipelines over recorded stores, compared with the same results in plain Python.
 
-In each of them a worker is killed in the midst of a task.
+In each of them a worker is killed during a task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every real store at hand, opened, recovered and gone on with; what is read from it is told by the commands."""
+"""Every available real store, opened, recovered and continued; the tests of commands cover what is read from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path(folder: Path, store_copy: StoreCopy) -> Path:
 
 
 def queues_of(row: Row) -> dict[tuple[str, int], tuple[int, int, int]]:
-    """Those that have entries: the original makes its delay queues up."""
+    """The queues that have entries: RocketMQ lists delay queues without files."""
     return {
         (queue["topic"], queue["queue_id"]): (queue["min_offset"], queue["max_offset"], queue["max_physic_offset"])
         for queue in row["queues"]

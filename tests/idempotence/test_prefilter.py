@@ -55,7 +55,7 @@ def test_a_prefilter_saves_statements(tmp_path: Path, filtered: bool) -> None:
 def test_other_processes_and_restarts_do_not_matter(tmp_path: Path) -> None:
     one, two = (Counted(tmp_path / "x.db", SeenKeys()) for _ in range(2))
     assert one.claim("k", "a1") == (Claim.NEW, 1)
-    assert two.claim("k", "b1") == (Claim.CONSUMING, 3)  # surely new here, and there all the same
+    assert two.claim("k", "b1") == (Claim.CONSUMING, 3)  # certainly new to this filter, but already in the store
     one.store.finish("k", "a1", NOW, KEPT)
     again = Counted(tmp_path / "x.db", SeenKeys())
     assert again.claim("k", "c1") == (Claim.CONSUMED, 3)

@@ -423,7 +423,7 @@ LZ4 = record_format.COMPRESSED | record_format.COMPRESSION_LZ4
 ZSTD = record_format.COMPRESSED | record_format.COMPRESSION_ZSTD
 SENT = b"".join(b"order %d shipped; " % number for number in range(40))
 
-# As the classes write them that the original uses: LZ4FrameOutputStream, ZstdOutputStream at level 5.
+# As written by the classes that RocketMQ uses: LZ4FrameOutputStream, ZstdOutputStream at level 5.
 WRITTEN = {
     LZ4: bytes.fromhex(
         "04224d18607073bb000000f2026f72646572203020736869707065643b2011001c3111001c3211001c3311001c3411001c351100"

@@ -9,8 +9,8 @@ From the root of the checkout::
 Mutants are found in the syntax tree, function by function: a condition that always or never holds, a comparison that is
 off by one or turned round, a part of an ``and`` or ``or`` that is left out, a call that is not made. So none of them
 depends on how a line is written. Each is made in a copy of the checkout, in which the tests of its room run until one
-fails. Prints the mutants that live; some change nothing that can be seen. Status 1 where fewer than ``--least`` percent
-are told. Not part of the test run: a mutant takes some seconds, or a minute when it lives.
+fails. Prints the mutants that survive; some change nothing visible. Status 1 if fewer than ``--least`` percent are
+killed. Not part of the test run: a mutant takes a few seconds, or a minute if it survives.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
     parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.reduction, …")
     parser.add_argument("--sample", type=int, default=40, help="this many at random, always the same; 0: all")
-    parser.add_argument("--least", type=int, default=80, help="status 1 where fewer percent are told")
+    parser.add_argument("--least", type=int, default=80, help="status 1 if fewer percent are killed")
     parser.add_argument("--list", action="store_true", help="print the mutants, and make none")
     options = parser.parse_args(arguments)
     found = list(mutants(options.module))

@@ -198,22 +198,6 @@ def test_the_map_is_that_of_the_folder() -> None:
     assert [height[name] for name in names] == sorted(height.values())
 
 
-PLAIN = re.compile(r"\b(whoever|whomever|somebody|nobody|anew|how manieth|the original)\b", re.IGNORECASE)
-
-
-def test_texts_name_the_actor() -> None:
-    """Docstrings, comments, messages and documents say who acts: the caller, another process, the broker."""
-    assert librmq.__file__ is not None
-    places = [*DOCUMENTS, *Path(librmq.__file__).parent.rglob("*.py"), *Path(librmq.__file__).parent.rglob("*.lark")]
-    found = [
-        f"{path.name}:{number}: {line.strip()}"
-        for path in places
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if PLAIN.search(line)
-    ]
-    assert not found, "\n".join(found)
-
-
 # ---------------------------------------------------------------------------------------------------- examples
 
 

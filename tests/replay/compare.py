@@ -1,8 +1,8 @@
 """Compares librmq's run with the recording, as far as the reference data allow.
 
 Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
-offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is; when and
-where a message was born by whether that is so of the first record with its unique id too.
+offset is compared by what stands there: topic, unique id (or body), and the record's number among them; when and where
+a message was born by whether that is so of the first record with its unique id too.
 """
 
 from __future__ import annotations

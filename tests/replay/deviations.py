@@ -125,42 +125,42 @@ DEVIATIONS: Final = (
     Deviation(
         "the broker's own topics",
         "TBW102 and the names of broker and cluster are templates and addresses, not topics: librmq refuses to send "
-        "to them, which the original takes.",
+        "to them, which RocketMQ takes.",
         _to_own_topic,
     ),
     Deviation(
         "the over-long message",
-        "A message longer than a file of the log is answered as stored by the original, and lost behind a blank "
+        "A message longer than a file of the log is answered as stored by RocketMQ, and lost behind a blank "
         "record. librmq refuses it. Blank records are not compared.",
         _over_long,
     ),
     Deviation(
         "a route is known at once",
-        "Clients of the original learn of a topic that a send has made up to 30 s later. librmq's know it at once, and "
-        "may have consumed what the original's had not yet heard of.",
+        "Clients of RocketMQ learn of a topic that a send has made up to 30 s later. librmq's know it at once, and "
+        "may have consumed what RocketMQ's had not yet heard of.",
         _of_a_topic_not_yet_known,
     ),
     Deviation(
         "a filter that does not compile",
-        "The original's client has joined, and asked for its progress, before the broker refuses the filter. librmq "
+        "RocketMQ's client has joined, and asked for its progress, before the broker refuses the filter. librmq "
         "refuses it where the consumer subscribes.",
         _of_a_refused_group,
     ),
     Deviation(
         "a route known in part",
-        "Heartbeats make the retry topic of a group broker by broker. A client of the original that asks in between "
+        "Heartbeats make the retry topic of a group broker by broker. A client of RocketMQ that asks in between "
         "sees a part of them until it asks again, 30 s later; librmq's see all of them.",
         _of_a_route_in_parts,
     ),
     Deviation(
         "a commit is stored",
-        "The original's commitSync notes progress in the client, which tells the broker by time, or never. librmq's "
+        "RocketMQ's commitSync notes progress in the client, which tells the broker by time, or never. librmq's "
         "commit returns when the broker has it.",
         _of_a_commit,
     ),
     Deviation(
         "a half message given up and committed",
-        "A pass of the original may meet its own copy of a half message, give it up, and yet hear that it is "
+        "A pass of RocketMQ may meet its own copy of a half message, give it up, and yet hear that it is "
         "committed. Here a pass judges what was there when it began. Such messages are left out, and the numbers that "
         "they shift.",
         _after_a_race,
@@ -174,58 +174,58 @@ DEVIATIONS: Final = (
     ),
     Deviation(
         "the retry queue of a new group",
-        "A client of the original takes it at once, or up to 20 s later: then no progress is stored for it.",
+        "A client of RocketMQ takes it at once, or up to 20 s later: then no progress is stored for it.",
         _of_a_retry_queue,
     ),
     Deviation(
         "the topic of half messages",
-        "The original's check makes it even where there never is a transaction, librmq the first half message.",
+        "RocketMQ's check makes it even where there never is a transaction, librmq the first half message.",
         _of_the_half_topic,
     ),
     Deviation(
         "nothing found",
-        "Asking for a message that is not there is an error in the original, and an empty answer here.",
+        "Asking for a message that is not there is an error in RocketMQ, and an empty answer here.",
         _empty_answer,
     ),
     Deviation(
         "bytes that a queue holds",
-        "The original counts whole MiB, so that a limit of 1 MiB ends pulling from 2 MiB on; librmq counts bytes. The "
-        "replay sets the limit to where the original's is.",
+        "RocketMQ counts whole MiB, so that a limit of 1 MiB ends pulling from 2 MiB on; librmq counts bytes. The "
+        "replay sets the limit to where RocketMQ's is.",
     ),
     Deviation(
         "heartbeats that repeat",
-        "Clients of the original repeat their heartbeats, and each that does not name a topic takes it away from its "
+        "Clients of RocketMQ repeat their heartbeats, and each that does not name a topic takes it away from its "
         "group until another's comes. librmq's tell what changed. Whether the broker knows a topic that some instances "
         "lack is a matter of moments there.",
         _between_heartbeats,
     ),
     Deviation(
         "compressed bodies that a queue holds",
-        "Clients of the original hold bodies decompressed, and count them so; librmq's hold them as they are stored.",
+        "Clients of RocketMQ hold bodies decompressed, and count them so; librmq's hold them as they are stored.",
         _of_compressed_bodies,
     ),
     Deviation(
         "a result below -1",
-        "The original's client fails on an acknowledged index below -1, and neither removes nor sends back the batch. "
+        "RocketMQ's client fails on an acknowledged index below -1, and neither removes nor sends back the batch. "
         "librmq takes it as a failure of the listener. In the replay that listener never ends.",
     ),
     Deviation(
         "a producer is known at once",
-        "A producer of the original tells brokers of itself 1 s after its start, and is asked for no transaction "
+        "A producer of RocketMQ tells brokers of itself 1 s after its start, and is asked for no transaction "
         "before. librmq's does so when it starts. In the replay it starts later, unless it sends before that.",
     ),
     Deviation(
         "the delay of a half message",
-        "The original's client takes it away without a word, librmq refuses the message. The replay takes it away.",
+        "RocketMQ's client takes it away without a word, librmq refuses the message. The replay takes it away.",
     ),
     Deviation(
         "turns by thread",
-        "The original counts by thread whose turn among the queues it is, and asynchronous sends have threads of their "
+        "RocketMQ counts by thread whose turn among the queues it is, and asynchronous sends have threads of their "
         "own. librmq counts by producer. The replay gives each asynchronous send the turn of its own.",
     ),
     Deviation(
         "consuming directly",
-        "The original's administration can have a client consume a message on the spot, past its queue. librmq's "
+        "RocketMQ's administration can have a client consume a message on the spot, past its queue. librmq's "
         "cannot: those deliveries are left out.",
     ),
     Deviation(
@@ -240,14 +240,14 @@ DEVIATIONS: Final = (
     ),
     Deviation(
         "one-way sends",
-        "The original raises where the broker of a one-way send can't be connected to, librmq logs it. Neither sends "
+        "RocketMQ raises where the broker of a one-way send can't be connected to, librmq logs it. Neither sends "
         "again: what is stored is compared.",
     ),
 )
 
 
 def breaks_client(answer: Row) -> bool:
-    """Whether a listener's result is one that the original's client fails on."""
+    """Whether RocketMQ's client fails on a listener's result."""
     return bool(answer.get("ackIndex", 0) < -1)
 
 

@@ -1,7 +1,7 @@
 """Plays a recording: the same calls at the same times, answered by librmq.
 
 Each event that is a call is repeated by the ``on_kind`` of a part; each that shows a state makes librmq's be noted
-under its ``seq``. Events that tell what the original did by itself are what the comparison is about.
+under its ``seq``. The comparison is about the events that RocketMQ produced by itself.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class Recording:
 
     @cached_property
     def check_interval_ms(self) -> float:
-        """From one pass to the next: the setting, and the little that the original's thread adds each time."""
+        """From one pass to the next: the setting, and the little that RocketMQ's thread adds each time."""
         set_ms = int(self.broker_settings["transactionCheckInterval"])
         measured = [later - at for at, later in pairwise(self.check_passes) if later - at < 1.5 * set_ms]
         return sum(measured) / len(measured) if measured else set_ms

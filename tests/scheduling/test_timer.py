@@ -377,7 +377,7 @@ def test_units_behind_the_checkpoint_are_cut_and_made_again() -> None:
 
 
 def test_a_queue_offset_ahead_of_the_log_that_was_flushed() -> None:
-    """So the original leaves it when it is killed."""
+    """RocketMQ leaves it like this when it is killed."""
     wheel = Wheel()
     wheel.put(b"one", TIMER_DELAY_SEC=5)
     wheel.save()

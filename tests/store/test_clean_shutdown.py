@@ -173,7 +173,7 @@ def test_after_a_kill_it_is_not_looked_at() -> None:
 
 
 def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
-    """A disk without room for it is closed cleanly all the same."""
+    """A store on a disk without room for the file still closes cleanly."""
     memory = in_memory(closed())
     before = contents(memory)
     for call in ("write", "make_folder"):

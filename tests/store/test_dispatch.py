@@ -64,7 +64,7 @@ def test_keys_behind_a_batch_are_written_in_two_parts(store: MessageStore) -> No
 
 
 @pytest.mark.parametrize("appended", [BATCH - 1, BATCH, BATCH + 1, BATCH + 2, 2 * BATCH + 1])
-def test_whoever_asks_the_index_between_the_parts_finds_all(store: MessageStore, appended: int) -> None:
+def test_a_query_between_the_parts_finds_all(store: MessageStore, appended: int) -> None:
     send(store, 0, appended)
     assert len(store.find_by_key("T", f"k{appended - 1}")) == len(store.find_by_key("T", "k0")) == 1
     assert indexed(store) == 2 * appended

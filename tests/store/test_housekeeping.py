@@ -401,7 +401,7 @@ def test_the_producer_wakes_before_unprepared_space(subject: Subject) -> None:
     subject.run()
     while not subject.append(64 << 10):
         pass
-    assert subject.log.end < 100 + (4 << 20), "he is beyond it already"
+    assert subject.log.end < 100 + (4 << 20), "the producer is already beyond it"
 
 
 def test_the_next_file_is_made_ahead() -> None:

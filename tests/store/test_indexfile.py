@@ -523,7 +523,7 @@ def append_all(index: KeyIndex, batches: Iterable[Sequence[Record]]) -> None:
 
 
 def append_from(index: KeyIndex, records: Iterable[Record]) -> None:
-    """Go on as a recovery does: from the last record that is indexed, without those of its keys that are."""
+    """Continue as a recovery does: from the last indexed record, without its keys that are already indexed."""
     physical, keys = index.last_record()
     for record in records:
         if record[0] == physical:
@@ -542,7 +542,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (4, 8), (1, 2), (1000, 16)])
-def test_whoever_dies_between_two_writes_has_a_successor(slots: int, entries: int) -> None:
+def test_a_successor_continues_after_a_death_between_writes(slots: int, entries: int) -> None:
     images: list[dict[str, bytes]] = []
     files = WatchedFiles(lambda: images.append(contents(files)))
     append_all(open_index(files, slots=slots, entries=entries), BATCHES)
@@ -628,7 +628,7 @@ def test_readers_miss_nothing_between_two_writes(slots: int, entries: int) -> No
 
 @pytest.mark.usefixtures("_both_ways")
 def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """He has seen its slot, and the header as it was before."""
+    """The reader has seen its slot, and the header as it was before."""
     at_header, go_on = threading.Semaphore(0), threading.Semaphore(0)
     writes = 0
     last = -1

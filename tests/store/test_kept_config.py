@@ -154,7 +154,7 @@ def test_a_store_keeps_its_own_where_nothing_is_named(given: StoreConfig, kept: 
 
 
 def test_named_settings_replace_the_kept_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """A stricter retention is told once; what the files tell can't be replaced."""
+    """A stricter retention is logged once; sizes that the files show cannot be replaced."""
     files = MemoryFiles()
     given = StoreConfig(**SIZES, max_total_size=1 << 20, keep_unconsumed=True)
     with MessageStore.open("/store", given, files=files) as store:

@@ -411,7 +411,7 @@ def half_an_entry(pair: Pair) -> None:
 @configs
 @pytest.mark.parametrize("change", [None, lanes_only, without_header, half_an_entry])
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
-def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], None] | None, fresh: bool) -> None:
+def test_in_the_middle_of_a_batch(config: StoreConfig, change: Callable[[Pair], None] | None, fresh: bool) -> None:
     pair = Pair(config=config)
     for number in range(14):
         pair.writer.append(Message("TopicA", b"%d" % number, keys=f"k{number % 5}", tags="t"), number % 2)
@@ -759,7 +759,7 @@ def test_a_closed_store_costs_no_more_to_read_than_to_open(tmp_path: Path) -> No
         assert len(served(reader)) >= 300
 
 
-def test_a_writer_that_comes_is_noticed_in_the_midst_of_opening(tmp_path: Path) -> None:
+def test_a_writer_that_starts_during_an_opening_is_noticed(tmp_path: Path) -> None:
     folder = str(tmp_path / "store")
     with MessageStore.open(folder, SMALL) as store:
         store.append(Message("TopicA", b"1"))

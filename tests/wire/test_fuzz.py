@@ -100,7 +100,7 @@ def test_changed_requests_are_answered(server: GrpcServer, seed: int, caplog: py
 
 
 @pytest.mark.parametrize("seed", some(range(16)))
-def test_random_bytes_on_a_connection_stop_nobody(server: GrpcServer, seed: int) -> None:
+def test_random_bytes_on_a_connection_stop_no_client(server: GrpcServer, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(20):
         with socket.create_connection((server.host, server.port), timeout=5) as raw:

@@ -453,7 +453,7 @@ def test_settings_of_great_size_are_refused(stub: Stub, server: GrpcServer) -> N
     assert server.clients == 0
 
 
-def test_streams_that_tell_no_settings_stop_nobody(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_settings_stop_no_client(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "_SETTINGS_S", 0.5)
     with ExitStack() as ends:
         server = ends.enter_context(GrpcServer(broker))

@@ -184,7 +184,7 @@ def test_a_failed_message_comes_again_and_dies(client: RawClient, broker: Broker
     assert [letter.body for letter in broker.dead_letters("g")] == [b"x"]
 
 
-def test_members_are_told_of_each_other(client: RawClient, server: RemotingServer) -> None:
+def test_members_are_notified_of_each_other(client: RawClient, server: RemotingServer) -> None:
     client.beat("c1", "g", topics=("t",))
     with RawClient(server.port) as other:
         other.beat("c2", "g", topics=("t",))
@@ -344,7 +344,7 @@ def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingS
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
-    """Whatever a request has, the connection goes on."""
+    """The connection survives any request."""
     draw = random.Random(seed)
     values = ["", "x", "-1", "0", "1", "9223372036854775807", "true", "\0", "😀" * 100, "%RETRY%g", "t"]
     for code, form in REQUESTS.items():
@@ -380,7 +380,7 @@ def test_closing_ends_all_connections(server: RemotingServer, client: RawClient)
         socket.create_connection(("127.0.0.1", server.port), timeout=5).close()
 
 
-def test_a_taken_port_is_told(server: RemotingServer, broker: Broker) -> None:
+def test_a_taken_port_is_an_error(server: RemotingServer, broker: Broker) -> None:
     with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{server.port}"):
         RemotingServer(broker, port=server.port)
     with pytest.raises(ConfigError, match="expected host:port"):

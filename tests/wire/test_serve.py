@@ -50,7 +50,7 @@ def test_serve_refuses_a_certificate_that_is_not_there(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_files_that_are_no_pair_are_told(broker: Broker) -> None:
+def test_files_that_are_not_a_pair_are_refused(broker: Broker) -> None:
     pytest.importorskip("cryptography")
     (chain, key), (_, other) = self_signed(["localhost"]), self_signed(["localhost"])
     for tls, what in [
@@ -124,7 +124,7 @@ def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str
 
 
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
-    """Each message carries the address of the classic port; another port is told at the next start."""
+    """Each message carries the address of the classic port; the next start names a change of the port."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]
     for is_first in (True, False):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 VERIFIED: Final = 300_000
-"""Messages up to which a report runs ``verify`` unless it is told to: it reads each record one by one."""
+"""Messages up to which a report runs ``verify`` by default, because it reads the records one by one."""
 
 
 def find_time_range(view: StoreView, wanted: ReportScope) -> tuple[int, int] | None:

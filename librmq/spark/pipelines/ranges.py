@@ -28,7 +28,7 @@ MESSAGES: Final = (
     | {
         "tags": "a subscription such as a || b (all)",
         "starting_offsets": 'first queue offsets, as JSON: {"TopicA": {"0": 23}} (all)',
-        "ending_offsets": "the queue offsets before which it ends, likewise (all)",
+        "ending_offsets": "the queue offsets before which it ends, in the same form (all)",
     }
 )
 _OPTIONS: Final = {

@@ -178,7 +178,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             "Telemetry",
             grpc.stream_stream_rpc_method_handler(telemetry, command.FromString, command.SerializeToString),
         )
-        # Clients that are told to export metrics, as some take their settings only then, export them here.
+        # Some clients accept their settings only with an address for metrics, and export them here.
         self._by_name[_METRICS_EXPORT] = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 
     def _add(self, name: str, handler: object) -> None:

@@ -84,7 +84,7 @@ class Session:
         return cast(R, {} if isinstance(request, ConsumerOffsets) else None)
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the broker is told of the client."""
+        """Return what the broker learns about the client."""
         settings = self.settings
         if not settings.HasField("subscription"):
             topics = {topic.name for topic in settings.publishing.topics} | self.half_topics

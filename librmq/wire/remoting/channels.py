@@ -115,7 +115,7 @@ class Channel:
                 self._asked.pop(frame.opaque, None)
 
     def answered(self, answer: Frame) -> None:
-        """Take an answer; one that nobody waits for is passed over."""
+        """Take an answer; ignore one that no call waits for."""
         with self._lock:
             waiting = self._asked.pop(answer.opaque, None)
         if waiting is not None:
