@@ -1,7 +1,7 @@
 """Checks that a folder can copy a master, before anything in it is changed.
 
-A replica is told from another store by its bytes: the end of its log, with the whole last record, must be in the
-master's log too. A record has its place, its time and its host, so no two logs agree there by chance. The log of a
+A replica is distinguished from another store by its bytes: the end of its log, with the whole last record, must be in
+the master's log too. A record has its place, its time and its host, so no two logs agree there by chance. The log of a
 killed replica is compared from its third last file on, because zeros in a record's properties look sound.
 """
 

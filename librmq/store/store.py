@@ -267,7 +267,7 @@ class MessageStore:
         return self._handle.copy_log(physical_offset, data)
 
     def cut_copy(self, physical_offset: int) -> None:
-        """Cut this replica's log at the start of a record, for the next `copy_log` to go on there."""
+        """Cut this replica's log at the start of a record, where the next `copy_log` continues."""
         self._handle.cut_copy(physical_offset)
 
     def clear_copy(self) -> None:

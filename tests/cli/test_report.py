@@ -45,7 +45,7 @@ def test_the_path_may_be_one_level_too_high(shell: Shell) -> None:
     assert len({one["store"] for one in found["stores"]}) == 2
 
 
-def test_what_is_wrong_is_told(shell: Shell) -> None:
+def test_wrong_arguments_are_reported(shell: Shell) -> None:
     (shell.folder / "other.json").write_text("{}")
     for words, said in (
         (["nothing"], "nothing"),

@@ -35,7 +35,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.link = ReplicaLink(self.master, self.runner.manual_clock)
         self.replica = self.open_replica()
         self.sent: list[tuple[int, bytes]] = []  # physical offset, body
-        self.safe: set[int] = set()  # those that the replica has, as the sender was told
+        self.safe: set[int] = set()  # messages that the replica has, by the status of their send
         self.progress: list[tuple[int, int]] = [(self.runner.now_ms(), 0)]  # time, the master's value
         self.reached_ms = self.runner.now_ms()  # when the link last worked, or began to be cut
 

@@ -13,7 +13,7 @@ from librmq.protocol import PERM_READ, MaxOffset, QueryOffset
 from tests.broker.parties import manual, opened, pull, send
 
 
-def test_consumers_go_on_at_the_replica_and_return() -> None:
+def test_consumers_continue_at_the_replica_and_return() -> None:
     """No message is missed; those that come again were consumed since the last copy of the progress."""
     files, runner = MemoryFiles(), ManualRunner()
     cluster = Cluster.open("/c", ["a"], runner=runner, files=files, store_config=StoreConfig.tiny())

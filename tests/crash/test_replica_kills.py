@@ -61,7 +61,7 @@ def check_replica(seed: int, kills: int) -> None:
 
 
 def check_master(seed: int, kills: int) -> None:
-    """The master loses its unflushed end, which the replica has: it is refused, or goes on where it agrees."""
+    """The master loses its unflushed end, which the replica has: it is refused, or continues where it agrees."""
     files = RecordingFiles()
     pair = Pair(seed, files, MemoryFiles())
     end = pair.replica.end
