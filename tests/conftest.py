@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import io
@@ -217,6 +218,8 @@ def slow_budget(request: pytest.FixtureRequest, slow_time: SlowTime) -> Iterator
     """The test's share of the time: ``for number in slow_budget.rounds(10_000, "crash points"):``."""
     name = request.node.nodeid.partition("@")[0]  # with several processes the name of its group follows
     budget = SlowBudget(slow_time.share(name))
+    if budget.seconds > float(request.config.getini("faulthandler_timeout")) / 2:
+        faulthandler.cancel_dump_traceback_later()  # a test that may take this long does not hang
     begin = time.monotonic()  # noqa: TID251
     yield budget
     slow_time.note(name, time.monotonic() - begin)  # noqa: TID251
