@@ -278,6 +278,27 @@ class DiskFiles:
         finally:
             os.close(descriptor)
 
+    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
+        if not sys.platform.startswith("linux"):
+            return None
+        try:
+            names = os.listdir(folder)
+            if len(names) != 1:
+                return None
+            descriptor = os.open(f"{folder}/{names[0]}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None  # the usual calls raise it with its reason
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size != size or not stat.S_ISREG(status.st_mode):
+                return None
+            end = _data_end(descriptor, 0, limit + 1)
+            return None if end > limit else (names[0], without_zeros(os.pread(descriptor, end, 0)))
+        except OSError as error:
+            raise StoreIOError("read", f"{folder}/{names[0]}", error) from error
+        finally:
+            os.close(descriptor)
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         try:
             descriptor = os.open(path, _TO_WRITE)
@@ -341,13 +362,14 @@ def _data_end(descriptor: int, begin: int, limit: int) -> int:
     """Return a position from ``begin`` on behind which only holes follow, ``limit`` if none is known."""
     if _SEEK_DATA is None or _SEEK_HOLE is None:
         return limit
-    end = begin
+    end = at = begin
     try:
-        while end < limit:
-            end = os.lseek(descriptor, os.lseek(descriptor, end, _SEEK_DATA), _SEEK_HOLE)
+        while at < limit:
+            end = os.lseek(descriptor, at, _SEEK_HOLE)
+            at = os.lseek(descriptor, end, _SEEK_DATA)
     except OSError as error:
         return end if error.errno == errno.ENXIO else limit  # ENXIO: only holes follow
-    return end
+    return at
 
 
 def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:

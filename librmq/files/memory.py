@@ -152,6 +152,9 @@ class MemoryFiles:
         size = self.size(path)
         return None if size is None or size > limit else self.read(path).rstrip(b"\0")
 
+    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
+        return None
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         self.open(path, writable=True).buffer[at : at + len(data)] = data
 

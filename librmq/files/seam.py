@@ -222,6 +222,13 @@ class Files(Protocol):
         """
         ...
 
+    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
+        """Return name and content, as of `read_used`, of a folder's only file, with fewer calls than `list` needs.
+
+        None if it is not the only one, or no regular file of this size, or if `read_used` could not read it.
+        """
+        ...
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         """Write bytes of a file without a mapping; mappings show them. Only for files that `read_used` could read."""
         ...

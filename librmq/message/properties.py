@@ -188,26 +188,22 @@ def find_property(raw: bytes, name: bytes) -> bytes | None:
 
 def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | None]:
     """Return UNIQ_KEY, KEYS and TAGS as `find_property` does, in one call for each record."""
+    raw = b"\2" + raw  # so that the first property is found like the others
     last, following = raw.rfind, raw.find
-    unique = keys = tags = b""
+    unique = keys = tags = None
     begin = last(b"\2UNIQ_KEY\1") + 10
     if begin > 9:
         until = following(b"\2", begin)
-        unique = raw[begin:until] if until > 0 else raw[begin:]
+        unique = (raw[begin:until] if until > 0 else raw[begin:]) or find_property(raw, b"UNIQ_KEY")
     begin = last(b"\2KEYS\1") + 6
     if begin > 5:
         until = following(b"\2", begin)
-        keys = raw[begin:until] if until > 0 else raw[begin:]
+        keys = (raw[begin:until] if until > 0 else raw[begin:]) or find_property(raw, b"KEYS")
     begin = last(b"\2TAGS\1") + 6
     if begin > 5:
         until = following(b"\2", begin)
-        tags = raw[begin:until] if until > 0 else raw[begin:]
-    # A property that is first, absent or empty needs the careful search.
-    return (
-        unique or find_property(raw, b"UNIQ_KEY"),
-        keys or find_property(raw, b"KEYS"),
-        tags or find_property(raw, b"TAGS"),
-    )
+        tags = (raw[begin:until] if until > 0 else raw[begin:]) or find_property(raw, b"TAGS")
+    return unique, keys, tags  # an empty one needs the careful search
 
 
 @lru_cache(maxsize=256)

@@ -224,6 +224,10 @@ class FailingFiles:
         self._called("read_used", path)
         return self._files.read_used(path, limit)
 
+    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
+        self._called("read_sole_file", folder)
+        return self._files.read_sole_file(folder, size, limit)
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         self._called("overwrite", path)
         self._files.overwrite(path, at, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_used_bytes_are_read_and_written_without_a_mapping(place: tuple[Files, s
         overlay.open(path, writable=True).buffer[5001:5002] = b"z"
         assert overlay.read_used(path, 8192) == file.buffer[:5001] + b"z"
         assert files.read_used(path, 8192) == file.buffer[:5001]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
+def test_the_sole_file_of_a_folder_is_read(tmp_path: Path) -> None:
+    files = DiskFiles()
+    assert files.read_sole_file(str(tmp_path), 8192, 100) is None
+    file = files.create(str(tmp_path / "0"), 8192)
+    file.buffer[4:8] = b"\0abc"
+    assert files.read_sole_file(str(tmp_path), 8192, 8192) == ("0", b"\0\0\0\0\0abc")
+    assert files.read_sole_file(str(tmp_path), 8192, 100) is None
+    assert files.read_sole_file(str(tmp_path), 4096, 8192) is None
+    files.create(str(tmp_path / "1"), 8192)
+    assert files.read_sole_file(str(tmp_path), 8192, 8192) is None
+    for name in ("link", "pipe", "folder"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link" / "1").symlink_to(tmp_path / "0")
+    (tmp_path / "folder" / "1").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "1")
+    for name in ("link", "pipe", "folder"):
+        assert files.read_sole_file(str(tmp_path / name), 8192, 8192) is None
 
 
 def test_a_link_is_not_read_without_a_mapping(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
-from librmq.files.seam import Files
+from librmq.files.seam import Files, FolderEntry
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.recovery.queue_check import COMPARED
@@ -21,6 +21,7 @@ from librmq.store.recovery.queue_search import first_at
 __all__ = ["UncleanQueues"]
 
 _LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
+_LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
 
 
 class UncleanQueues:
@@ -32,7 +33,9 @@ class UncleanQueues:
         self._file_size = file_size
         self._pool = pool
         self._path_read = ""
-        self._listed: dict[QueueName, int | None] = {}  # the start of the only file, None if there are others
+        # The folder, and start and content of the only file, if it is one and was read.
+        self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
+        self._left: set[str] = set()
         self._written: set[str] = set()
         self._overwritten: list[str] = []
         self.states: dict[QueueName, QueueState] = {}
@@ -47,23 +50,27 @@ class UncleanQueues:
             CorruptionError: A file has a wrong name or length.
         """
         folder = directory.queue_folder(self._path, *name)
-        starts = list_starts(folder, self._file_size, self._files.list(folder))
-        self._listed[name] = starts[0] if len(starts) == 1 else None
+        only = self._files.read_sole_file(folder, self._file_size, _LARGEST)
+        listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
+        starts = list_starts(folder, self._file_size, listed)
+        content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
+        self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
 
     def take(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
         if name not in self._listed:
             return None
-        del self._listed[name]
-        return MappedFileQueue(directory.queue_folder(self._path, *name), self._file_size, self._files, self._pool)
+        folder, *_ = self._listed.pop(name)
+        return MappedFileQueue(folder, self._file_size, self._files, self._pool)
 
     def stored(self, name: QueueName) -> tuple[bytes, int] | None:
         """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
-        start = self._listed.get(name)
+        folder, start, stored = self._listed.get(name, ("", None, None))
         if start is None:
             return None
-        self._path_read = os.path.join(directory.queue_folder(self._path, *name), file_name(start))
-        stored = self._files.read_used(self._path_read, _LARGEST)
+        self._path_read = f"{folder}{os.sep}{file_name(start)}"
+        if stored is None:
+            stored = self._files.read_used(self._path_read, _LARGEST)
         return None if stored is None else (stored, start // ENTRY_SIZE)
 
     def leave(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
@@ -71,13 +78,14 @@ class UncleanQueues:
 
         They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
         """
-        start = self._listed.pop(name)
+        folder, start, _ = self._listed.pop(name)
         assert start is not None
         if entries and self.unvouched_from is not None and state.max_physic_offset > self.unvouched_from:
             path = self._path_read
             self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
             self._overwritten.append(path)
-            self._written.add(os.path.dirname(path))
+            self._written.add(folder)
+        self._left.add(folder)
         self.states[name] = state
 
     def finish(self, queue: ConsumeQueue, first: int) -> None:
@@ -95,7 +103,7 @@ class UncleanQueues:
 
     def folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
         """Return the folders that can have unflushed names, those of ``opened`` queues among them."""
-        folders = {directory.queue_folder(self._path, *name) for name in self.states}
+        folders = set(self._left)
         for queue in opened:
             folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
         folders = set(filter(self._files.is_folder, folders))  # files can have been deleted from it
