@@ -24,6 +24,7 @@ from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
+    from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
 __all__ = ["serve"]
@@ -49,7 +50,8 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     if output.is_on_terminal:  # a table would wait until it is full
         output = Output(JsonLines(sys.stdout))
     lines = _Lines(output)
-    tls = None if arguments.tls is None else _pair(arguments)
+    pair = None if arguments.tls is None and arguments.grpc_tls is None else _pair(arguments)
+    tls = pair if arguments.grpc_tls is None else None
 
     def changed(client_id: str, group: str, is_connected: bool) -> None:
         state = "connected" if is_connected else "left"
@@ -73,20 +75,12 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
             ready["remoting"] = serving.enter_context(_remoting(broker, listening, arguments, tls, changed)).address
             _warn_of_address(broker)
         if grpc is not None:
-            from librmq.wire.grpc import GrpcServer
-
-            server = GrpcServer(
-                broker,
-                host=arguments.host,
-                port=grpc,
-                advertise=_advertised(arguments, grpc),
-                tls=tls,
-                auto_create=not arguments.no_auto_create,
-                changed=changed,
-            )
-            ready["grpc"] = serving.enter_context(server).address
-        if tls is not None and not arguments.tls:
-            ready["certificate"] = _keep_certificate(arguments.store, tls[0])
+            ready["grpc"] = serving.enter_context(_grpc(broker, grpc, arguments, tls, changed)).address
+        if arguments.grpc_tls is not None:
+            second = _grpc(broker, arguments.grpc_tls, arguments, pair, changed)
+            ready["grpc_tls"] = serving.enter_context(second).address
+        if pair is not None and not arguments.tls:
+            ready["certificate"] = _keep_certificate(arguments.store, pair[0])
         lines.start(ready)
         ended.get()
     lines.end()
@@ -98,6 +92,26 @@ def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
     if arguments.grpc is not None or arguments.remoting is not None:
         return arguments.grpc, arguments.remoting
     return (_GRPC_PORT if find_spec("grpc") else None), _REMOTING_PORT
+
+
+def _grpc(
+    broker: Broker,
+    port: int,
+    arguments: argparse.Namespace,
+    tls: tuple[bytes, bytes] | None,
+    changed: Callable[[str, str, bool], None],
+) -> GrpcServer:
+    from librmq.wire.grpc import GrpcServer
+
+    return GrpcServer(
+        broker,
+        host=arguments.host,
+        port=port,
+        advertise=_advertised(arguments, port),
+        tls=tls,
+        auto_create=not arguments.no_auto_create,
+        changed=changed,
+    )
 
 
 def _remoting(

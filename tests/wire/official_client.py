@@ -1,4 +1,4 @@
-"""What the official Python client does, in a process of its own: ``official_client.py HOST:PORT``.
+"""What the official Python client does, in a process of its own: ``official_client.py HOST:PORT [tls]``.
 
 It writes its log under HOME, and starts threads that end with the process.
 """
@@ -69,14 +69,15 @@ def received(consumer: Any, count: int) -> list[Any]:
     return found
 
 
-def main(address: str) -> None:
+def main(address: str, *words: str) -> None:
     configuration = ClientConfiguration(address, Credentials())
-    producer = Producer(configuration, ("orders", "transfers", "jobs", "steps"), checker=Commits())
+    tls = {"tls_enable": True} if words else {}
+    producer = Producer(configuration, ("orders", "transfers", "jobs", "steps"), checker=Commits(), **tls)
     producer.startup()
     listener, in_order = Listens(4), Listens(6)
     pushers = [
-        PushConsumer(configuration, "workers", listener, {"jobs": FilterExpression()}),
-        PushConsumer(configuration, "in-order", in_order, {"steps": FilterExpression()}),
+        PushConsumer(configuration, "workers", listener, {"jobs": FilterExpression()}, **tls),
+        PushConsumer(configuration, "in-order", in_order, {"steps": FilterExpression()}, **tls),
     ]
     for pusher in pushers:
         pusher.startup()
@@ -84,7 +85,7 @@ def main(address: str) -> None:
         producer.send(message("jobs", body))
     for body in (b"1", b"2?", b"bad", b"3"):
         producer.send(message("steps", body, message_group="one"))
-    consumer = SimpleConsumer(configuration, "readers", await_duration=5)
+    consumer = SimpleConsumer(configuration, "readers", await_duration=5, **tls)
     consumer.startup()
 
     for number in range(50):
@@ -126,4 +127,4 @@ def main(address: str) -> None:
     print("done")
 
 
-main(sys.argv[1])
+main(*sys.argv[1:])

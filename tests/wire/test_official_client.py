@@ -10,6 +10,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig, TransactionConfig
 from librmq.wire.grpc import GrpcServer
+from librmq.wire.grpc.certificates import self_signed
 from tests.reference import CHECKOUT
 from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, node_client, python_client
 from tests.wire.conftest import ready
@@ -27,10 +28,13 @@ def broker() -> Iterator[Broker]:
         yield made
 
 
-def check(broker: Broker, client: OfficialClient, script: str, home: Path) -> None:
+def check(
+    broker: Broker, client: OfficialClient, script: str, home: Path, tls: tuple[bytes, bytes] | None = None
+) -> None:
     """It sends, receives, acknowledges, delays, recalls, ends transactions; push consumers retry, in order too."""
-    with GrpcServer(broker) as server:
-        assert client.run(HERE / script, server.address, home=home) == "done\n"
+    with GrpcServer(broker, tls=tls) as server:
+        words = [server.address] if tls is None else [server.address, "tls"]
+        assert client.run(HERE / script, *words, home=home) == "done\n"
     assert {one.body for one in broker.messages("transfers")} == {b"committed", b"orphan"}
     assert [letter.body for letter in broker.dead_letters("in-order")] == [b"bad"]
 
@@ -40,6 +44,17 @@ def check(broker: Broker, client: OfficialClient, script: str, home: Path) -> No
 )
 def test_official_python_client_works(broker: Broker, client_cache: Path, tmp_path: Path, version: str) -> None:
     check(broker, python_client(version, client_cache), "official_client.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_official_python_client_works_by_tls(
+    broker: Broker, python: OfficialClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    pair = self_signed(["127.0.0.1"])
+    (tmp_path / "roots.pem").write_bytes(pair[0])
+    monkeypatch.setenv("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", str(tmp_path / "roots.pem"))
+    check(broker, python, "official_client.py", tmp_path, pair)
 
 
 @pytest.mark.slow

@@ -78,6 +78,19 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
 
 
+def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--grpc-tls", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        row = json.loads(serving.stdout.readline())
+        certificate = Path(row["certificate"]).read_bytes()
+        with Stub(row["grpc_tls"], certificate=certificate) as secure, Stub(row["grpc"], "plain") as plain:
+            assert secure.send(message("t", b"a")).status.code == 20000
+            assert [one.body for one in plain.receive("t", wait_s=5)[1]] == [b"a"]
+        end(serving, signal.SIGTERM)
+
+
 def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
