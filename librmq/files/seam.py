@@ -46,26 +46,37 @@ _ZEROS: Final = bytes(_ZEROS_SIZE)
 _NO_LINKS: Final = {errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
 
+class _Descriptor:
+    """An open descriptor, closed with its last reference."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):  # a signal in __init__ leaves it unset
+            os.close(self.number)
+
+
 class File:
     """A file of the store and its contents as a buffer.
 
     ``buffer`` supports slices, slice assignment of equal length, and the buffer protocol (``struct.unpack_from``,
     ``numpy.frombuffer``). ``descriptor`` is kept open for files whose flush is a promise, else -1.
+
+    Only a kept descriptor has a finalizer, because Python drops an exception that a signal raises in one.
     """
 
-    __slots__ = ("__weakref__", "buffer", "descriptor", "path", "size", "writable")
+    __slots__ = ("__weakref__", "_kept", "buffer", "descriptor", "path", "size", "writable")
 
     def __init__(self, path: str, buffer: Buffer, size: int, writable: bool, descriptor: int = -1) -> None:
         self.path = path
         self.buffer = buffer
         self.size = size
         self.writable = writable
+        self._kept = _Descriptor(descriptor) if descriptor >= 0 else None
         self.descriptor = descriptor
-
-    def __del__(self) -> None:
-        if getattr(self, "descriptor", -1) >= 0:  # a signal in __init__ leaves it unset
-            os.close(self.descriptor)
-            self.descriptor = -1
 
     def __repr__(self) -> str:
         return f"<File {self.path} {self.size} bytes>"

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -385,3 +386,15 @@ def test_failing_files_fail_once_on_request() -> None:
         files.flush(file)
     files.flush(file)
     assert (files.calls["create"], files.calls["flush"], files.calls["open"]) == (3, 2, 0)
+
+
+def test_no_python_code_runs_when_a_file_is_released(tmp_path: Path) -> None:
+    """Python drops an exception that a signal handler raises in a finalizer, so a Ctrl-C would be lost there."""
+    disk, memory, called = DiskFiles(), MemoryFiles(), list[object]()
+    memory.make_folder("/m")
+    held = [disk.create(str(tmp_path / "file"), 4096), memory.create("/m/file", 4096)]
+    memory.delete("/m/file")
+    sys.setprofile(lambda frame, event, arg: called.append(frame.f_code) if event == "call" else None)
+    held.clear()
+    sys.setprofile(None)
+    assert called == []
