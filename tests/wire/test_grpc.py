@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import pairwise
@@ -278,6 +280,58 @@ def test_refused_message_has_the_code_of_the_service(stub: Stub, broker: Broker,
     assert (answer.status.code, list(answer.entries)) == (code, [])
     assert answer.status.message
     assert list(broker.messages("t")) == []
+
+
+def test_assignment_is_any_queue_or_each_in_order(stub: Stub, broker: Broker) -> None:
+    broker.create_topic("t", 3)
+    broker.create_topic("closed", 3, permission=2)
+    broker.set_group("in-order", is_ordered=True)
+    for group, ids in (("g", [-1]), ("in-order", [0, 1, 2])):
+        answer = stub.call("QueryAssignment", topic=resource("t"), group=resource(group))
+        assert [one.message_queue.id for one in answer.assignments] == ids
+    assert stub.call("QueryAssignment", topic=resource("closed"), group=resource("g")).status.code == 40300
+
+
+def test_acknowledgements_are_answered_each(stub: Stub) -> None:
+    stub.send(message("t"))
+    (found,) = stub.receive("t")[1]
+    receipts = found.system_properties.receipt_handle, "nonsense"
+    entries = [{"message_id": "id", "receipt_handle": one} for one in receipts]
+    answer = stub.call("AckMessage", group=resource("g"), topic=resource("t"), entries=entries)
+    assert (answer.status.code, [one.status.code for one in answer.entries]) == (30000, [OK, 40013])
+
+
+def test_received_message_is_of_its_type(stub: Stub, broker: Broker) -> None:
+    past_ms = broker.runner.now_ms() - 1
+    kinds: list[dict[str, Any]] = [{}, {"message_group": "g"}, {"message_type": 3, "deliver_ms": past_ms}]
+    for number, fields in enumerate(kinds):
+        stub.send(message("t", b"x", f"id{number}", **fields))
+    found: dict[str, Any] = {}
+    while len(found) < 3:
+        found |= {one.system_properties.message_id: one for one in stub.receive("t", wait_s=5)[1]}
+    assert [found[f"id{number}"].system_properties.message_type for number in range(3)] == [1, 2, 3]
+    assert found["id1"].system_properties.message_group == "g"
+    assert not any(name in one.user_properties for one in found.values() for name in ("UNIQ_KEY", "PGROUP", "KEYS"))
+
+
+def test_compressed_body_is_stored_unpacked(stub: Stub, broker: Broker) -> None:
+    for number, body in enumerate((gzip.compress(b"body"), zlib.compress(b"body"))):
+        assert stub.send(message("t", body, f"id{number}", body_encoding=2)).status.code == OK
+    assert {one.body for one in broker.messages("t")} == {b"body"}
+    assert {one.body for one in stub.receive("t")[1]} == {b"body"}
+
+
+def test_refused_receives_have_the_code_of_the_service(stub: Stub) -> None:
+    stub.send(message("t"))
+    long = message_class("ReceiveMessageRequest")().invisible_duration
+    long.FromSeconds(13 * 3600)
+    assert stub.receive("t", invisible_duration=long)[0] == 40011
+    assert stub.receive("t", "CID_RMQ_SYS_x")[0] == 40003
+    assert stub.receive("t", "a group")[0] == 40003
+    assert stub.receive("SCHEDULE_TOPIC_XXXX")[0] == 40002
+    sent = message("t", message_type=4)
+    sent.system_properties.orphaned_transaction_recovery_duration.FromSeconds(3601)
+    assert stub.send(sent).status.code == 40000
 
 
 def test_call_without_a_client_id_is_refused(server: GrpcServer) -> None:
