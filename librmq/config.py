@@ -43,6 +43,7 @@ __all__ = [
     "Seconds",
     "StoreConfig",
     "check_kind",
+    "check_now",
     "check_path",
     "parse_hours",
     "suggest",
@@ -168,6 +169,16 @@ def check_path(name: str, path: object, expected: str) -> None:
         raise wrong_kind(name, path, expected)
     if not os.fspath(path) or "\0" in os.fspath(path):
         raise ConfigError(f"{name}: expected {expected}, found {os.fspath(path)!r:.80}")
+
+
+def check_now(now_ms: object) -> None:
+    """Refuse what is no time for a step to run at.
+
+    Raises:
+        TypeError: It is no whole number.
+    """
+    if not isinstance(now_ms, int):
+        raise wrong_kind("now_ms", now_ms, "milliseconds since 1970, a whole number")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Final, Protocol
 
-from librmq.config import Between, Config, Seconds
+from librmq.config import Between, Config, Seconds, check_now
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import (
@@ -246,6 +246,7 @@ class DelaySchedule:
         Raises:
             StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
+        check_now(now_ms)
         if now_ms < self._last_ms:  # the clock was set back, so find all due times again
             self._begin_ms = min(self._begin_ms, now_ms)
             self._saver.put_back(now_ms)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from librmq.config import check_now
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -387,6 +388,7 @@ class Transactions:
 
     def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
+        check_now(now_ms)
         return self._checks.check(now_ms, config)
 
     def run_due(self, now_ms: int) -> int | None:
@@ -398,6 +400,7 @@ class Transactions:
         Raises:
             StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
+        check_now(now_ms)
         return self._checks.run_due(now_ms)
 
     def next_check_ms(self, now_ms: int) -> int:

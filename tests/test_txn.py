@@ -382,6 +382,12 @@ def test_a_half_without_an_op_is_put_back_and_asked_about(desk: Desk) -> None:
     assert desk.progress() == (1, None)
 
 
+def test_a_check_runs_at_a_whole_number(desk: Desk) -> None:
+    for check in (desk.transactions.run_due, desk.transactions.check):
+        with pytest.raises(TypeError, match="now_ms: expected milliseconds since 1970, a whole number, found 'x'"):
+            check("x")  # type: ignore[arg-type]
+
+
 def test_halves_with_an_op_are_passed(desk: Desk) -> None:
     for number in range(40):
         (desk.commit if number % 2 else desk.rollback)(desk.prepare(number))

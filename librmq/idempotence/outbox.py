@@ -29,7 +29,7 @@ from datetime import timedelta
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from librmq.clock import Clock, SystemClock
-from librmq.config import Config, Seconds, to_seconds
+from librmq.config import Config, Seconds, check_now, to_seconds
 from librmq.errors import ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
@@ -214,6 +214,7 @@ class OutboxSender:
         Raises:
             ConfigError: The first search found no such table, or `database` did not return a connection.
         """
+        check_now(now_ms)
         try:
             self._check()
             while self._send_some():

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.numbers import java_int, java_long
 from librmq.message import record
@@ -191,6 +192,7 @@ class HopProxy:
         Raises:
             StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
+        check_now(now_ms)
         try:
             self._send_all(now_ms)
             self._states.works(*_SENDING)

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self
 
+from librmq.config import check_now
 from librmq.errors import (
     LASTING,
     ConfigError,
@@ -234,6 +235,7 @@ class Timers:
         Raises:
             StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
         """
+        check_now(now_ms)
         write_ms = self._floor(now_ms)
         if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read
             self._progress.read_ms = min(self._progress.read_ms, write_ms)

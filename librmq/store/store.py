@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig, check_kind, check_path, to_seconds, to_timestamp_ms, wrong_kind
+from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
@@ -488,8 +488,7 @@ class MessageStore:
 
         A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
-        if not isinstance(now_ms, int):
-            raise wrong_kind("now_ms", now_ms, "milliseconds since 1970")
+        check_now(now_ms)
         return self._handle.run_due(now_ms)
 
     def check_room(self) -> None:

@@ -136,6 +136,11 @@ def test_a_message_arrives_as_it_was_added(post: Post) -> None:
     assert list(post.producer.sent[0].properties) == list(message.properties)
 
 
+def test_a_sender_runs_at_a_whole_number(embedded: Post) -> None:
+    with pytest.raises(TypeError, match="now_ms: expected milliseconds since 1970, a whole number, found 'x'"):
+        embedded.sender().run_due("x")  # type: ignore[arg-type]
+
+
 def test_a_unique_id_is_kept(embedded: Post) -> None:
     with embedded.engine.begin() as connection:
         embedded.outbox.add(connection, Message("orders", b"one", unique_key="MINE"))

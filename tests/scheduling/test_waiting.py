@@ -39,6 +39,13 @@ def test_many_at_one_time_take_several_turns(part: type[ByTime]) -> None:
     assert [body for body, _ in waiting.delivered()] == [b"%d" % number for number in range(25)]
 
 
+@BOTH
+@pytest.mark.parametrize("now_ms", ["x", None, 1.5, []])
+def test_a_step_runs_at_a_whole_number(part: type[ByTime], now_ms: Any) -> None:
+    with pytest.raises(TypeError, match="now_ms: expected milliseconds since 1970, a whole number, found"):
+        part().run_due(now_ms)
+
+
 PLACE = {"REAL_TOPIC": "T", "REAL_QID": "0"}
 NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
 

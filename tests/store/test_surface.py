@@ -76,7 +76,7 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "target: expected the folder of a new store, found 5": lambda store: store.snapshot(5),
     "target: expected the folder of a new store, found b'x'": lambda store: rescue("/s", b"x"),  # type: ignore[arg-type]
     "path: expected the folder of a store, found None": lambda store: restore(None, "/t"),  # type: ignore[arg-type]
-    "now_ms: expected milliseconds since 1970, found 'x'": lambda store: store.run_due("x"),
+    "now_ms: expected milliseconds since 1970, a whole number, found 'x'": lambda store: store.run_due("x"),
     "topics: expected a set of names, found 5": lambda store: store.clean_unused_topics(5),
     "topics: expected a set of names, found 'T'": lambda store: store.clean_unused_topics("T"),
     "path: expected the folder of a store, found 5": lambda store: MessageStore.open(5),  # type: ignore[arg-type]
