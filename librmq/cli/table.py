@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from itertools import chain
-from typing import Any, Final, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import rich.box
 import rich.console
@@ -25,7 +25,7 @@ _WIDTH_OF_FILES: Final = 10_000  # nothing is folded
 _LONGEST_CELL: Final = 200
 _GAP: Final = 3
 """Cells between two columns."""
-_LEAST_BODY: Final = 24
+_LEAST_TEXT: Final = 8
 _NARROW: Final = 135
 _ON_ONE_LINE: Final = frozenset(("body", "stored", "when", "min", "max", "oldest", "due"))
 
@@ -187,35 +187,58 @@ class Table:
         self._is_begun = True
         is_narrow = self._console.width < _NARROW and f"{self._kind}, narrow" in _COLUMNS
         columns = _COLUMNS.get(f"{self._kind}, narrow" if is_narrow else self._kind) or [
-            (title, _time(name))
-            if (title := name.removesuffix("_timestamp_ms").removesuffix("_ms")) != name
-            else (name, _of(name))
+            (title.replace("_", " "), _time(name) if title != name else _of(name))
             for name in dict.fromkeys(chain(*rows))
+            for title in (name.removesuffix("_timestamp_ms").removesuffix("_ms"),)
         ]
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
+        titles = [title for title, _ in columns]
         values = [[show(row) for _, show in columns] for row in rows]
-        for place, (title, _) in enumerate(columns):
-            numbers = all(isinstance(line[place], int) for line in values)
-            one_line = title in _ON_ONE_LINE
-            table.add_column(
-                title,
-                justify="right" if numbers else "left",
-                overflow="ellipsis" if one_line else "fold",
-                no_wrap=numbers or one_line,
-            )
         cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
-        if columns[-1][0] == "body":
-            self._cut_bodies([title for title, _ in columns], cells)
+        numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
+        widths = self._widths(titles, cells, numbers)
+        if widths is None:
+            self._draw_lists(titles, cells)
+            return
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
+        for title, is_number, width in zip(titles, numbers, widths, strict=True):
+            overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in _ON_ONE_LINE else "fold"
+            table.add_column(
+                title, justify="right" if is_number else "left", overflow=overflow, width=width,
+                no_wrap=title in _ON_ONE_LINE,
+            )  # fmt: skip
         for drawn in cells:
             table.add_row(*drawn)
         self._console.print(table)
 
-    def _cut_bodies(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
-        """Cut the last column to what the others leave of the terminal's width."""
-        others = sum(max(len(title), *(line[at].cell_len for line in cells)) for at, title in enumerate(titles[:-1]))
-        width = self._console.width - others - _GAP * len(titles)
+    def _widths(self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool]) -> list[int] | None:
+        """Return the width of each column; None if the terminal is too narrow for the columns."""
+        least, wanted = [], []
+        for at, title in enumerate(titles):
+            longest = max(line[at].cell_len for line in cells)
+            word = max(rich.text.Text(word).cell_len for word in (title or " ").split(" "))
+            whole = numbers[at] or (title in _ON_ONE_LINE and title != "body")
+            least.append(max(word, longest if whole else min(longest, _LEAST_TEXT)))
+            wanted.append(max(longest, len(title)))
+        left = self._console.width - sum(least) - _GAP * len(titles)
+        if left < 0:
+            return None
+        needs = sorted((want - width, at) for at, (want, width) in enumerate(zip(wanted, least, strict=True)))
+        for place, (need, at) in enumerate(needs):  # a fair share each; what one does not need is for the others
+            more = min(need, left // (len(needs) - place))
+            least[at] += more
+            left -= more
+        return least
+
+    def _draw_lists(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
+        """Draw each row as a list, a line for each column."""
         for line in cells:
-            line[-1].truncate(max(width, _LEAST_BODY), overflow="ellipsis")
+            table = rich.table.Table(box=None, pad_edge=False, show_header=False)
+            table.add_column(no_wrap=True, style="bold")
+            table.add_column(overflow="fold")
+            for title, cell in zip(titles, line, strict=True):
+                table.add_row(title, cell)
+            self._console.print(table)
+            self._console.print()
 
 
 def _cell(value: object) -> str:

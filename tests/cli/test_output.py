@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from typing import Any
 
@@ -177,10 +178,28 @@ def test_a_store_is_shown_with_its_queues_and_cuts() -> None:
 def test_rows_of_any_kind_have_a_column_for_each_field() -> None:
     text = drawn({"op": "put", "status": "PUT_OK", "phys": 5}, {"op": "commit", "response_code": 0})
     shown = [line.split() for line in text.splitlines() if line.strip(" ─")]
-    assert shown == [["op", "status", "phys", "response_code"], ["put", "PUT_OK", "5"], ["commit", "0"]]
+    assert shown == [["op", "status", "phys", "response", "code"], ["put", "PUT_OK", "5"], ["commit", "0"]]
 
 
 def test_long_values_are_cut() -> None:
     text = drawn({"type": "other", "value": "x" * 100_000})
     assert text.count("x") == 200
     assert "…" in text
+
+
+@pytest.mark.parametrize("columns", [40, 60, 90, 200])
+def test_no_column_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the columns do not fit, each row is a list of its own."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    output = open_output("table", stream)
+    row = {"topic": "OrderTopic", "kind": "user", "most_in_one_queue": 1234567, "min_timestamp_ms": 1_795_150_492_064}
+    for number in range(2):
+        output.row({**row, "queues": number, "unique_key": "7F0000010D3218B4AAC2F67CCC000127"})
+    output.close()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    for name in ("OrderTopic", "user", "1234567", "2026-11-20"):
+        assert text.count(name) == 2
+    assert ("\n\n" in text.strip()) == (columns < 90)
