@@ -1,4 +1,4 @@
-"""Real signals at any place: runs something again and again, and sends a signal each time one place later."""
+"""Real signals at any place: runs something repeatedly, and sends a signal one place later each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["at_each_call", "interrupted_at_call"]
 
 
 def interrupted_at_call(number: int, act: Callable[[], object]) -> bool:
-    """Call ``act()`` with SIGINT at one of its calls of librmq; returns whether there were as many."""
+    """Call ``act()`` with SIGINT at one of its calls of librmq; return whether it made that many calls."""
     return next(at_each_call(act, first=number))
 
 
@@ -25,11 +25,11 @@ def at_each_call(
     error: type[BaseException] = KeyboardInterrupt,
     first: int = 0,
 ) -> Iterator[bool]:
-    """Call ``act()`` again and again; a signal comes with one call that librmq makes, then with the next.
+    """Call ``act()`` repeatedly; a signal arrives at one call that librmq makes, then at the next.
 
-    That is where Python looks for signals: as a function begins, and as one that is written in C returns. They begin
-    with call ``first``. Yields after each ``act()`` whether the signal came; the last time it did not. ``error`` is
-    what its handler raises.
+    Python checks for signals there: when a function begins, and when a C function returns. The first signal arrives at
+    call ``first``. Yields after each ``act()`` whether the signal arrived; the last time it did not. ``error`` is what
+    its handler raises.
     """
     folder = os.path.dirname(librmq.__file__)
     for place in itertools.count(first):

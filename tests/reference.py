@@ -1,9 +1,8 @@
 """Reference data: files and answers of RocketMQ, and their places.
 
-The whole of it is a folder ``golden``: the one that ``LIBRMQ_GOLDEN`` names, else ``../shared/golden``
-beside the checkout. Where neither is there, the compact part in ``tests/data`` stands in, unpacked to the
-same layout, so that a fresh clone tests the formats against real bytes too. Its ``README.md`` tells what it
-holds.
+The complete data are a folder ``golden``: the one that ``LIBRMQ_GOLDEN`` names, else ``../shared/golden`` next to the
+checkout. If neither exists, the compact part in ``tests/data`` is used, unpacked to the same layout, so that a fresh
+clone also tests the formats against real bytes. Its ``README.md`` lists its contents.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Reference:
 
 @cache
 def reference() -> Reference:
-    """The reference data in use; unpacks the compact part on the first call where it is needed."""
+    """Return the reference data in use; unpack the compact part on the first call if it is needed."""
     named = os.environ.get("LIBRMQ_GOLDEN")
     if named:
         folder = Path(named).absolute()
@@ -61,7 +60,7 @@ def reference() -> Reference:
 
 
 def unpack_compact(compact: Path, into: Path) -> None:
-    """Lay the compact part out as the whole is: archives unpacked, the rest copied."""
+    """Unpack the compact part to the layout of the complete data."""
     for source in sorted([*compact.glob("**/*.json"), *compact.glob("**/*.jsonl")]):
         copy = into / source.relative_to(compact)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,7 @@ def unpack_compact(compact: Path, into: Path) -> None:
 
 
 def existing(*parts: str) -> Path:
-    """A file or folder of the reference data; skips the test, visibly, where the data at hand lack it."""
+    """Return a file or folder of the reference data; skip the test, visibly, if the available data lack it."""
     path = reference().folder.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"{ABSENT}no {'/'.join(parts)} in {reference().origin}")
@@ -103,19 +102,19 @@ def store_folders() -> list[ParameterSet]:
 
 @cache
 def jsonl(path: Path) -> tuple[Row, ...]:
-    """All rows of a file of JSON lines, read once. They are shared: change none."""
+    """Return all rows of a file of JSON lines, read once. They are shared: do not change them."""
     return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines() if line)
 
 
 @cache
 def document(path: Path) -> Any:
-    """A JSON file, read once. It is shared: change nothing in it."""
+    """Return the content of a JSON file, read once. It is shared: do not change it."""
     return json.loads(path.read_text("utf-8"))
 
 
 @cache
 def rows(folder: Path, row_type: str) -> tuple[Row, ...]:
-    """The rows of one ``type`` in ``expected.jsonl`` of a folder, in order. They are shared: change none."""
+    """Return the rows of one ``type`` in ``expected.jsonl`` of a folder. They are shared: do not change them."""
     return tuple(row for row in jsonl(folder / "expected.jsonl") if row["type"] == row_type)
 
 

@@ -1,4 +1,4 @@
-"""Consumers of the kit, and a seam for other faults than the kit's, which are of sends, processes and the broker."""
+"""Consumers of the kit, and a seam for faults that the kit does not offer."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Seam:
         return self.inner.endpoint(self.inner.broker_names()[0]).call(request)
 
     def cut(self, *kinds: type[Request[Any]]) -> None:
-        """From now on these requests get no answer, and all others do."""
+        """From now on these requests get no answer; all others do."""
         self.fail = lambda request: BrokerUnreachableError("no answer") if isinstance(request, kinds) else None
 
 
 def seam_of(rmq: Kit) -> Seam:
-    """The seam of a new process, whose listeners can fail."""
+    """Return the seam of a new process, whose listeners can fail."""
     seam: Seam = rmq.app("g", Seam, fail_fast=False).state
     return seam
 
@@ -73,7 +73,7 @@ def subscribed(
     filters: dict[str, Any] | None = None,
     **settings: Any,
 ) -> PushConsumer:
-    """A consumer of one topic, in its own process or, if started, behind such a seam. Its listener can fail."""
+    """Return a consumer of one topic, in its own process or, if started, behind such a seam. Its listener can fail."""
     made = PushConsumer(route, group, **settings) if route else rmq.consumer(group, fail_fast=False, **settings)
     made.subscribe(topic, listener, **filters or {})
     return made.start() if route else made
@@ -84,12 +84,12 @@ def send(rmq: Kit, *bodies: str, topic: str = "t", **fields: Any) -> list[SendRe
 
 
 def bodies(rmq: Kit, process: str | None = None, group: str = "g") -> list[str]:
-    """Bodies that the listeners of a group got, in order, or those of one process: "g" is the first, then "g-2"."""
+    """Return the bodies that listeners of a group or of one process ("g" is the first, then "g-2") got, in order."""
     return [one.body.decode() for one in rmq.delivered(group) if process in (None, one.process)]
 
 
 class Noted:
-    """A listener that notes body, reconsume times and time of each delivery and fails as often as ``fails`` says."""
+    """A listener that records body, reconsume times and time of each delivery, and fails ``fails`` times."""
 
     def __init__(self, rmq: Kit, fails: dict[str, int] | None = None) -> None:
         self.rmq = rmq
@@ -110,7 +110,7 @@ class Noted:
 
 
 def most_at_once(rmq: Kit) -> int:
-    """How many listeners have run at the same time."""
+    """Return the largest number of listeners that ran at the same time."""
     ran = rmq.delivered("g")
     return max(sum(one.began_ms <= at.began_ms < (one.ended_ms or 0) for one in ran) for at in ran)
 
@@ -120,5 +120,5 @@ def assigned(consumer: PushConsumer | PullConsumer, topic: str = "t") -> list[in
 
 
 def newest_takes_all(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> Sequence[MessageQueue]:
-    """A strategy by which each new instance takes over all queues."""
+    """A strategy that gives all queues to the newest instance."""
     return queues if client_id == max(clients) else ()

@@ -76,7 +76,7 @@ def test_failures_are_dropped(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"offsetTable":{"a":1}}', '{"offsetTable":3}'])
 def test_unreadable_progress_is_taken_from_the_copy(one_queue: Kit, text: str) -> None:
-    """Without a copy that can be read the start is refused."""
+    """Without a readable copy the start is refused."""
     consumer = broadcasting(one_queue)
     for body in "ab":
         send(one_queue, body)
@@ -106,7 +106,7 @@ class FullDisk(MemoryFiles):
 
 
 def test_progress_that_cannot_be_saved_is_saved_later(one_queue: Kit) -> None:
-    """A full disk keeps no reader in the group either."""
+    """A full disk does not keep a reader in the group either."""
     files = FullDisk()
     files.make_folder("/offsets")
     consumer = broadcasting(one_queue, files=files)
@@ -126,7 +126,7 @@ def test_progress_that_cannot_be_saved_is_saved_later(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("start", list(ConsumeFrom))
 def test_the_message_that_creates_its_topic_is_delivered(rmq: Kit, start: ConsumeFrom) -> None:
-    """The first send to a new topic made queues whose first message was never delivered (issue 14, 2.4)."""
+    """The first send to a new topic created queues whose first message was never delivered (issue 14, 2.4)."""
     broadcasting(rmq, topic="new", consume_from=start)
     send(rmq, "before the first rebalance", topic="new", queue=0)
     rmq.advance(seconds=1)

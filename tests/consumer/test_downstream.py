@@ -14,7 +14,7 @@ from librmq.files.memory import MemoryFiles
 
 
 class Bank:
-    """What listeners call: it counts calls and can be down."""
+    """A downstream service that counts calls and can be down."""
 
     def __init__(self, **how: object) -> None:
         self.is_up = False

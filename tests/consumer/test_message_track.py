@@ -1,4 +1,4 @@
-"""What has become of a message, and dead letters sent again."""
+"""The state of a message in each group, and dead letters sent again."""
 
 from __future__ import annotations
 

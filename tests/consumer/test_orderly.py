@@ -1,4 +1,4 @@
-"""Push consumers, orderly: order, suspension, the maximum, locks, taking over, transactions of several calls."""
+"""Orderly push consumers: order, suspension, the maximum, locks, takeovers, transactions of several calls."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_takeover_waits_for_the_periodic_lock(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bool) -> None:
-    """The next one waits until the listener has ended; with the lock switched off it overtakes."""
+    """The next instance waits until the listener has ended; without the lock it does not."""
     settings: dict[str, Any] = {"strategy": newest_takes_all, "lock_queues": locked}
     first = ordered(one_queue, **settings)
     one_queue.faults.slow_listener("g", 5)
@@ -217,7 +217,7 @@ def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bo
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: bool) -> None:
-    """After 20 s, and not at all if the queue has returned meanwhile."""
+    """After 20 s, and not at all if the queue has returned by then."""
     seam = seam_of(one_queue)
     ordered(one_queue, Noted(one_queue, {"1": 40}), route=seam, strategy=newest_takes_all)
     send(one_queue, "1", "2")
@@ -239,7 +239,7 @@ def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: boo
 
 
 def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
-    """A message that comes while the broker does not answer is not left lying until the next one."""
+    """A message that arrives while the broker does not answer need not wait for the next one."""
     seam, listener = seam_of(one_queue), Noted(one_queue)
     ordered(one_queue, listener, route=seam)
     one_queue.advance(seconds=4)
@@ -261,7 +261,7 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
 
 
 def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> None:
-    """It is cut off for minutes, and another instance consumes meanwhile."""
+    """It is cut off for minutes, during which another instance consumes."""
     seam = seam_of(one_queue)
     first = ordered(one_queue, route=seam)
     send(one_queue, "1")

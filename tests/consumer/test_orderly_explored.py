@@ -14,7 +14,7 @@ from tests.planted import send
 
 
 def orders_in_order(rmq: Kit, lock_queues: bool = True) -> None:
-    """Two instances consume two queues in order, while one of them comes and goes."""
+    """Two instances consume two queues in order, while one of them starts and stops."""
     at_work: dict[int, str] = {}
     seen: dict[int, list[int]] = defaultdict(list)
 

@@ -1,4 +1,4 @@
-"""The process queue against a plain sorted dict, for any order of pulls, begins, ends and returns."""
+"""The process queue compared with a plain sorted dict, for any order of pulls, begins, ends and returns."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """Some that have begun; some may have ended before."""
+        """Remove some started messages; some may already have ended."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True))
         held = bool(self.waiting or self.begun)
         progress = self.real.remove([self.taken[one] for one in chosen])

@@ -32,7 +32,7 @@ QUEUES = [MessageQueue("t", "broker-a", number) for number in range(3)]
 
 @pytest.fixture
 def filled(rmq: Kit) -> Kit:
-    """Ten messages in each of three queues, of which every second one has tag b."""
+    """Store ten messages in each of three queues; every second one has tag b."""
     rmq.broker.create_topic("t", 3)
     for number in range(30):
         send(rmq, str(number), queue=number % 3, tags="ab"[number // 3 % 2])
@@ -130,7 +130,7 @@ class PassesOver(Seam):
 
 
 def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks at the same queue others can have it."""
+    """Between two checks of the same queue other threads can take the lock."""
     lock = CountedLock(filled.runner.lock)
     seam = PassesOver(filled.route)
     consumer = PullConsumer(seam, "g")
@@ -161,7 +161,7 @@ def test_each_poll_commits_messages_of_earlier_polls(filled: Kit) -> None:
 
 
 def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
-    """Leaving the block by an exception (Ctrl-C, say) means that the messages of the last poll were not."""
+    """If an exception such as Ctrl-C leaves the block, the messages of the last poll were not processed."""
     consumer = reader(filled)
     consumer.assign(QUEUES[:1])
 
@@ -182,7 +182,7 @@ def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
 
 @pytest.mark.parametrize("left_by", ["break", "exception"])
 def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
-    """Messages that the loop did not get come with the next poll, here or elsewhere (issue 14, 1.7)."""
+    """The next poll, here or elsewhere, returns the messages that the loop did not get (issue 14, 1.7)."""
     consumer = reader(filled)
     consumer.assign(QUEUES)
     handled: list[bytes] = []

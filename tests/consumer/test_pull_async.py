@@ -86,7 +86,7 @@ async def test_messages_may_be_iterated_over(broker: Broker) -> None:
 
 @pytest.mark.anyio
 async def test_an_async_loop_left_early_loses_nothing(broker: Broker) -> None:
-    """``return`` from within the loop leaves the generator for the event loop to close, some time later."""
+    """After a ``return`` from within the loop, the event loop closes the generator some time later."""
     producer = Producer(broker, "writers")
     for number in range(30):
         producer.send(Message("T", b"%d" % number))

@@ -1,4 +1,4 @@
-"""Push consumers, concurrently: delivery, retries, progress, rebalancing, limits, timeouts, life."""
+"""Concurrent push consumers: delivery, retries, progress, rebalancing, limits, timeouts, start and shutdown."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_progress_passes_filtered_messages(one_queue: Kit) -> None:
 
 
 def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None:
-    """Progress is saved from 10 seconds on every 5 when there is any."""
+    """From 10 seconds on, changed progress is saved every 5 seconds."""
     seam = seam_of(one_queue)
     subscribed(one_queue, route=seam)
     send(one_queue, "a")
@@ -371,7 +371,7 @@ def test_the_setting_decides_without_stored_progress(one_queue: Kit, begin: Cons
 
 
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
-    """The queue is dropped, the corrected offset stored after 10 s, the queue taken again by the next rebalance."""
+    """The queue is dropped, the corrected offset is stored after 10 s, and the next rebalance takes the queue again."""
     send(one_queue, "a", "b")
     one_queue.broker.call(UpdateOffset("g", "t", 0, 99))
     consumer = subscribed(one_queue)
@@ -441,7 +441,7 @@ def test_a_member_without_a_queue_is_idle(one_queue: Kit) -> None:
 
 
 def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: Kit) -> None:
-    """The overlap that real rebalancing has."""
+    """This is the overlap of real rebalancing."""
     first = subscribed(one_queue, strategy=newest_takes_all)
     one_queue.faults.slow_listener("g", 1)
     send(one_queue, "a")
@@ -490,7 +490,7 @@ def test_open_questions_are_repeated_every_20_seconds(one_queue: Kit) -> None:
 
 
 def test_instances_that_differ_leave_queues_unowned(four_queues: Kit) -> None:
-    """The trap: one of four queues of B is read, because the other instance subscribes to A only."""
+    """Only one of four queues of B is read, because the other instance subscribes only to A."""
     four_queues.broker.create_topic("B", 2)
     subscribed(four_queues)
     second = subscribed(four_queues)
@@ -508,7 +508,7 @@ def test_the_guard_refuses_a_group_that_differs(rmq: Kit) -> None:
 
 
 def test_instances_that_differ_are_reported_once_a_change(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    """Two instances with different subscriptions lost messages without a word (issue 14, 2.2)."""
+    """Two instances with different subscriptions silently lost messages (issue 14, 2.2)."""
     with caplog.at_level(logging.WARNING, "librmq"):
         subscribed(four_queues, filters={"tags": "a"})
         four_queues.advance(seconds=1)
@@ -869,7 +869,7 @@ def test_a_pull_that_fails_is_retried_after_3_seconds(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("has_another", [False, True])
 def test_a_forgotten_client_notices_it(one_queue: Kit, has_another: bool) -> None:
-    """Its pull is answered, and it asks again: now if the group has other members, else at its next heartbeat."""
+    """Its pull is answered, and it registers again: now if the group has other members, else at its next heartbeat."""
     consumer = subscribed(one_queue)
     if has_another:
         subscribed(one_queue)

@@ -99,7 +99,7 @@ def test_a_predicate_lets_messages_pass_as_consumed(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
 def test_a_predicate_and_a_batch_agree_on_consumption(one_queue: Kit, answer: int | Exception) -> None:
-    """The listener counts the messages that it got, which are not all of the batch."""
+    """The listener's index counts the messages that it got, which are not the whole batch."""
     calls: list[list[str]] = []
 
     def listen(messages: list[DeliveredMessage]) -> int | None:
@@ -153,7 +153,7 @@ def test_single_messages_want_a_batch_size_of_one(one_queue: Kit) -> None:
 
 
 def test_redeliveries_of_several_topics_keep_to_their_listeners(one_queue: Kit) -> None:
-    """A batch of the retry topic had gone to the listener of its first message's topic."""
+    """A batch of the retry topic went to the listener of its first message's topic."""
     one_queue.broker.create_topic("u", 1)
     got: list[tuple[str, str]] = []
     consumer = one_queue.consumer("g", batch_size=8)
@@ -232,7 +232,7 @@ def test_sql_that_a_broker_does_not_serve_is_refused(one_queue: Kit, kind: Any) 
 
 
 def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
-    """The consumer had counted as failed for good."""
+    """The consumer counted as failed for good."""
     consumer = one_queue.consumer("g")
     got: list[DeliveredMessage] = []
     with (

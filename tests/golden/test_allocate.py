@@ -105,7 +105,7 @@ def test_cases_beyond_those_of_rocketmq(run_lines: Run, row: Row, answer: Row) -
 
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_a_client_owns_the_same_queues_as_a_real_one(folder: Path) -> None:
-    """Real clients of 4.9.4 with the default strategy; most folders have them rebalance."""
+    """Real clients of 4.9.4 with the default strategy; in most folders they rebalance."""
     events = folder / "events.jsonl"
     for event in jsonl(events) if events.exists() else ():
         if event["kind"] == "allocate":
@@ -116,6 +116,6 @@ def test_a_client_owns_the_same_queues_as_a_real_one(folder: Path) -> None:
 
 
 def recorded_queue(topic: str, recorded: int | str) -> MessageQueue:
-    """A queue as it was written down: its number, or broker and number for brokers other than the first."""
+    """Return a queue in its recorded form: its number, or broker and number for brokers other than the first."""
     broker, _, number = str(recorded).rpartition(":")
     return MessageQueue(topic, broker or "broker-a", int(number))

@@ -1,4 +1,4 @@
-"""The recorded stores as Arrow, through every form of it: the rows that were recorded."""
+"""The recorded stores as Arrow, read in every way: the rows equal the recorded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of commands, compared with RocketMQ's reports about the same stores; the order of fields counts."""
+"""Output of commands, compared with RocketMQ's reports about the same stores; the order of fields matters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Commands:
 
 @pytest.fixture
 def commands(run_lines: Run, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    """With the settings of the present store, if its files don't show them."""
+    """Return commands with the settings of the current store, if its files do not show them."""
     commands = Commands(run_lines)
     if "folder" in request.fixturenames:
         folder: Path = request.getfixturevalue("folder")
@@ -71,7 +71,7 @@ def inferred(store: Path) -> StoreConfig | None:
 
 
 def lines(rows_: Iterable[Row]) -> list[str]:
-    """Rows in a form in which the order of fields counts."""
+    """Return rows in a form in which the order of fields matters."""
     return [json.dumps(row, ensure_ascii=False) for row in rows_]
 
 
@@ -102,10 +102,8 @@ def queue_rows(folder: Path) -> list[str]:
 
 @cache
 def entries(folder: Path) -> dict[tuple[str, int], list[Row]]:
-    """The entries of each queue as they should be: with the tags codes of their records.
-
-    RocketMQ keeps an entry when its record changes unnoticed. Where it lost entries, and
-    serves filler in their place, the queue is None: librmq has them.
+    """Return the correct entries of each queue, with the tags codes of their records. RocketMQ keeps an entry when its
+    record changes unnoticed. A queue whose entries it lost and replaced by filler is None, because librmq has them.
     """
     codes = {row["phys"]: (row["dispatch_tags_code"], row["dispatch_tags_code_hex"]) for row in rows(folder, "message")}
     found: dict[tuple[str, int], list[Row]] = {}
@@ -203,7 +201,7 @@ def test_query_by_key(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_all_times(folder: Path, row: Row) -> bool:
-    """Whether an index query has no bounds: during a recovery RocketMQ rounds times again, and can lose older keys."""
+    """Return whether an index query has no bounds: a recovery of RocketMQ rounds times again, and can lose older keys."""
     return int(row["begin"]) <= 0 and int(row["end"]) > rows(folder, "message")[-1]["store_timestamp"]
 
 
@@ -260,9 +258,8 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_what_is_gone(folder: Path, row: Row) -> bool:
-    """Whether the answer to a question depends on messages of a queue that are gone with their files.
-
-    Their times are those of the file system, and the time at 0 is that of the first remaining file.
+    """Return whether an answer depends on messages of a queue whose files were deleted. Their times are those of the
+    file system, and the time at 0 is that of the first remaining file.
     """
     of_queue = entries(folder).get((row["topic"], row["queue_id"]), [])
     begin = rows(folder, "store")[1]["min_phy_offset"]

@@ -80,7 +80,7 @@ def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts.timestamp_ms % (1 << 32) >= 0
         assert int(row["uniq_id"][-12:-4], 16) == row["month_ms_diff"]
         assert len(row["uniq_id"]) == 2 * row["bytes"]
-    # Made again from their parts, in order. The compact data have gaps: ids between two rows are made too.
+    # Generated again from their parts, in order. The compact data have gaps: ids between two rows are generated too.
     monkeypatch.setattr("os.getpid", lambda: rows[0]["pid"])
     ip = bytes.fromhex(rows[0]["uniq_id"])[:-12]
     now_ms = 0
@@ -107,8 +107,8 @@ def test_properties() -> None:
     for row in encoding("properties"):
         text, properties = row["string_java_hashmap_order"], row["map"]
         assert record_format.decode_properties(text) == record_format.decode_properties(text.encode()) == row["decoded"]
-        # Rows have their maps sorted by name, which need not be how they were filled. That decides within a
-        # bucket only, and so the order of the result does as well.
+        # Rows have their maps sorted by name, which need not be the order of insertion. The order within a bucket
+        # depends on it, and so does the order of the result.
         assert (
             record_format.encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
         )

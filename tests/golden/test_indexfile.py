@@ -1,4 +1,4 @@
-"""Index files against those that the broker wrote; its answers to queries are those of the command `ask`."""
+"""Index files compared with those that the broker wrote; tests of the command `ask` compare answers to queries."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def records_of_clients(path: Path) -> Iterator[Record]:
 
 @cache
 def can_be_foretold(folder: Path) -> bool:
-    """Whether the index of a reference is what its records make: it, and they, were not damaged since.
-
-    After a recovery RocketMQ can have indexed keys again; other tests check the search then.
+    """Return whether the index of a reference can be derived from its records: neither was damaged later. After a
+    recovery RocketMQ can have indexed keys again; other tests check the search then.
     """
     (config,) = rows(folder, "config")
     if (folder / "mutation.json").exists():

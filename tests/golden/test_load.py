@@ -70,7 +70,7 @@ def is_delayed(operation: Row) -> bool:
 
 
 def without_what_comes_later(folder: Path) -> list[tuple[Row, Row]]:
-    """The operations that need no check and no delivery."""
+    """Return the operations that need no check and no delivery."""
     return [
         (operation, answer)
         for operation, answer in recorded(folder)
@@ -113,7 +113,7 @@ def log_bytes(store: Path) -> bytes:
 
 @cache
 def damage(folder: Path) -> tuple[Damage, ...]:
-    """Return later changes of the reference, as far as its files show; parts ahead do no harm."""
+    """Return later changes of the reference that its files show; parts ahead do no harm."""
     if not (folder / "mutation.json").exists():
         return ()
     verdict = verify(str(folder / "store"), config_of(folder))
@@ -126,7 +126,7 @@ def is_spoilt(folder: Path, part: str) -> bool:
 
 
 def own_end(folder: Path, store: Path, config: StoreConfig) -> int:
-    """Up to where our log can be compared: the reference's may have been damaged afterwards."""
+    """Return the end of the comparable part of our log: the reference may have been damaged later."""
     with open_log(store, config) as log:
         end = log.end
     ends = [item.offset for item in damage(folder) if Path(item.file).parent == folder / "store" / "commitlog"]
@@ -141,7 +141,7 @@ def is_torn(raw: bytes) -> bool:
 
 
 def is_written_beside(message: StoredMessage) -> bool:
-    """Whether an operation wrote the record beside its own, or time did: its store time is free then."""
+    """Return whether the record is a side effect of an operation or of time: its store time is then free."""
     properties = message.properties
     if message.topic in (OP_TOPIC, CHECK_MAX_TIME_TOPIC) or "TRANSACTION_CHECK_TIMES" in properties:
         return True
@@ -256,7 +256,7 @@ def assert_same_index(folder: Path, store: Path, config: StoreConfig, free: set[
 
 
 def assert_same_answers(ours: list[Row], theirs: list[Row]) -> None:
-    """Row by row; a pass that met its own copies, which is a race, together with those up to where both agree."""
+    """Compare row by row. A pass that met its own copies, which is a race, counts together with the next ones."""
     race: tuple[list[Row], list[Row]] | None = None
     for a, b in zip(ours, theirs, strict=True):
         if race is None and b["op"] == "tx_check" and places(b["check_back"]) & places(b["discarded"]):
@@ -302,7 +302,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
 
 
 def essence(message: StoredMessage) -> tuple[Any, ...]:
-    """What does not depend on the messages around it."""
+    """Return the parts of a message that do not depend on its neighbours."""
     own = message.topic != OP_TOPIC
     return (
         message.topic,
@@ -359,7 +359,7 @@ Unit = tuple[int, int, str | None] | None
 
 
 def recorded_units(folder: Path) -> dict[int, Unit]:
-    """By physical offset the tags code, store time and bitmap of each record's extension unit, None without one."""
+    """Return tags code, store time and bitmap of each record's extension unit by physical offset, None without one."""
     found: dict[int, Unit] = {}
     for row in rows(folder, "cq"):
         ext = row.get("ext")
@@ -400,7 +400,7 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
 
 @stores
 def test_recorded_bitmaps_are_those_of_the_filters_in_force(folder: Path) -> None:
-    """All of them, the delivered messages' too; where a delivery fell between operations, either side's."""
+    """This includes delivered messages; if a delivery fell between operations, the filters of either side count."""
     states: list[tuple[int, Registrations]] = [(-1, Registrations())]  # from which physical offset on
     operations: list[Row] = []
     last = -1
@@ -432,7 +432,7 @@ TABLES = ("topic", "subgroup", "consumer_offset", "filter", "persist")
 
 @stores
 def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
-    """Free are the order of keys, versions, birth times, and what the broker makes by itself."""
+    """The order of keys, versions, birth times, and entries that the broker creates may differ."""
     pairs = [(operation, answer) for operation, answer in recorded(folder) if operation["op"] in TABLES]
     operations = [operation for operation, _ in pairs]
     loaded = load(tmp_path / "store", config_of(folder), operations)
@@ -477,7 +477,7 @@ def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> N
 
 
 def split(operations: Sequence[Row]) -> int:
-    """A place near the middle where no transaction is open; the end if there is none."""
+    """Return a place near the middle where no transaction is open; the end if there is none."""
     last = {row["id"]: at for at, row in enumerate(operations) if row["op"] in ("commit", "rollback")}
     first = {row["id"]: at for at, row in enumerate(operations) if row["op"] == "half"}
     free = [

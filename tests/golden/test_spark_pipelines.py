@@ -41,9 +41,8 @@ Name = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Recorded stores of 4.9, all with different content, as the brokers of a cluster.
-
-    One of them has lost its queues: all that is in them follows from the log.
+    """Recorded stores of 4.9, all with different content, as the brokers of a cluster. One of them has lost its queues,
+    which are rebuilt from the log.
     """
     found = sorted(path / "store" for path in reference().folder.iterdir() if (path / "store" / "commitlog").is_dir())
     chosen: list[str] = []
@@ -51,7 +50,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for path in sorted(found, key=lambda one: one.parent.name, reverse=True):
         if not path.parent.name.startswith(("store-", "clients-")):
             continue
-        # Many are alike: those are left out that have nothing which those before had not.
+        # Many are similar: stores that add nothing new are skipped.
         with MessageStore.open(path, read_only=True) as store:  # its queues can be deleted
             topics = {topic for topic, _ in store.queues}
         kinds = {topic.rpartition("%")[0] or (topic if is_system_topic(topic) else "") for topic in topics}
@@ -76,7 +75,7 @@ def a_worker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
 
 
 class Plain:
-    """The messages of the stores, by queue, with everything that the pipelines need."""
+    """The messages of the stores by queue, with all fields that the pipelines need."""
 
     def __init__(self, paths: list[str]) -> None:
         self.queues: dict[Name, tuple[int, int]] = {}
@@ -167,7 +166,7 @@ def test_skew(stores: list[str], plain: Plain) -> None:
 
 
 def own(plain: Plain) -> list[tuple[str, str, int, int, str, StoredMessage]]:
-    """Every key of every message that a producer sent."""
+    """Yield every key of every message that a producer sent."""
     return [
         (key, topic, message.store_timestamp_ms, message.physical_offset, path, message)
         for (path, topic, _), messages in plain.messages.items()
@@ -257,7 +256,7 @@ def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -
 
 
 def store_with_timers(path: Path) -> None:
-    """Timers in slots, put on from slot to slot, deleted, due, and on their way into the wheel."""
+    """Create timers that are in slots, rolled, deleted, due, and on their way into the wheel."""
     clock = ManualClock(1_700_000_000_000)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         settings = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)

@@ -138,7 +138,7 @@ def test_a_ninth_name_in_a_bucket_doubles_the_map_early() -> None:
 
 
 def test_names_that_share_every_bucket_keep_their_order() -> None:
-    """Java makes trees of such buckets; that order is not imitated."""
+    """Java turns such buckets into trees; librmq does not imitate that order."""
     assert hash_map_order(EQUAL) == tuple(range(16))
     names = [f"k{at}" for at in range(40)] + EQUAL[::-1] + [f"m{at}" for at in range(150)]
     assert [at - 40 for at in hash_map_order(names) if 40 <= at < 56] == list(range(16))

@@ -1,4 +1,4 @@
-"""Signals that come during a critical stretch: real ones, taken after it."""
+"""Real signals that arrive during a critical block are handled after it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_handlers_are_the_applications_again(handlers: list[int]) -> None:
 
 
 def test_a_signal_at_any_call_is_neither_lost_nor_early(handlers: list[int]) -> None:
-    """Entering and leaving are interrupted at each call: the stretch is run whole or not at all."""
+    """Entering and leaving are interrupted at each call: the block runs completely or not at all."""
     stretches: list[str] = []
 
     def run() -> None:
@@ -120,7 +120,7 @@ def test_other_threads_change_no_handler(handlers: list[int]) -> None:
 
 
 def was_interrupted(number: int) -> bool:
-    """Tell whether a signal ends a system call of this thread that Python does not begin again."""
+    """Return whether a signal ends a system call of this thread that Python does not retry."""
     main, (reading, writing) = threading.get_ident(), os.pipe()
     state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
 
@@ -143,7 +143,7 @@ def was_interrupted(number: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize("interrupts", [True, False])
 def test_system_calls_resume_as_the_application_chose(handlers: list[int], interrupts: bool) -> None:
-    """What `signal.siginterrupt` says holds during a stretch and after it."""
+    """The choice of `signal.siginterrupt` holds during a block and after it."""
     signal.siginterrupt(signal.SIGALRM, interrupts)
     with critical:
         assert was_interrupted(signal.SIGALRM) is interrupts

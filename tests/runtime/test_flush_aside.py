@@ -1,4 +1,4 @@
-"""Progress is saved after a flush: when, beside which turns, and again after which failures."""
+"""Progress is saved after a flush: when, during which other turns, and again after which failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from librmq.runtime.flush_aside import FlushAside
 
 
 class Owner:
-    """Something with progress: ``at`` is the reached progress, ``saved`` the noted one."""
+    """An owner of progress: ``at`` is the current progress, ``saved`` the recorded one."""
 
     def __init__(self, *, runs_aside: bool) -> None:
         self.at = self.saved = self.now = 0

@@ -1,4 +1,4 @@
-"""Running by threads: long backlogs, user code that ends in unusual ways, forks."""
+"""Running with threads: long backlogs, user code that ends in unusual ways, forks."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_runners_have_a_useful_repr() -> None:
 
 
 class PutBack(SystemClock):
-    """Goes back an hour at one of its readings."""
+    """A clock that is set back an hour at one of its readings."""
 
     def __init__(self, reading: int) -> None:
         self.left = reading

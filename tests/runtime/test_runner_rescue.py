@@ -1,4 +1,4 @@
-"""Threads that run out, are all busy or fail at the edges: due work is still done, and failures are logged."""
+"""No thread can be started, or all are busy or fail: due work is still done, and failures are logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Refusing = Callable[[str], AbstractContextManager[threading.Event]]
 
 
 class Outcomes:
-    """Results of work, and the number that has ended."""
+    """Results of work, and the number of finished pieces."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []

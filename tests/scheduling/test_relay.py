@@ -1,4 +1,4 @@
-"""Any time by levels: how many hops, how late, and the proxy that carries messages so."""
+"""Delivery at any time by levels: number of hops, lateness, and the proxy that forwards the messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Transactions compared with an outside observer's expectations, with lost answers, repeated ends, crashes and time.
-
-A message is delivered if and only if its transaction was committed, once, never before and never after a rollback;
-and in the end every transaction that its producer has decided on is decided here too.
+"""Transactions compared with what an observer expects, over lost answers, repeated ends, crashes and time. A message is
+delivered once if its transaction was committed, and never otherwise. In the end every transaction that its producer has
+decided is also decided in the store.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Place = tuple[int, int]
 
 @dataclass
 class Local:
-    """A transaction as its producer has it."""
+    """A transaction as its producer knows it."""
 
     number: int
     places: list[Place] = field(default_factory=list)
@@ -39,7 +38,7 @@ class Local:
 
 
 class TransactionMachine(RuleBasedStateMachine):
-    """Producers that decide, answer or don't; a broker that checks, and dies."""
+    """Producers that decide and answer, or do not; a broker that checks and dies."""
 
     @initialize(check_max=st.sampled_from([2, 15]))
     def begin(self, check_max: int) -> None:
@@ -80,7 +79,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(local.outcome for local in self.locals))
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """A producer ends a transaction, by any coordinates that it knows, perhaps not for the first time."""
+        """A producer ends a transaction, with any offsets that it knows, possibly repeatedly."""
         local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
         self.tell(local, data.draw(st.sampled_from(local.places)))
 
@@ -93,7 +92,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.questions)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        """A question is answered, in any order, or never."""
+        """A check is answered, in any order, or never."""
         question = self.questions.pop(data.draw(st.integers(0, len(self.questions) - 1)))
         local = self.locals[int(question.half.body)]
         place = question.half.physical_offset, question.half.queue_offset
@@ -131,7 +130,7 @@ class TransactionMachine(RuleBasedStateMachine):
 
     @rule()
     def one_turn(self) -> None:
-        """Part of a pass, so that ends come during it."""
+        """Part of a pass, so that transactions end during it."""
         due = self.transactions.run_due(self.clock.now_ms())
         if due is not None:
             self.clock.move_to(due)

@@ -1,4 +1,4 @@
-"""Delay levels and timers alike: many due messages, undeliverable ones, full disks, settings."""
+"""Common behaviour of delay levels and timers: many due messages, undeliverable ones, full disks, settings."""
 
 from __future__ import annotations
 

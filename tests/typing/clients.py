@@ -1,7 +1,7 @@
 """User-style code of producers and consumers that only type checkers read.
 
-What is right must pass. What is wrong carries an ignore: both checkers report an ignore that nothing needs, so that
-each of these lines proves that the mistake is found.
+Correct code must pass. Wrong code carries an ignore: both checkers report an unneeded ignore, so each of these lines
+proves that the mistake is found.
 """
 
 from __future__ import annotations
