@@ -40,7 +40,7 @@ def test_nothing_waits_nothing_is_due() -> None:
 
 
 @pytest.mark.parametrize(("put_at", "look_at"), [(0, 1000), (1, 1100), (50, 1100), (99, 1100), (100, 1100)])
-def test_due_is_the_first_look_at_or_after_the_time(put_at: int, look_at: int) -> None:
+def test_due_is_the_first_tick_at_or_after_the_time(put_at: int, look_at: int) -> None:
     waiting = Waiting()
     waiting.pass_to(put_at)
     result = waiting.put()
@@ -52,7 +52,7 @@ def test_due_is_the_first_look_at_or_after_the_time(put_at: int, look_at: int) -
     assert waiting.runs == [look_at]
 
 
-def test_the_first_look_comes_a_second_after_the_start() -> None:
+def test_the_first_tick_is_a_second_after_the_start() -> None:
     files = MemoryFiles()
     earlier = Waiting(files=files)
     earlier.put()
@@ -64,7 +64,7 @@ def test_the_first_look_comes_a_second_after_the_start() -> None:
     assert waiting.delivered() == [(b"b", 6_030)]
 
 
-def test_a_late_call_looks_at_the_last_look_of_the_grid() -> None:
+def test_a_late_call_uses_the_last_tick_of_the_grid() -> None:
     waiting = Waiting()
     waiting.clock.advance(ms=50)
     waiting.put()
@@ -96,7 +96,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
-def test_many_at_once_go_each_to_its_own_queue(config: StoreConfig) -> None:
+def test_many_together_go_each_to_its_own_queue(config: StoreConfig) -> None:
     """They are read and written many together; that they differ in everything, and log files end between, is nothing
     to them.
     """
@@ -156,7 +156,7 @@ def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: by
             assert encode_properties(properties) == raw
 
 
-def test_names_that_senders_make_up_cost_no_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_property_names_cost_no_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repair 4: messages with 1,500 different names each held the runner for seconds."""
     made: list[str] = []
     compiled = re.compile
@@ -176,7 +176,7 @@ def test_names_that_senders_make_up_cost_no_layout_each(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])
-def test_an_uncommitted_message_is_stored_out_of_sight(bits: int) -> None:
+def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
     """What a transaction has not committed is stored where no reader sees it."""
     waiting = Waiting()
     raw = encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
@@ -293,7 +293,7 @@ def test_a_progress_that_the_queue_does_not_have_is_corrected(
     assert f"the progress was {stored}" in caplog.text
 
 
-def test_a_progress_of_a_queue_that_is_gone_starts_over() -> None:
+def test_progress_of_a_deleted_queue_starts_over() -> None:
     waiting = Waiting()
     waiting.offsets.set_delay_offset(1, 5)
     waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
@@ -308,7 +308,7 @@ def reopened(waiting: Waiting, levels: str) -> Waiting:
     return Waiting(dataclasses.replace(SMALL, message_delay_level=levels), files=waiting.files, at_ms=START_MS)
 
 
-def test_a_level_that_became_shorter_delivers_at_once() -> None:
+def test_a_shortened_level_delivers_immediately() -> None:
     waiting = Waiting()
     waiting.put(level=2)
     again = reopened(waiting, "1s 2s")
@@ -380,7 +380,7 @@ def test_the_hash_of_the_tags_is_not_a_time() -> None:
     assert waiting.delivered() == [(b"b", 5_000)]
 
 
-def test_a_store_that_takes_nothing_any_more_is_reported() -> None:
+def test_a_store_that_accepts_nothing_is_reported() -> None:
     waiting = Waiting()
     waiting.put()
     waiting.store.close()

@@ -143,7 +143,7 @@ def test_commit_writes_the_message_and_an_op(desk: Desk) -> None:
     assert op.properties == {"TAGS": "d", "WAIT": "true"}
 
 
-def test_rollback_writes_an_op_alone(desk: Desk) -> None:
+def test_rollback_writes_only_an_op(desk: Desk) -> None:
     desk.rollback(desk.prepare())
     assert [message.topic for message in desk.store] == [HALF_TOPIC, OP_TOPIC]
 
@@ -326,7 +326,7 @@ def test_a_crash_between_final_and_op_delivers_once(desk: Desk, monkeypatch: pyt
     assert again.check() == []
 
 
-def test_a_commit_without_room_for_the_op_is_made_good(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_without_room_for_the_op_is_completed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     half = desk.prepare(unique_key=None)
     fail_once(monkeypatch, desk.store, OP_TOPIC, DiskFullError("full"))
     with pytest.raises(DiskFullError):
@@ -368,7 +368,7 @@ def test_a_check_of_nothing(desk: Desk) -> None:
     assert desk.topics == [HALF_TOPIC]
 
 
-def test_a_half_without_an_op_is_put_back_and_asked_about(desk: Desk) -> None:
+def test_a_half_without_an_op_is_copied_and_checked(desk: Desk) -> None:
     desk.prepare(flag=5, reconsume_times=2)
     (copy,) = desk.check()
     half, stored = desk.store
@@ -419,7 +419,7 @@ def test_a_young_half_ends_the_pass(desk: Desk, age: int, asked: int) -> None:
     assert len(desk.check(1)) == asked
 
 
-def test_a_half_of_the_same_moment_ends_the_pass(desk: Desk) -> None:
+def test_a_half_of_the_same_millisecond_ends_the_pass(desk: Desk) -> None:
     desk.prepare(born_timestamp_ms=START_MS - 60_000)
     assert desk.check(0) == []
     assert len(desk.check(1)) == 1
@@ -430,7 +430,7 @@ def test_a_half_from_the_future_is_asked_about(desk: Desk) -> None:
     assert len(desk.check()) == 1
 
 
-def test_an_own_immunity_is_kept_by_putting_back(desk: Desk) -> None:
+def test_an_own_immunity_is_kept_in_the_copy(desk: Desk) -> None:
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     for times in (1, 2):
         assert desk.check() == []
@@ -444,7 +444,7 @@ def test_an_own_immunity_is_kept_by_putting_back(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "x", ""])
-def test_an_immunity_that_is_none_is_the_usual_one(desk: Desk, value: str) -> None:
+def test_an_invalid_immunity_counts_as_the_default(desk: Desk, value: str) -> None:
     raw = {"PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "0", "CHECK_IMMUNITY_TIME_IN_SECONDS": value}
     desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=record.encode_properties(raw))
     desk.check(5_999)
@@ -497,7 +497,7 @@ def test_a_half_that_is_too_old_is_given_up(desk: Desk) -> None:
     assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties["TRANSACTION_CHECK_TIMES"] == "1"
 
 
-def test_how_old_is_too_old_is_a_setting(desk: Desk) -> None:
+def test_the_maximum_age_is_a_setting(desk: Desk) -> None:
     desk.prepare()
     assert len(desk.check(3_600_001, reserved_hours=2)) == 1
     assert desk.check(1, reserved_hours=1) == []
@@ -510,7 +510,7 @@ def test_check_times_as_they_are_read(desk: Desk, times: str, asked: str) -> Non
     assert [copy.properties["TRANSACTION_CHECK_TIMES"] for copy in desk.check()] == [asked]
 
 
-def test_a_half_that_is_full_to_the_brim_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_half_without_room_for_a_copy_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(StoreConfig.tiny())
     desk.prepare(properties={"long": "x" * 32_680})
     assert desk.check() == []
@@ -525,7 +525,7 @@ def test_copies_of_a_pass_wait_for_the_next(desk: Desk) -> None:
     assert [copy.queue_offset for copy in desk.check()] == list(range(80, 120))
 
 
-def test_halves_that_are_gone_are_jumped_over(desk: Desk) -> None:
+def test_deleted_halves_are_skipped(desk: Desk) -> None:
     for number in range(60):
         desk.prepare(number)
     desk.store.log.delete_before(4096)
@@ -553,7 +553,7 @@ def test_an_op_progress_beyond_the_queue_is_corrected(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("body", "tag"), [(b"x", "d"), (b"0", "other"), (b"9" * 30, "d"), (b"99999999999", "d")])
-def test_ops_that_say_nothing_end_nothing(desk: Desk, body: bytes, tag: str) -> None:
+def test_empty_ops_end_nothing(desk: Desk, body: bytes, tag: str) -> None:
     half = desk.prepare()
     desk.store.append(Message(OP_TOPIC, body, tags=tag), 0)
     assert half.queue_offset not in EndedHalves(desk.store, desk.offsets)

@@ -110,7 +110,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------------------------------------- they go, with a word
 
 
-def test_unread_messages_go_with_one_warning_a_group_and_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_deleting_unread_messages_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop()
     shop.send(4)
     for group, count in (("bills", 1), ("mails", 3), ("stock", 4)):
@@ -128,7 +128,7 @@ def test_unread_messages_go_with_one_warning_a_group_and_file(caplog: pytest.Log
     assert shop.lost == {("orders", "bills"): read - 1, ("orders", "mails"): read - 3, ("orders", "stock"): read - 4}
 
 
-def test_no_word_where_all_was_consumed_or_nothing_reads(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_without_unconsumed_messages(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop()
     shop.broker.create_topic("unread", 1)
     for _ in range(10):
@@ -140,7 +140,7 @@ def test_no_word_where_all_was_consumed_or_nothing_reads(caplog: pytest.LogCaptu
     assert shop.lost == {}
 
 
-def test_a_group_that_runs_but_never_got_on_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_running_group_without_progress_counts(caplog: pytest.LogCaptureFixture) -> None:
     """Its listener hangs in the first message, so it has no progress at all."""
     shop = Shop()
     with PullConsumer(shop.broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:

@@ -93,7 +93,7 @@ def test_a_given_runner_continues() -> None:
 
 
 @pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
-def test_a_child_process_has_no_use_of_it() -> None:
+def test_a_child_process_cannot_use_the_broker() -> None:
     with Broker.temporary() as broker:
         broker.create_topic("T")
 

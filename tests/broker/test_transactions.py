@@ -135,7 +135,7 @@ def test_a_check_that_reaches_no_producer_does_not_count(
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
-def test_halves_without_producer_keep_no_others_waiting(rmq: Kit, broker: Broker) -> None:
+def test_halves_without_a_producer_delay_no_others(rmq: Kit, broker: Broker) -> None:
     """Halves of a group without producer keep no others waiting."""
     alone = Message("T", b"alone", unique_key="A")
     alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
@@ -153,7 +153,7 @@ def test_halves_without_producer_keep_no_others_waiting(rmq: Kit, broker: Broker
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
-def test_a_question_that_is_refused_does_not_count(rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_check_does_not_count(rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     class Ordinary(Listening):
         def call(self, request: Request[Any], /) -> Any:
             super().call(request)
@@ -172,7 +172,7 @@ def test_a_question_that_is_refused_does_not_count(rmq: Kit, broker: Broker, cap
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
-def test_a_producer_that_fails_as_it_is_asked_ends_no_check(
+def test_a_producer_that_fails_in_a_check_ends_no_check(
     rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(Listening):
@@ -219,7 +219,7 @@ def expired(broker: Broker) -> None:
 
 @pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
 @pytest.mark.parametrize("has_metrics", [False, True])
-def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_metrics: bool) -> None:
+def test_the_end_of_a_deleted_half_is_refused(state: TransactionState, has_metrics: bool) -> None:
     """Retention has taken it."""
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)

@@ -37,7 +37,7 @@ def test_lag_is_a_line_a_queue(shell: Shell) -> None:
     assert sum(row["lag"] for row in by_topic) == group["lag"]
 
 
-def test_an_unknown_group_or_topic_is_said(shell: Shell) -> None:
+def test_an_unknown_group_or_topic_is_reported(shell: Shell) -> None:
     answer = shell("lag", "store", "--group", "CG_ordre", "--topic", "OrderTopik")
     assert (answer.status, answer.out) == (0, "")
     assert "there is no group 'CG_ordre'; did you mean 'CG_order'?" in answer.said
@@ -237,7 +237,7 @@ def test_no_more_dead_letters_are_resent_than_the_limit(broken: Shell) -> None:
     assert len(broken("show", "kit", "--topic", "%RETRY%g").rows) == retries + 2
 
 
-def test_nothing_to_resend_is_said(broken: Shell) -> None:
+def test_nothing_to_resend_is_reported(broken: Shell) -> None:
     answer = broken("dead-letters", "kit", "--resend", "--group", "typo")
     assert (answer.status, answer.out) == (0, "")
     assert "nothing is sent" in answer.said

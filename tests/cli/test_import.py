@@ -56,7 +56,7 @@ def test_an_export_is_imported_as_it_was(shell: Shell, name: str) -> None:
     }
 
 
-def test_hosts_and_flags_come_along_where_they_are_exported(shell: Shell) -> None:
+def test_exported_hosts_and_flags_are_imported(shell: Shell) -> None:
     with MessageStore.open("old") as store:
         message = Message("T", b"x")
         message.flag = 7

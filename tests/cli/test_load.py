@@ -246,14 +246,14 @@ def test_commit_writes_the_final_message_and_an_op(load: Load) -> None:
     assert_op(op, half, AT + 7)
 
 
-def test_rollback_writes_an_op_only(load: Load) -> None:
+def test_load_writes_only_an_op_for_a_rollback(load: Load) -> None:
     answers = load({**HALF, "at_ms": AT}, {**END["rollback"], "at_ms": AT + 1})
     assert (answers[1]["id"], answers[1]["response_code"]) == ("h", 0)
     half, op = load.messages()
     assert_op(op, half, AT + 1)
 
 
-def test_ending_twice_is_done_twice(load: Load) -> None:
+def test_a_repeated_end_is_repeated(load: Load) -> None:
     load(HALF, END["commit"], END["commit"], END["rollback"])
     assert [message.topic for message in load.messages()] == [
         HALF_TOPIC, "T", OP_TOPIC, "T", OP_TOPIC, OP_TOPIC,
@@ -308,7 +308,7 @@ def store_times(answers: list[Row]) -> list[int]:
     return [answer["store_timestamp"] for answer in answers if "store_timestamp" in answer]
 
 
-def test_time_stands_still_but_for_at_ms_and_sleep(load: Load) -> None:
+def test_only_at_ms_and_sleep_move_time(load: Load) -> None:
     answers = load(
         {**PUT, "at_ms": AT}, PUT, {"op": "sleep", "ms": 250}, PUT, {"op": "wait_dispatch", "at_ms": AT + 300}, PUT,
         {"op": "sleep", "ms": 0, "at_ms": AT + 300}, PUT,
@@ -328,7 +328,7 @@ def test_the_first_at_ms_may_lie_before_the_start(load: Load) -> None:
     assert load.messages()[0].store_timestamp_ms == 1
 
 
-def test_but_not_if_a_message_bears_the_time_of_the_start(load: Load) -> None:
+def test_at_ms_must_not_precede_a_stored_message(load: Load) -> None:
     with pytest.raises(InputError, match=r"line 2: at_ms: expected at least"):
         load(PUT, {**PUT, "at_ms": 1})
 
@@ -366,7 +366,7 @@ def test_a_delayed_message_is_delivered_when_it_is_due(
         assert (message.born_timestamp_ms, message.born_host) == (waited.born_timestamp_ms, waited.born_host)
 
 
-def test_sleep_comes_to_a_delivery_too(load: Load) -> None:
+def test_sleep_delivers_due_messages_too(load: Load) -> None:
     load({**PUT, "delayLevel": 1, "at_ms": AT}, {"op": "sleep", "ms": 1000})
     assert [message.topic for message in load.messages()] == [SCHEDULE_TOPIC, "T"]
     assert (load.path / "config" / "delayOffset.json").read_text() == '{\n\t"offsetTable":{1:1\n\t}\n}'
@@ -568,7 +568,7 @@ def test_a_crash_keeps_acknowledged_messages(load: Load) -> None:
     assert not (load.path / "abort").exists()
 
 
-def test_an_abandoned_store_is_of_no_use(tmp_path: Path) -> None:
+def test_an_abandoned_store_is_unusable(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path, CONFIG)
     store.append(Message("T", b"b"))
     store.abandon()
@@ -672,7 +672,7 @@ def test_any_value_of_a_field_is_taken_refused_or_bad_input(
 # --- the run
 
 
-def test_each_row_comes_before_the_next_line_is_asked_for(tmp_path: Path) -> None:
+def test_each_row_is_printed_before_the_next_line_is_read(tmp_path: Path) -> None:
     answers: list[Row] = []
 
     def lines() -> Iterator[str]:

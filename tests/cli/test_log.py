@@ -197,7 +197,7 @@ def test_bytes_after_the_end(log: Log) -> None:
         assert f" at {end}: " in err
 
 
-def test_a_record_inside_of_a_body_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_a_record_inside_a_body_is_not_a_record(tmp_path: Path) -> None:
     inner = Log(tmp_path).add(b"inner")
     log = Log(tmp_path)
     log.add(b"first")

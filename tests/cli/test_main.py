@@ -91,7 +91,7 @@ def test_an_interrupt_while_the_command_is_loaded_is_one_line(
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
-def test_a_mistake_of_ours_is_one_line_too(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_is_one_line_too(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake(raiser(ZeroDivisionError("oh")))
     assert main(["queues", "store"]) == 2
     said = capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_a_mistake_of_ours_is_one_line_too(fake: Fake, capsys: pytest.CaptureFix
         (["--format", "table", "queues", "--format", "jsonl", "s", "--config", "c"], "jsonl", "c"),
     ],
 )
-def test_options_may_stand_before_and_behind_the_command(
+def test_options_may_precede_and_follow_the_command(
     fake: Fake, words: list[str], form: str | None, config: str | None
 ) -> None:
     seen = fake(lambda arguments, output: 0)

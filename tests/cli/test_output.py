@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_text_from_elsewhere_cannot_command_a_terminal() -> None:
+def test_foreign_text_cannot_control_a_terminal() -> None:
     assert printable(NASTY) == SAFE
     assert printable("订单 Ünïcode 👍🏽") == "订单 Ünïcode 👍🏽"
 

@@ -254,7 +254,7 @@ def test_a_file_of_another_length_is_damage(run: Run, copy: Path, command: str, 
         assert str(file) in err
 
 
-def test_recover_clears_files_of_no_length_away(run: Run, copy: Path) -> None:
+def test_recover_removes_files_of_length_zero(run: Run, copy: Path) -> None:
     (copy / "abort").write_bytes(b"")
     ahead = copy / "commitlog" / f"{5 * 65536:020d}"
     ahead.write_bytes(b"")

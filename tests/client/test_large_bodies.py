@@ -88,9 +88,7 @@ def test_a_part_is_not_split_again() -> None:
     size=st.integers(1, 70),
     dice=st.randoms(use_true_random=False),
 )
-def test_bodies_come_together_in_any_order_with_any_duplicates(
-    bodies: list[bytes], size: int, dice: random.Random
-) -> None:
+def test_bodies_are_assembled_in_any_order_with_duplicates(bodies: list[bytes], size: int, dice: random.Random) -> None:
     stream = [part for at, body in enumerate(bodies) for part in parts(body, size, f"id-{at}")]
     stream += dice.choices(stream, k=len(stream))
     dice.shuffle(stream)
@@ -107,7 +105,7 @@ def test_bodies_come_together_in_any_order_with_any_duplicates(
     assert all(assembler.add(part) is None for part in stream if "LARGE_BODY_PART" in part.properties)
 
 
-def test_a_body_is_given_again_until_it_is_done() -> None:
+def test_a_body_is_returned_again_until_it_is_done() -> None:
     assembler = BodyAssembler()
     *first, last = parts()
     assert [assembler.add(part) for part in first] == [None] * len(first)
@@ -120,7 +118,7 @@ def test_a_body_is_given_again_until_it_is_done() -> None:
     assert assembler.give_up(1 << 60) == []  # nothing waits
 
 
-def test_progress_stops_at_the_first_part_that_waits() -> None:
+def test_progress_stops_at_the_first_waiting_part() -> None:
     """Progress goes no further than the first part that waits."""
     assembler = BodyAssembler()
     a, b = split_body(Message("T", BODY), "a", 512), split_body(Message("T", BODY), "b", 512)
@@ -138,7 +136,7 @@ def test_progress_stops_at_the_first_part_that_waits() -> None:
     assert assembler.safe_progress("T", 0, 4) == 4
 
 
-def test_a_queue_that_went_elsewhere_is_forgotten() -> None:
+def test_a_reassigned_queue_is_forgotten() -> None:
     assembler = BodyAssembler()
     here = deliver(split_body(Message("T", BODY), "a", 512), queue_id=1)
     there = deliver(split_body(Message("T", BODY), "b", 512), queue_id=2)
@@ -192,7 +190,7 @@ def test_a_body_with_lost_parts_is_given_up_and_reported() -> None:
         {"LARGE_BODY_ID": "x" * 129},
     ],
 )
-def test_a_part_that_cannot_be_one_is_refused_and_holds_nothing(changed: dict[str, str]) -> None:
+def test_an_impossible_part_is_refused_and_not_kept(changed: dict[str, str]) -> None:
     assembler = BodyAssembler()
     part = parts()[0]
     part.properties = {**part.properties, **changed}
@@ -209,7 +207,7 @@ def test_every_property_is_needed(missing: str) -> None:
         BodyAssembler().add(part)
 
 
-def test_other_bytes_for_a_part_that_is_there_are_refused() -> None:
+def test_different_bytes_for_a_known_part_are_refused() -> None:
     assembler = BodyAssembler()
     stream = parts()
     for part in stream[:-1]:
@@ -287,7 +285,7 @@ def parked(cupboard: Cupboard) -> Delivered:
     return deliver([park_body(Message("T", BODY, tags="x", unique_key="0A"), cupboard, 1023)])[0]
 
 
-def test_a_body_kept_outside_comes_back() -> None:
+def test_a_body_stored_outside_is_fetched() -> None:
     cupboard = Cupboard()
     message = parked(cupboard)
     assert message.body == b"ref-1"

@@ -108,7 +108,7 @@ def bodies(broker: Broker) -> list[bytes]:
     return [message.body for message in broker.store]
 
 
-def test_sends_go_to_the_queues_in_turn(broker: Broker) -> None:
+def test_sends_use_the_queues_in_turn(broker: Broker) -> None:
     broker.call(CreateTopic("T", 3, 3))
     producer = Producer(broker, "shop")
     results = [producer.send("T", b"%d" % number, tags="a", keys=["k"]) for number in range(6)]
@@ -128,7 +128,7 @@ def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
     assert len(begun) > 2
 
 
-def test_a_route_that_changes_while_it_is_asked_is_asked_again(broker: Broker) -> None:
+def test_a_route_that_changes_during_a_query_is_queried_again(broker: Broker) -> None:
     class Changing(Cluster):
         """Tells of a change before its answer arrives, which is from before."""
 
@@ -165,7 +165,7 @@ def test_large_bodies_are_compressed_from_4096_bytes_on(broker: Broker) -> None:
     assert len(packed.stored_body) < 100
 
 
-def test_a_selector_chooses_and_nothing_else_is_tried(two: tuple[Broker, Broker]) -> None:
+def test_a_selector_alone_chooses_the_queue(two: tuple[Broker, Broker]) -> None:
     failing = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
     producer = Producer(failing, "shop")
     with pytest.raises(BrokerUnreachableError):
@@ -203,7 +203,7 @@ def test_errors_that_are_retried(two: tuple[Broker, Broker], failure: Exception,
     assert bodies(two[0]) + bodies(two[1]) == []
 
 
-def test_an_answer_that_is_lost_leads_to_a_visible_duplicate(two: tuple[Broker, Broker]) -> None:
+def test_a_lost_answer_leads_to_a_visible_duplicate(two: tuple[Broker, Broker]) -> None:
     cluster = Cluster(*two)
 
     def lose_the_first(name: str) -> Exception | None:
@@ -306,7 +306,7 @@ def test_one_way_messages_and_batches_accept_a_queue(broker: Broker) -> None:
     assert [(message.queue_id, message.body) for message in broker.messages("T")] == [(2, b"x"), (2, b"y"), (2, b"z")]
 
 
-def test_a_batch_is_stored_side_by_side(broker: Broker) -> None:
+def test_a_batch_is_stored_contiguously(broker: Broker) -> None:
     producer = Producer(broker, "shop")
     result = producer.send_batch([Message("T", b"1", tags="a"), Message("T", b"2", tags="b"), Message("T", b"3")])
     stored = list(broker.store)

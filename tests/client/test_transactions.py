@@ -168,7 +168,7 @@ def test_an_ordinary_producer_of_the_group_cannot_answer(shop: Shop, caplog: pyt
     assert "can't be asked about its open transactions" in caplog.text
 
 
-def test_a_pool_of_the_users_own_checks(shop: Shop) -> None:
+def test_a_pool_of_the_user_runs_checks(shop: Shop) -> None:
     with ThreadPoolExecutor(1) as pool:
         producer = shop.producer(check_pool=pool)
         producer.send_in_transaction(Message("T", b"x"), execute=says(UNKNOWN))
@@ -187,7 +187,7 @@ def test_a_coroutine_function_checks(shop: Shop) -> None:
     assert shop.delivered == [b"x"]
 
 
-def test_nothing_runs_where_the_half_is_not_stored(shop: Shop) -> None:
+def test_nothing_runs_without_a_stored_half(shop: Shop) -> None:
     ran: list[Any] = []
 
     def execute(message: Message, arg: Any) -> TransactionState:
@@ -203,7 +203,7 @@ def test_nothing_runs_where_the_half_is_not_stored(shop: Shop) -> None:
     assert ran == []
 
 
-def test_a_half_that_is_stored_less_well_is_rolled_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_stored_less_durably_is_rolled_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     call = shop.broker.call
 
     def answered(request: Any) -> Any:
@@ -221,7 +221,7 @@ def test_a_half_that_is_stored_less_well_is_rolled_back(shop: Shop, monkeypatch:
     assert (shop.delivered, shop.checked) == ([], [])
 
 
-def test_an_end_that_is_lost_is_asked_for(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_end_is_checked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     call = shop.broker.call
 
     def losing(request: Any) -> Any:

@@ -106,7 +106,7 @@ def test_looks_and_expiry_of_a_route_can_be_chosen() -> None:
     assert names(routes) == ["a"]
 
 
-def test_a_broker_that_is_back_soon_was_never_gone() -> None:
+def test_a_quickly_reopened_broker_stays_in_the_route() -> None:
     runner, files = ManualRunner(), MemoryFiles()
     a, b = broker("a", runner), broker("b", runner, files)
     for one in (a, b):
@@ -137,7 +137,7 @@ def test_a_broker_out_of_reach_loses_its_clients() -> None:
         routes.cut("b")
 
 
-def test_a_new_broker_is_learnt_of_at_the_next_look() -> None:
+def test_a_new_broker_is_noticed_at_the_next_update() -> None:
     runner = ManualRunner()
     routes = RouteTable(broker("a", runner))
     told = Told(routes)

@@ -176,7 +176,7 @@ def test_polars_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> N
     assert places(found) == places(wanted)
 
 
-def test_a_dataset_is_read_again_and_again(path: Path, table: pa.Table) -> None:
+def test_a_dataset_is_read_repeatedly(path: Path, table: pa.Table) -> None:
     found = dataset(path, columns=COLUMNS)
     assert found.schema == table.schema
     assert found.to_table().equals(table)

@@ -205,7 +205,7 @@ def test_unneeded_records_are_not_read(path: Path, tmp_path: Path, settings: Any
     assert some.log_bytes <= 4 * 4096, sorted(some.opened)
 
 
-def test_rows_are_left_out_before_bodies_are_looked_at(path: Path, tmp_path: Path) -> None:
+def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) -> None:
     """A damaged body is not an error for a read without bodies."""
     shutil.copytree(path, tmp_path / "s")
     place = reader(path, filter=pc.field("tags") == "t1").read_all().column("physicalOffset")[5].as_py()
@@ -299,7 +299,7 @@ def children_of(process: int) -> list[int]:
 
 @linux
 @pytest.mark.platform
-def test_children_die_with_a_parent_that_is_killed(path: Path) -> None:
+def test_children_die_with_a_killed_parent(path: Path) -> None:
     code = (
         "import sys; from librmq.columns import reader; batches = reader(sys.argv[1], processes=2); "
         "next(batches); print('reading', flush=True); sys.stdin.read()"
@@ -370,7 +370,7 @@ def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
     assert children_of(os.getpid()) == before
 
 
-def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
+def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
     """More of them than a child can share at a time, and larger ones than it can share at all."""
     with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:
         for number in range(130):

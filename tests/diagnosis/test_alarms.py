@@ -133,6 +133,6 @@ def test_a_callback_that_raises_is_called_again(rmq: Kit, caplog: pytest.LogCapt
     assert "the callback failed" in caplog.text
 
 
-def test_a_period_of_nothing_is_refused() -> None:
+def test_an_alarm_period_of_zero_is_refused() -> None:
     with Broker.temporary() as broker, pytest.raises(ConfigError, match="above 0"):
         watch(broker, print, every=0)

@@ -124,7 +124,7 @@ def test_a_negative_progress_expires_nothing() -> None:
     assert [one.expired for one in found.by_topic()] == [0]
 
 
-def test_retries_count_apart_from_new_messages() -> None:
+def test_retries_are_counted_separately() -> None:
     store = Store()
     store.send("T", 0, 5)
     store.send("%RETRY%G", 0, 2)

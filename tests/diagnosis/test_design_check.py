@@ -54,7 +54,7 @@ def test_mixed_kinds(sound: Kit) -> None:
     assert kinds(sound) == ["mixed-kinds"]
 
 
-def test_a_key_that_skews(sound: Kit) -> None:
+def test_a_frequent_key_is_found(sound: Kit) -> None:
     for _ in range(40):
         sound.producer().send("T", b"x", keys="hot")
     (found,) = design_check(sound.broker, LIMITS)

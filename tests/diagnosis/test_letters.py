@@ -20,7 +20,7 @@ def test_letters_with_their_causes(rmq: Kit) -> None:
     assert dead_letters(rmq.broker, group="other") == []
 
 
-def test_numbers_do_not_part_causes(rmq: Kit) -> None:
+def test_numbers_do_not_separate_causes(rmq: Kit) -> None:
     numbers = iter(range(100))
 
     def fail(message: object) -> None:

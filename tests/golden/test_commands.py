@@ -201,7 +201,7 @@ def test_query_by_key(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_all_times(folder: Path, row: Row) -> bool:
-    """Return whether an index query has no bounds: a recovery of RocketMQ rounds times again, and can lose older keys."""
+    """Return whether an index query has no bounds: a recovery of 4.9 rounds times again, and can lose older keys."""
     return int(row["begin"]) <= 0 and int(row["end"]) > rows(folder, "message")[-1]["store_timestamp"]
 
 

@@ -26,7 +26,7 @@ def test_spaces_at_the_end_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("level", [-3, 0, 19, 2**31])
-def test_a_level_that_does_not_exist_waits_a_second(level: int) -> None:
+def test_a_nonexistent_level_waits_a_second(level: int) -> None:
     assert DEFAULT_LEVELS.deliver_timestamp_ms(level, 1_700_000_000_000) == 1_700_000_001_000
 
 

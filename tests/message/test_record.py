@@ -58,7 +58,7 @@ def test_every_shape_there_and_back(shape: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_record_that_is_cut_short_is_refused_wherever(shape: dict[str, object]) -> None:
+def test_a_truncated_record_is_refused_at_any_length(shape: dict[str, object]) -> None:
     raw = encode_record(record(**shape))
     for limit in range(min(len(raw), 500)):
         with pytest.raises(RecordError):
@@ -68,7 +68,7 @@ def test_a_record_that_is_cut_short_is_refused_wherever(shape: dict[str, object]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, "mmap"])
-def test_any_buffer_will_do(kind: object) -> None:
+def test_any_buffer_is_accepted(kind: object) -> None:
     raw = encode_record(record())
     buffer: record_format.Raw
     if kind == "mmap":
@@ -165,7 +165,7 @@ def test_a_broken_frame_is_reported_before_a_broken_body() -> None:
         check_record(broken, 0, len(broken), check_body=True)
 
 
-def test_the_checksum_of_an_empty_body_is_not_looked_at() -> None:
+def test_the_checksum_of_an_empty_body_is_ignored() -> None:
     raw = encode_record(record(body=b"", body_crc=12345))
     assert check_record(raw, 0, len(raw), check_body=True) == len(raw)
 
@@ -227,7 +227,7 @@ def test_rows_that_do_not_fit_are_not_written(changes: dict[str, object]) -> Non
         encode_record(record(**changes))
 
 
-def test_the_largest_that_fit() -> None:
+def test_the_largest_values_that_fit() -> None:
     largest = record(topic="t" * 127, properties_raw=bytes(32_767), queue_id=2**31 - 1, flag=-(2**31))
     assert decode_record(encode_record(largest)) == largest
     second = dataclasses.replace(largest, magic=record_format.MESSAGE_MAGIC_V2, topic="t" * 32_767)
@@ -321,7 +321,7 @@ def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> 
         (b"a\x011\x02", b"b\x012", b"a\x011\x02b\x012"),
     ],
 )
-def test_properties_of_a_batch_stand_behind_a_messages_own(own: bytes, batch: bytes, joined: bytes) -> None:
+def test_properties_of_a_batch_follow_the_messages_own(own: bytes, batch: bytes, joined: bytes) -> None:
     assert record_format.join_properties(own, batch) == joined
 
 
@@ -491,7 +491,7 @@ def bomb(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("flag", [ZLIB, LZ4, ZSTD])
-def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
+def test_a_zip_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
     import tracemalloc
 
     body = bomb(compression_type(flag))

@@ -98,7 +98,7 @@ def test_compressed_bodies_are_restored() -> None:
         message.decompressed_body(4999)
 
 
-def test_a_bomb_concerns_its_body_only() -> None:
+def test_a_zip_bomb_affects_only_its_body() -> None:
     bomb = compress_body(bytes(DECOMPRESSED_LIMIT + 1), 9)
     message = StoredMessage(encode_record(stored(body=bomb, sys_flag=COMPRESSED)))
     with pytest.raises(BodyCompressionError, match="expected at most 67,108,864 bytes"):
@@ -125,7 +125,7 @@ def test_stored_messages_are_equal_if_their_bytes_are() -> None:
     assert copy.deepcopy(one) == one
 
 
-def test_stored_messages_are_shown_shortly() -> None:
+def test_stored_messages_have_a_short_repr() -> None:
     text = repr(StoredMessage(encode_record(stored(body=bytes(100_000)))))
     assert text.startswith(
         "StoredMessage('主题', queue_id=3, queue_offset=1099511627776, physical_offset=2199023255552, "

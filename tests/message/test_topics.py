@@ -27,6 +27,6 @@ def test_clients_are_stricter(topic: str) -> None:
         validate_client_topic(topic)
 
 
-def test_topics_for_the_broker_alone_are_system_topics() -> None:
+def test_topics_of_the_broker_are_system_topics() -> None:
     assert all(is_system_topic(topic) for topic in NOT_FOR_SENDING)
     assert not is_system_topic("%RETRY%g")

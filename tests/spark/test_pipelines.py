@@ -120,7 +120,7 @@ def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_damaged_records_can_be_left_out(tmp_path: Path) -> None:
+def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
     from pyspark.errors import PySparkException
 
     path = store(tmp_path / "s", [("T", 0, f"k{n}") for n in range(9)], '"T@g":{0:0}')

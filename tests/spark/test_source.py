@@ -209,7 +209,7 @@ def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
     assert none == 0
 
 
-def test_a_quiet_topic_that_has_expired(tmp_path: Path) -> None:
+def test_an_idle_topic_whose_messages_expired(tmp_path: Path) -> None:
     """Its last queue file outlives its messages: earliest is where the log begins, for batches and streams."""
     path, clock = tmp_path / "store", ManualClock(START_MS)
     config = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
@@ -318,7 +318,7 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
         list(Reading(options, schema).read(elsewhere))
 
 
-def test_a_reader_does_without_pandas(folder: Path) -> None:
+def test_a_reader_needs_no_pandas(folder: Path) -> None:
     """It takes longer to load than a part takes to be read."""
     code = f"""
 import sys

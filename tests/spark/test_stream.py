@@ -26,7 +26,7 @@ START_MS = 1_700_000_000_000
 
 @given(st.dictionaries(st.tuples(st.just("s"), st.just("t"), st.integers(0, 9)), st.integers(0, 1000)),
        st.integers(1, 500))  # fmt: skip
-def test_a_limit_is_shared_out_whole(lags: dict[Key, int], most: int) -> None:
+def test_a_limit_is_distributed_completely(lags: dict[Key, int], most: int) -> None:
     found = share(lags, most)
     assert sum(found.values()) == min(most, sum(lags.values()))
     assert all(0 <= found[key] <= lag for key, lag in lags.items())
@@ -104,7 +104,7 @@ def test_loss_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_stream_that_is_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_stream_that_is_killed_repeatedly(tmp_path: Path) -> None:
     """Over a store with a running writer, each message is once in a sink that takes a batch once."""
     path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     dice = random.Random(7)

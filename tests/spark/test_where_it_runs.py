@@ -140,14 +140,14 @@ assert spark.read.format("rocketmq").load(path).count() == 1
 """
 
 
-def test_an_environment_that_is_not_activated(tmp_path: Path) -> None:
+def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
     """The session finds the data source, and prints nothing, neither when a LIMIT ends a task nor at its end."""
     assert "Traceback" not in run(tmp_path, QUIET, PATH=os.defpath)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
 @pytest.mark.parametrize("module", ["pyspark.worker", "pyspark.sql.worker.create_data_source"])
-def test_a_worker_whose_jvm_goes_says_nothing(module: str) -> None:
+def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
     """Spark's own request for a worker of the session's Python, and its connection closed."""
     shared_session()
     with tempfile.TemporaryDirectory() as folder:

@@ -269,7 +269,7 @@ def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
     assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 0
 
 
-def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
+def test_records_in_another_folder_are_not_committed(tmp_path: Path) -> None:
     """Workers wrote them to another folder: nothing is added."""
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))

@@ -60,7 +60,7 @@ def test_fields_of_later_versions_are_kept(place: tuple[Files, str]) -> None:
 @pytest.mark.parametrize(
     ("times", "covered"), [((10_000, 12_000, 20_000), 7_000), ((12_000, 10_000, 5_000), 7_000), ((2_999, 10_000, 0), 0)]
 )
-def test_how_far_back_recovery_looks(place: tuple[Files, str], times: tuple[int, int, int], covered: int) -> None:
+def test_how_far_back_recovery_starts(place: tuple[Files, str], times: tuple[int, int, int], covered: int) -> None:
     files, root = place
     path = os.path.join(root, "checkpoint")
     files.write(path, struct.pack(">qqq", *times).ljust(CHECKPOINT_SIZE, b"\0"))

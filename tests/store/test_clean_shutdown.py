@@ -48,7 +48,7 @@ def test_opening_and_closing_again_leaves_the_same() -> None:
     assert contents(files) == before
 
 
-def test_it_is_the_same_with_and_without() -> None:
+def test_opening_is_equal_with_and_without_the_file() -> None:
     found = closed()
     with_it, without = in_memory(found), in_memory({name: data for name, data in found.items() if name != CLOSED})
     clock = ManualClock(START_MS + 1000)
@@ -123,7 +123,7 @@ def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]
      b'{"version":1,"log_begin":true,"log_end":0,"last_record":null,"last_record_crc32":0,"index_files":0,'
      b'"index_end":0,"queues":[]}'],
 )  # fmt: skip
-def test_rubbish_is_passed_over(text: bytes) -> None:
+def test_rubbish_is_ignored(text: bytes) -> None:
     files = in_memory({**closed(), CLOSED: text})
     with opened(files) as store:
         assert len(served(store)) == 200
@@ -163,7 +163,7 @@ def test_a_lost_queue_is_rebuilt_however_old() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_after_a_kill_it_is_not_looked_at() -> None:
+def test_after_a_kill_the_file_is_ignored() -> None:
     files = in_memory(closed())
     store = opened(files)
     store.append(Message("TopicA", b"more"))

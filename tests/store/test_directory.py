@@ -230,16 +230,16 @@ def test_each_setting_is_inferred_from_its_files() -> None:
         (log_files(0, size=100), StoreConfig.broker().commitlog_file_size),  # shorter than any record
     ],
 )
-def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int) -> None:
+def test_files_that_disagree_or_show_nothing(sizes: dict[str, int], length: int) -> None:
     assert directory.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
 
 
-def test_extension_files_of_no_length_tell_that_there_are_any() -> None:
+def test_empty_extension_files_show_that_there_are_any() -> None:
     config = directory.infer_config(ROOT, files_with("commitlog/", "consumequeue_ext/T/0/00000000000000000000"))
     assert config == StoreConfig.broker(enable_consumequeue_ext=True, **UNLIMITED)
 
 
-def test_lengths_that_no_setting_leads_to_tell_nothing() -> None:
+def test_lengths_of_no_setting_show_nothing() -> None:
     sizes = {"consumequeue/T/0/00000000000000000000": 3999, "index/20240101000000000": 5000, "index/x": 40}
     assert directory.infer_config(ROOT, files_with("commitlog/", sizes=sizes)) == StoreConfig.broker(**UNLIMITED)
 
@@ -268,7 +268,7 @@ def test_settings_that_disagree_are_refused(change: dict[str, Any]) -> None:
         directory.check_config(ROOT, dataclasses.replace(config, **change), files)
 
 
-def test_another_ratio_of_slots_is_taken_at_the_same_length() -> None:
+def test_another_ratio_of_slots_with_the_same_length() -> None:
     """Another ratio of slots to entries is taken if it leads to the same length."""
     files = files_with("commitlog/", sizes={"index/20240101000000000": 40 + 84 * 10})
     directory.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)

@@ -208,7 +208,7 @@ def test_a_pipelined_append_takes_the_same_keywords() -> None:
         assert (found.queue_id, found.reconsume_times, found.born_timestamp_ms) == (3, 5, 77)
 
 
-def test_in_async_it_completes_with_the_next_flush_by_time() -> None:
+def test_in_async_it_completes_with_the_next_periodic_flush() -> None:
     files = HeldFiles()
     with open_store(files) as store:
         acknowledgement = store.submit(message())
@@ -268,7 +268,7 @@ def test_moving_a_manual_clock_flushes_the_log() -> None:
         assert store_threads() == []
 
 
-def test_queues_index_and_checkpoint_are_flushed_by_time() -> None:
+def test_queues_index_and_checkpoint_are_flushed_periodically() -> None:
     files, clock = RecordingFiles(), ManualClock(START_MS)
     with open_store(files, clock=clock) as store:
         clock.advance(seconds=5)
@@ -338,7 +338,7 @@ def test_after_a_failure_nothing_unflushed_is_acknowledged() -> None:
     refused(store.close)
 
 
-def test_a_flush_by_time_that_fails_refuses_the_next_append() -> None:
+def test_a_failed_periodic_flush_refuses_the_next_append() -> None:
     store, _, _ = failing_store(ASYNC)
     store.append(message(10))
     assert store.run_due(START_MS + 60_000) is None
@@ -443,7 +443,7 @@ def test_nothing_is_acknowledged_by_a_store_that_was_abandoned(let_go: Callable[
     store.close()
 
 
-def test_a_sync_append_that_meets_abandon_is_not_acknowledged() -> None:
+def test_a_sync_append_during_abandon_is_not_acknowledged() -> None:
     files = HeldFiles()
     store = open_store(files, SYNC)
     reach = store._handle.durability.commit.reach

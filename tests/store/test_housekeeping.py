@@ -143,7 +143,7 @@ def test_an_idle_store_has_nothing_due(subject: Subject) -> None:
     assert subject.files.list("/log") == [], "a file was made for nothing"
 
 
-def test_a_store_that_came_to_rest_has_nothing_due(subject: Subject) -> None:
+def test_a_store_at_rest_has_nothing_due(subject: Subject) -> None:
     subject.append(100)
     subject.run_until(1000)
     assert subject.run() is None
@@ -188,7 +188,7 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("last", [1, 100, 1 << 20])
-def test_the_append_that_makes_it_enough_wakes_the_flush(subject: Subject, last: int) -> None:
+def test_the_append_that_fills_four_pages_wakes_the_flush(subject: Subject, last: int) -> None:
     subject.append(100)
     assert subject.run() == 10
     subject.append(ENOUGH - 100 - 1)
@@ -244,7 +244,7 @@ def test_intervals_are_settings() -> None:
     assert subject.run() == 2
 
 
-def test_a_clock_that_is_set_back_holds_up_no_flush(subject: Subject) -> None:
+def test_a_clock_that_is_set_back_delays_no_flush(subject: Subject) -> None:
     subject.append(ENOUGH)
     subject.run_until(1)
     subject.append(ENOUGH)
@@ -306,7 +306,7 @@ def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
     assert subject.derived == [60]
 
 
-def test_an_entry_while_the_alarm_is_off_is_kept_in_mind(subject: Subject) -> None:
+def test_an_entry_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> None:
     subject.commit.flushed = 100
     subject.append(100, 0)  # its entry is counted a little later
     counts = iter([0, 1, 1])
@@ -341,7 +341,7 @@ def test_a_failed_flush_of_derived_files_is_retried(
 # ---------------------------------------------------------------------------------------------------------- retention
 
 
-def test_retention_is_asked_at_the_start_and_when_it_wishes(subject: Subject) -> None:
+def test_retention_runs_at_the_start_and_when_it_asks(subject: Subject) -> None:
     subject.expire_next = 3_000
     assert subject.run() == 3
     subject.clock.advance(ms=2_999)
@@ -368,7 +368,7 @@ def test_a_failure_of_retention_is_logged_and_retried(subject: Subject, caplog: 
 # ------------------------------------------------------------------------------------------------------- making ready
 
 
-def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
+def test_pages_are_prepared_ahead_of_the_producer(subject: Subject) -> None:
     subject.append(100)
     subject.run()
     covered = 100
@@ -379,7 +379,7 @@ def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(("waiting", "ahead"), [(1 << 20, 4 << 20), (6 << 20, 12 << 20), (100 << 20, 64 << 20)])
-def test_more_between_two_flushes_makes_more_ready(subject: Subject, waiting: int, ahead: int) -> None:
+def test_more_appends_between_flushes_prepare_more_pages(subject: Subject, waiting: int, ahead: int) -> None:
     subject.append(waiting)
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
@@ -388,7 +388,7 @@ def test_more_between_two_flushes_makes_more_ready(subject: Subject, waiting: in
     assert subject.append(ahead // 2)
 
 
-def test_pages_are_made_ready_once(subject: Subject) -> None:
+def test_pages_are_prepared_once(subject: Subject) -> None:
     for _ in range(50):
         if subject.append(64 << 10):
             subject.run()
@@ -404,7 +404,7 @@ def test_the_producer_wakes_before_unprepared_space(subject: Subject) -> None:
     assert subject.log.end < 100 + (4 << 20), "the producer is already beyond it"
 
 
-def test_the_next_file_is_made_ahead() -> None:
+def test_the_next_file_is_created_ahead() -> None:
     subject = Subject(StoreConfig(commitlog_file_size=64 << 10, max_message_size=1 << 10))
     subject.append(1000)
     subject.run()
@@ -538,7 +538,7 @@ def test_a_wake_during_the_step_is_not_lost(clock: WaitingClock) -> None:
     assert ran._value == 2
 
 
-def test_a_stop_just_before_the_signal_is_cleared_is_seen(clock: WaitingClock) -> None:
+def test_a_stop_just_before_the_signal_is_cleared_counts(clock: WaitingClock) -> None:
     background = Background(Calls(), clock, "housekeeping-test")
     clock.waiting.acquire()
 
@@ -587,7 +587,7 @@ def test_a_step_may_stop_its_own_thread(clock: WaitingClock) -> None:
         thread.join()
 
 
-def test_a_thread_keeps_no_process_alive(clock: WaitingClock) -> None:
+def test_a_background_thread_keeps_no_process_alive(clock: WaitingClock) -> None:
     background = Background(Calls(), clock, "housekeeping-test")
     assert [thread.daemon for thread in threads()] == [True]
     background.stop()

@@ -175,7 +175,7 @@ def test_a_place_before_the_last_is_refused() -> None:
     assert file.header.index_count == 2
 
 
-def test_reading_handles_and_closed_ones_refuse() -> None:
+def test_read_only_and_closed_handles_refuse() -> None:
     files = memory()
     one_file(files).close()
     file = IndexFile.open("/store/one", files, slots=4, entries=16)
@@ -237,7 +237,7 @@ def test_circles_are_reported(number: int, previous: int) -> None:
     assert found(file, 1, most=2) == [4, 3]
 
 
-def test_a_slot_behind_the_file_is_not_followed() -> None:
+def test_a_slot_beyond_the_file_is_not_followed() -> None:
     file = one_file(slots=1, entries=4)
     for n in range(3):
         file.put(1, n, BEGIN)
@@ -670,7 +670,7 @@ def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.Monke
     assert now[-2:] == [200, 100]
 
 
-def test_a_wrong_count_destroys_nothing() -> None:
+def test_a_wrong_count_loses_nothing() -> None:
     """A damaged header that counts too few: entries after it are not the rest of a write that died."""
     files = memory()
     with open_index(files, entries=64) as index:

@@ -25,7 +25,7 @@ LEVELS = "1s 1h"
 
 @pytest.mark.parametrize(("slots", "entries"), [(64, 100), (5, 1000), (1000, 10), (64, 256), (63, 251)])
 @pytest.mark.parametrize("kept", [True, False])
-def test_any_index_sizes_are_found_again(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:
+def test_any_index_sizes_are_inferred(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:
     """By the file that the store keeps, or by header and length of an index file."""
     config = StoreConfig.tiny(max_hash_slot_num=slots, max_index_num=entries)
     with MessageStore.open(tmp_path, config) as store:
@@ -44,7 +44,7 @@ def test_any_index_sizes_are_found_again(tmp_path: Path, slots: int, entries: in
         assert store.recovered == []
 
 
-def test_delay_levels_go_along(tmp_path: Path) -> None:
+def test_delay_levels_are_kept(tmp_path: Path) -> None:
     config = StoreConfig.tiny(message_delay_level=LEVELS)
     with MessageStore.open(tmp_path / "store", config) as store:
         store.append(Message("T", b"x", delay_level=2))
@@ -69,7 +69,7 @@ def test_broker_conf_has_all_needed_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_no_store_is_trimmed_for_the_size_of_its_files(kept: bool) -> None:
+def test_file_sizes_do_not_make_a_store_delete_files(kept: bool) -> None:
     """Neither by a broker's 72 hours nor by the total size of a new store: retention is its owner's, or none."""
     files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
     config = StoreConfig.tiny(max_total_size=None)
@@ -101,7 +101,7 @@ def test_a_store_reopens_with_its_own_sizes_and_retention() -> None:
         assert store.config.max_total_size == 1 << 20
 
 
-def test_a_total_size_below_one_file_is_passed_over() -> None:
+def test_a_total_size_below_one_file_is_ignored() -> None:
     """Kept by a store whose files have been replaced by larger ones."""
     files = MemoryFiles()
     MessageStore.open("/store", StoreConfig.tiny(max_total_size=1 << 20), files=files).close()
@@ -131,7 +131,7 @@ SIZES: dict[str, Any] = {
     ids=["defaults", "broker", "with settings", "pickled", "replaced", "replaced broker"],
 )
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_store_keeps_its_own_where_nothing_is_named(given: StoreConfig, kept: bool) -> None:
+def test_a_store_keeps_settings_that_are_not_named(given: StoreConfig, kept: bool) -> None:
     """Sizes, delay levels and retention: 72 hours or 4 GiB would delete what the store kept before."""
     files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
     config = StoreConfig(**SIZES, max_total_size=None, keep_unconsumed=True, message_delay_level=LEVELS)

@@ -102,7 +102,7 @@ def test_a_changed_header_byte_loses_no_message(
 
 
 @pytest.mark.parametrize("number", [60, 100, 250])
-def test_a_hole_is_passed_by_one(tmp_path: Path, number: int) -> None:
+def test_a_hole_is_skipped(tmp_path: Path, number: int) -> None:
     """A record with a changed queue offset and queue, and without an entry, leaves a hole."""
     places = filled(tmp_path)
     queue_id = number % 3

@@ -127,7 +127,7 @@ def test_a_message_has_the_bitmap_of_its_matching_filters(seed: int) -> None:
     assert None in seen
 
 
-def test_filters_may_come_while_the_store_is_open() -> None:
+def test_filters_may_be_added_while_the_store_is_open() -> None:
     filters = Registrations()
     with opened(MemoryFiles(), filters) as store:
         store.append(priced(7))
@@ -153,7 +153,7 @@ def test_no_bitmaps(config: StoreConfig, filters: Registrations | None) -> None:
                 assert read_all(store, store.matching(registration=("T", group))) == found
 
 
-def test_groups_come_and_go_while_messages_arrive() -> None:
+def test_groups_register_and_leave_while_messages_arrive() -> None:
     """Threads register, bury and forget; no append fails, and every bitmap is one of those that were possible."""
     filters = registered("T")
     wrong: list[BaseException] = []
@@ -324,7 +324,7 @@ def test_a_changed_filter_is_not_judged_by_new_bits() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["missing", "damaged", "switched off"])
-def test_a_unit_that_cannot_be_read_rules_nothing_out(spoil: str, log_reads: Counter) -> None:
+def test_an_unreadable_unit_excludes_nothing(spoil: str, log_reads: Counter) -> None:
     filters = registered("T")
     files = MemoryFiles()
     with opened(files, filters) as store:

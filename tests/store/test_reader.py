@@ -163,7 +163,7 @@ class Course:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_reader_goes_with_its_writer(seed: int) -> None:
+def test_a_reader_follows_its_writer(seed: int) -> None:
     course = Course(seed, MemoryFiles(), ROOT)
     for _ in range(examples(16)):
         course.step()
@@ -172,7 +172,7 @@ def test_a_reader_goes_with_its_writer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_reader_goes_with_its_writer_on_disk(seed: int, tmp_path: Path) -> None:
+def test_a_reader_follows_its_writer_on_disk(seed: int, tmp_path: Path) -> None:
     course = Course(seed, DiskFiles(), str(tmp_path / "store"))
     for _ in range(examples(12)):
         course.step()
@@ -232,7 +232,7 @@ def test_an_iteration_ends_at_the_current_end(pair: Pair) -> None:
         assert [message.body for message in pair.reader.messages("TopicA")] == [b"0", b"1", b"2"][: number + 1]
 
 
-def test_messages_and_queues_that_were_given_out_stay(pair: Pair) -> None:
+def test_returned_messages_and_queues_stay_valid(pair: Pair) -> None:
     pair.writer.append(Message("TopicA", b"1"))
     pair.reader.refresh()
     queue, log = pair.reader.queues["TopicA", 0], pair.reader.log
@@ -289,7 +289,7 @@ def test_a_reader_that_is_there_first(config: StoreConfig, told: bool) -> None:
     assert reader.config.commitlog_file_size == config.commitlog_file_size
 
 
-def test_a_name_that_no_queue_has_is_an_unknown_queue(pair: Pair) -> None:
+def test_an_unused_name_is_an_unknown_queue(pair: Pair) -> None:
     for name in [("a/b", 0), ("..", 0), ("", 0), ("t" * 200, 0), ("TopicA", -1), ("TopicA", 1 << 40), ("T\0", 0)]:
         assert pair.reader.read(*name, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
         assert name not in pair.reader.queues
@@ -299,7 +299,7 @@ def test_a_name_that_no_queue_has_is_an_unknown_queue(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", ["commitlog", "consumequeue", "index"])
-def test_a_file_that_is_just_being_made_is_not_there_yet(pair: Pair, kind: str) -> None:
+def test_a_file_under_creation_is_not_there_yet(pair: Pair, kind: str) -> None:
     fill(pair.writer, pair.clock, random.Random(5), 50)
     pair.writer.flush()
     folder = {"consumequeue": "consumequeue/TopicA/0"}.get(kind, kind)
@@ -336,7 +336,7 @@ def records() -> list[bytes]:
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
-def test_a_record_that_is_just_being_copied_is_not_served(number: int, fresh: bool) -> None:
+def test_a_record_under_copy_is_not_served(number: int, fresh: bool) -> None:
     """From its first byte to its last: a reader sees nothing, or all of it."""
     pair = Pair()
     pair.writer.append(Message("TopicA", b"before", keys="k"))
@@ -474,7 +474,7 @@ def test_memory_use_is_bounded(config: StoreConfig) -> None:
         assert count == 6000
 
 
-def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
+def test_a_writer_whose_queues_lag_far_behind(pair: Pair) -> None:
     pair = Pair(config=StoreConfig.tiny())
     dispatcher = pair.writer.appender.dispatcher
     drain, dispatcher.drain = dispatcher.drain, lambda: None  # type: ignore[method-assign]
@@ -585,7 +585,7 @@ class Meanwhile(MemoryFiles):
 
 @pytest.mark.parametrize("where", ["commitlog", "consumequeue/TopicA/0", "index"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
-def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
+def test_files_that_vanish_when_they_are_opened(where: str, fresh: bool) -> None:
     files = Meanwhile()
     pair = Pair(files, replace(SMALL, max_total_size=3 * 4096))
 
@@ -619,7 +619,7 @@ def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
     assert pair.writer.log.begin > begin
 
 
-def test_files_that_go_while_the_log_is_walked_through(pair: Pair) -> None:
+def test_files_that_vanish_during_the_walk_over_the_log(pair: Pair) -> None:
     pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     for number in range(120):
         pair.writer.append(Message("TopicA", b"x" * 100, keys=f"k{number}"))
@@ -636,7 +636,7 @@ def test_files_that_go_while_the_log_is_walked_through(pair: Pair) -> None:
     assert before < first
 
 
-def test_a_reader_that_was_asleep_for_long(pair: Pair) -> None:
+def test_a_reader_that_slept_for_long(pair: Pair) -> None:
     """All that it knew of is gone."""
     pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     fill(pair.writer, pair.clock, random.Random(1), 10)
@@ -722,7 +722,7 @@ def test_a_reader_shows_the_result_of_a_recovery(config: StoreConfig, clean: boo
     reader.close()
 
 
-def test_a_store_with_damage_is_shown_up_to_it(tmp_path: Path) -> None:
+def test_a_damaged_store_is_shown_up_to_the_damage(tmp_path: Path) -> None:
     for number, clean in enumerate((True, False)):
         found = filled(SMALL, 80, seed=6, clean=clean)
         path = max(path for path in found if path.startswith("commitlog/"))
@@ -747,7 +747,7 @@ def test_a_store_with_damage_is_shown_up_to_it(tmp_path: Path) -> None:
         assert from_disk(folder) == before
 
 
-def test_a_closed_store_costs_no_more_to_read_than_to_open(tmp_path: Path) -> None:
+def test_reading_a_closed_store_costs_no_more_than_opening(tmp_path: Path) -> None:
     """What was closed by librmq is believed: neither walked through nor recovered."""
     folder = tmp_path / "store"
     with MessageStore.open(folder, SMALL, clock=ManualClock(START_MS)) as store:
@@ -783,7 +783,7 @@ def test_a_writer_that_starts_during_an_opening_is_noticed(tmp_path: Path) -> No
         files.writer.close()
 
 
-def test_an_error_that_stays_is_raised(pair: Pair) -> None:
+def test_a_lasting_error_is_raised(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(1), 5)
 
     class Broken(MemoryFiles):
@@ -848,7 +848,7 @@ def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
         assert not failures, failures[0]
 
 
-def test_a_handle_of_its_own_is_enough(tmp_path: Path) -> None:
+def test_a_separate_handle_is_enough(tmp_path: Path) -> None:
     """Works alone: parts that follow a store, without the store's class."""
     folder = str(tmp_path / "store")
     seen: list[ReadOnlyView] = []
@@ -865,7 +865,7 @@ def test_a_handle_of_its_own_is_enough(tmp_path: Path) -> None:
     view.parts.close()
 
 
-def test_died_is_shown_as_it_is_in_memory(pair: Pair) -> None:
+def test_a_dead_store_is_shown_as_in_memory(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(1), 30)
     files = died(pair.files)  # type: ignore[arg-type]
     with opened(files, read_only=True) as reader:

@@ -85,7 +85,7 @@ def parts(request: pytest.FixtureRequest) -> Parts:
     return Parts(ext=request.param)
 
 
-def test_all_is_made_from_the_log(parts: Parts) -> None:
+def test_queues_and_index_are_built_from_the_log(parts: Parts) -> None:
     places = [parts.record(n) for n in range(12)]
     other = parts.record(0, "U", 7)
     found = parts.reconcile()
@@ -96,7 +96,7 @@ def test_all_is_made_from_the_log(parts: Parts) -> None:
     parts.settled()
 
 
-def test_without_mending_nothing_is_made(parts: Parts) -> None:
+def test_without_repair_nothing_is_written(parts: Parts) -> None:
     parts.record(0)
     before = len(parts.files.list("/"))
     assert {damage.kind for damage in parts.reconcile(mend=False)} == {"missing"}
@@ -113,7 +113,7 @@ def test_a_queue_that_begins_above_0(parts: Parts) -> None:
 
 @pytest.mark.parametrize("wrong", [0, 3, 99, 1 << 60, -1, 7])
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int) -> None:
+def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int) -> None:
     """The records of a queue count on: a single one that does not is wrong, not the others."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
@@ -132,7 +132,7 @@ def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int)
 
 
 @pytest.mark.parametrize("at", [0, 6])
-def test_the_queue_tells_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
+def test_the_queue_finds_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
     """A misaddressed record at either end is found by the queue."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
@@ -143,7 +143,7 @@ def test_the_queue_tells_a_misaddressed_record_at_its_ends(parts: Parts, at: int
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 1 << 62, -1])
-def test_a_record_with_a_wrong_address_is_put_right(parts: Parts, wrong: int) -> None:
+def test_a_record_with_a_wrong_address_is_corrected(parts: Parts, wrong: int) -> None:
     places = [parts.record(n) for n in range(5)]
     parts.reconcile()
     parts.log.patch(places[2] + PHYSICAL_OFFSET_AT, struct.pack(">q", wrong))
@@ -181,7 +181,7 @@ def test_a_gap_needs_all_of_the_log(parts: Parts) -> None:
     assert parts.entries() == list(enumerate(places))
 
 
-def test_the_end_of_the_log_alone_is_looked_at(parts: Parts) -> None:
+def test_only_the_end_of_the_log_is_checked(parts: Parts) -> None:
     places = [parts.record(n) for n in range(6)]
     parts.reconcile()
     later = [parts.record(n) for n in (6, 7)]
@@ -209,7 +209,7 @@ def test_a_wrong_entry_is_rewritten(parts: Parts, at: int, entry: tuple[int, int
     parts.settled()
 
 
-def test_entries_of_messages_that_are_gone_stay(parts: Parts) -> None:
+def test_entries_of_deleted_messages_stay(parts: Parts) -> None:
     places: list[int] = []
     while len(parts.log.sequence.starts) < 3:
         places.append(parts.record(len(places)))
@@ -228,7 +228,7 @@ def test_entries_of_messages_that_are_gone_stay(parts: Parts) -> None:
         assert [place for n, place in parts.entries() if n >= first] == places[first:]
 
 
-def test_entries_that_no_record_leads_to_are_cut(parts: Parts) -> None:
+def test_entries_without_a_record_are_cut(parts: Parts) -> None:
     places = [parts.record(n) for n in range(3)]
     parts.reconcile()
     parts.queues["T", 0].append(3, places[1], 40, 0)
@@ -381,7 +381,7 @@ def codec_hash(topic: str, key: str) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mixture_settles(parts: Parts, seed: int) -> None:
+def test_any_mixture_can_be_repaired(parts: Parts, seed: int) -> None:
     """Whatever the queues and index say, once mended there is nothing left to mend."""
     rng = random.Random(seed)
     counts: dict[tuple[str, int], int] = {}

@@ -143,7 +143,7 @@ def test_later_files_are_deleted_with_a_cut() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [b"", bytes(4096), b"\0\0\0\x7f" * 1024], ids=["none", "zero", "ahead"])
-def test_any_checkpoint_will_do(checkpoint: bytes) -> None:
+def test_any_checkpoint_is_accepted(checkpoint: bytes) -> None:
     found = filled(SMALL, 80, clean=False)
     wanted = records_of(found)
     if checkpoint:
@@ -156,7 +156,7 @@ def test_any_checkpoint_will_do(checkpoint: bytes) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_a_missing_abort_marker_hides_no_torn_end() -> None:
+def test_a_torn_end_is_found_without_an_abort_marker() -> None:
     before = filled(SMALL, 80, clean=False)
     found, place = torn(before)
     del found["abort"]
@@ -196,7 +196,7 @@ def test_a_checkpoint_ahead_of_the_log_is_mended_on_demand(clean: bool) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_after_a_recovery_the_checkpoint_vouches_for_all() -> None:
+def test_after_a_recovery_the_checkpoint_covers_all() -> None:
     """After a recovery the checkpoint vouches for all and no more."""
     before = filled(SMALL, 80, clean=False)
     found, place = torn(before)
@@ -216,7 +216,7 @@ def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
     return {**found, path: data[:at] + bytes(size) + data[at + size :]}
 
 
-def test_the_queues_tell_that_the_log_went_on() -> None:
+def test_the_queues_show_that_the_log_continued() -> None:
     """Zeros end it in its last file."""
     found = filled(SMALL, 80)
     with opened(in_memory(found), read_only=True) as store:
@@ -228,7 +228,7 @@ def test_the_queues_tell_that_the_log_went_on() -> None:
     assert told.value.offset == begin
 
 
-def test_later_files_tell_that_the_log_went_on() -> None:
+def test_later_files_show_that_the_log_continued() -> None:
     """Zeros end the log before them, and there are no queues."""
     found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
     with opened(in_memory(found), read_only=True) as store:
@@ -377,7 +377,7 @@ def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
         assert {name: queue.min_offset for name, queue in again.queues.items()} == before
 
 
-def test_files_made_ahead_go_with_a_crash_but_for_one() -> None:
+def test_all_but_one_file_created_ahead_vanish_in_a_crash() -> None:
     found = filled(SMALL, 80, clean=False)
     begin = int(last_log_file(found)[-20:]) + 4096
     ahead = {f"commitlog/{begin + n * 4096:020d}": bytes(4096) for n in range(4)}
@@ -440,7 +440,7 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
 
 
 @configs
-def test_the_queue_of_the_last_record_is_missed(config: StoreConfig) -> None:
+def test_the_missing_queue_of_the_last_record_is_noticed(config: StoreConfig) -> None:
     """In a store that a broker closed, because records after the dispatched end were never dispatched."""
     found = filled(config, 80)
     with opened(in_memory(found), config, read_only=True) as store:
@@ -537,7 +537,7 @@ def test_bytes_behind_the_last_entry_of_a_queue_are_cleared(config: StoreConfig)
 
 
 @configs
-def test_queues_whose_log_is_gone_are_cut(config: StoreConfig) -> None:
+def test_queues_of_deleted_log_files_are_cut(config: StoreConfig) -> None:
     found = {path: data for path, data in filled(config, 80).items() if not path.startswith("commitlog/")}
     files = in_memory(found)
     with opened(files, config) as store:
@@ -548,7 +548,7 @@ def test_queues_whose_log_is_gone_are_cut(config: StoreConfig) -> None:
     assert verify(ROOT, config, files).sound
 
 
-def test_a_clean_store_is_not_walked_again() -> None:
+def test_a_clean_store_is_not_scanned_again() -> None:
     files = in_memory(filled(SMALL, 300))
     before = contents(files)
     with opened(files) as store:
@@ -605,7 +605,7 @@ def test_recovery_and_verify_agree_on_the_unit_before() -> None:
         assert verdict.sound, verdict.damage
 
 
-def test_of_index_files_of_one_end_the_first_is_vouched_for() -> None:
+def test_the_first_of_index_files_with_one_end_is_covered() -> None:
     """The checkpoint covers log and queues far beyond it."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
@@ -721,7 +721,7 @@ def test_recovering_an_open_store_mends_it() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_a_recovery_that_is_refused_ends_the_handle() -> None:
+def test_a_refused_recovery_ends_the_handle() -> None:
     files = in_memory(filled(SMALL, 60))
     store = opened(files)
     files.write(f"{ROOT}/commitlog/x", b"")
@@ -753,7 +753,7 @@ def test_a_recovery_that_is_refused_ends_the_handle() -> None:
         "consumequeue/New/0/00000000000000000000",
     ],
 )
-def test_files_of_length_zero_are_cleared_away(name: str) -> None:
+def test_files_of_length_zero_are_removed(name: str) -> None:
     found = filled(SMALL, 100, seed=12, clean=False)
     wanted = records_of(found)
     ends = sorted(path for path in found if path.startswith("commitlog/"))
@@ -769,7 +769,7 @@ def test_files_of_length_zero_are_cleared_away(name: str) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_of_queue_files_that_were_about_to_go_the_rest_goes() -> None:
+def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
     """Power is lost while retention deletes the files of a queue, without remaining messages: its offsets stay."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
@@ -853,7 +853,7 @@ def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
         assert derived(contents(files)) == before
 
 
-def test_index_files_behind_an_empty_one_go_the_last_first() -> None:
+def test_index_files_after_an_empty_one_are_deleted_last_first() -> None:
     """They say that it has the keys of the records before theirs."""
     files = RecordingFiles()
     for folder in (ROOT, f"{ROOT}/commitlog", f"{ROOT}/index"):

@@ -77,7 +77,7 @@ def test_a_rescued_store_is_consumed_to_its_end(tmp_path: Path) -> None:
     assert tables.consumer_offset("gone", "ready", 0) == 0
 
 
-def test_a_lost_message_at_the_progress_is_passed(tmp_path: Path) -> None:
+def test_a_lost_message_at_the_progress_is_skipped(tmp_path: Path) -> None:
     places = store_of(tmp_path / "old")
     for number in (0, 249, 250):
         spoil(tmp_path / "old", places[number], 88)
@@ -110,7 +110,7 @@ def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> No
     assert verify(tmp_path / "new", CONFIG).sound
 
 
-def test_progress_of_a_remade_topic_is_that_of_the_later(tmp_path: Path) -> None:
+def test_progress_of_a_recreated_topic_is_that_of_the_later(tmp_path: Path) -> None:
     """Progress of a topic created again is that of the later one."""
     store_of(tmp_path / "old", 20)
     with MessageStore.open(tmp_path / "old", CONFIG) as store:

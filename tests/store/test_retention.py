@@ -93,7 +93,7 @@ def ratio(kept: Kept, used: float) -> None:
 # ------------------------------------------------------------------------------------------------------------ age
 
 
-def test_a_file_goes_when_its_last_record_is_72_hours_old() -> None:
+def test_a_file_is_deleted_when_its_last_record_is_72_hours_old() -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept(by_files(at, at + 1, at + HOUR))
     kept.store.flush()
@@ -120,7 +120,7 @@ def test_the_last_record_counts_not_the_first_nor_the_next_file(idle: int) -> No
     assert kept.deleted == [0]
 
 
-def test_an_old_file_behind_one_that_stays_stays() -> None:
+def test_an_old_file_after_a_kept_one_stays() -> None:
     """The clock was set back: files go from the oldest, never out of the middle."""
     at = MIDNIGHT + 4 * HOUR
     files = MemoryFiles()
@@ -149,7 +149,7 @@ def test_how_long_files_are_kept_is_a_setting(hours: int) -> None:
     assert kept.deleted == [0]
 
 
-def test_file_times_are_never_looked_at(tmp_path: Path) -> None:
+def test_file_times_are_never_used(tmp_path: Path) -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept(by_files(at, at + DAY), files=DiskFiles(), path=str(tmp_path / "s"))
     for path in (tmp_path / "s" / "commitlog").iterdir():
@@ -159,7 +159,7 @@ def test_file_times_are_never_looked_at(tmp_path: Path) -> None:
     kept.store.close()
 
 
-def test_a_file_is_walked_through_only_where_nothing_else_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_scanned_only_if_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept([*by_files(at), at, at, at, at + HOUR, *by_files(at + 2 * HOUR)], replace(SMALL, delete_when="4;5;6"))
     walks: list[int] = []
@@ -186,7 +186,7 @@ def test_a_damaged_record_in_an_old_file_does_not_matter() -> None:
     assert kept.deleted == [0]
 
 
-def test_a_file_of_unknown_age_goes_by_size_and_by_force_only() -> None:
+def test_a_file_of_unknown_age_is_deleted_only_for_space() -> None:
     at = MIDNIGHT + 4 * HOUR
     kept = Kept(by_files(at, at))
     for start in (0, FILE):
@@ -275,7 +275,7 @@ def test_the_hour_is_local() -> None:
         assert MIDNIGHT <= due < MIDNIGHT + DAY
 
 
-def test_the_hour_when_clocks_change() -> None:
+def test_the_hour_of_a_clock_change() -> None:
     """By the rules of Berlin in 2024: 02:00 is 03:00 on March 31, 03:00 is 02:00 on October 27."""
     zone = SummerTime(datetime(2024, 3, 31, 1), datetime(2024, 10, 27, 1))
     at_four, at_two = hours_of("04", zone), hours_of("02", zone)
@@ -312,7 +312,7 @@ def test_a_year_passes_in_the_time_of_its_events() -> None:
 
 
 @pytest.mark.parametrize(("used", "goes"), [(0.75, False), (0.751, True)])
-def test_above_75_percent_expired_files_go_at_any_hour(used: float, goes: bool) -> None:
+def test_above_75_percent_expired_files_are_deleted_anytime(used: float, goes: bool) -> None:
     now = MIDNIGHT + 4 * DAY + 12 * HOUR
     kept = Kept(by_files(MIDNIGHT, now - 72 * HOUR + 1, now))
     ratio(kept, used)
@@ -323,7 +323,7 @@ def test_above_75_percent_expired_files_go_at_any_hour(used: float, goes: bool) 
 
 
 @pytest.mark.parametrize(("used", "goes"), [(0.85, False), (0.851, True)])
-def test_above_85_percent_the_oldest_go_before_their_time(used: float, goes: bool) -> None:
+def test_above_85_percent_the_oldest_are_deleted_early(used: float, goes: bool) -> None:
     """Above 85 percent the oldest go though they have not expired."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT, MIDNIGHT))
     ratio(kept, used)
@@ -332,7 +332,7 @@ def test_above_85_percent_the_oldest_go_before_their_time(used: float, goes: boo
     assert due == MIDNIGHT + (100 if goes else 10_000)
 
 
-def test_no_more_goes_by_force_than_the_disk_wants() -> None:
+def test_no_more_files_are_deleted_early_than_needed() -> None:
     kept = Kept(by_files(*[MIDNIGHT] * 5))
     ratio(kept, 0.9)
     kept.run(MIDNIGHT)
@@ -356,7 +356,7 @@ def test_rounds_of_ten_files() -> None:
     assert kept.deleted == []
 
 
-def test_between_two_rounds_nothing_goes() -> None:
+def test_between_two_rounds_nothing_is_deleted() -> None:
     kept = Kept(by_files(*[MIDNIGHT] * 15))
     ratio(kept, 0.86)
     for number in range(10):
@@ -368,7 +368,7 @@ def test_between_two_rounds_nothing_goes() -> None:
 
 
 @pytest.mark.parametrize(("used", "refuses"), [(0.0, False), (0.9, False), (0.901, True), (1.0, True)])
-def test_above_90_percent_no_message_is_taken(used: float, refuses: bool) -> None:
+def test_above_90_percent_no_message_is_accepted(used: float, refuses: bool) -> None:
     kept = Kept(by_files(MIDNIGHT))
     assert not kept.retention.refuses_writes
     ratio(kept, used)
@@ -410,7 +410,7 @@ def test_a_real_disk_is_measured(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- size
 
 
-def test_more_than_the_total_size_goes_at_once() -> None:
+def test_files_beyond_the_total_size_are_deleted_immediately() -> None:
     now = MIDNIGHT + 12 * HOUR
     kept = Kept(by_files(*[now] * 15), replace(SMALL, max_total_size=3 * FILE + FILE // 2))
     assert kept.run(now) == now + 100  # ten a step
@@ -464,7 +464,7 @@ def test_the_newest_file_always_stays() -> None:
     assert kept.log_files == [0]
 
 
-def test_a_file_made_ahead_does_not_make_the_one_before_it_old() -> None:
+def test_a_file_created_ahead_does_not_age_its_predecessor() -> None:
     """Else no record were left: the file of the last record stays, though it is not the last file."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT))
     kept.store.log.sequence.create(2 * FILE)

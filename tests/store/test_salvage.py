@@ -159,7 +159,7 @@ def test_missing_or_cut_files_lose_only_their_content() -> None:
     assert (4096, 4096) in [(gap.physical_offset, gap.size) for gap in gaps(files)]
 
 
-def test_a_record_that_names_another_place_is_put_right() -> None:
+def test_a_record_that_names_another_place_is_corrected() -> None:
     found = store_of()
     record = list(saved(in_memory(found)).values())[12]
     spoilt = change(found, record.physical_offset + PHYSICAL_OFFSET_AT, b"\x7f")

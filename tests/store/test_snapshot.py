@@ -154,7 +154,7 @@ def test_modification_times_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
 @pytest.mark.platform
-def test_a_pipe_in_config_is_left_out(tmp_path: Path) -> None:
+def test_a_pipe_in_config_is_skipped(tmp_path: Path) -> None:
     on_disk({**filled(SMALL, 20), "config/topics.json": b"{}"}, tmp_path / "store")
     os.mkfifo(tmp_path / "store" / "config" / "pipe")
     os.mkfifo(tmp_path / "store" / "config" / "consumerOffset.json")
@@ -208,7 +208,7 @@ def test_later_changes_leave_the_snapshot_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
-def test_without_links_all_is_copied(code: int) -> None:
+def test_without_links_all_files_are_copied(code: int) -> None:
     files = in_memory(filled(SMALL, 120))
     failing = FailingFiles(files)
     for number in range(1, 50):
@@ -363,7 +363,7 @@ CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "r
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_any_call_that_fails_leaves_the_store_as_it_was(code: int) -> None:
+def test_any_failed_call_leaves_the_store_unchanged(code: int) -> None:
     files = in_memory({**filled(SMALL, 60), "config/topics.json": b"{}"})
     before = contents(files)
     failed = 0
@@ -420,7 +420,7 @@ def test_only_leftovers_of_a_dead_process_are_removed() -> None:
 
 @pytest.mark.parametrize("which", [0, -1])
 @pytest.mark.parametrize("in_use", [False, True])
-def test_of_a_damaged_log_no_snapshot_is_made(which: int, in_use: bool) -> None:
+def test_a_damaged_log_is_not_snapshotted(which: int, in_use: bool) -> None:
     files = in_memory(filled(SMALL, 120))
     path = sorted(path for path in contents(files) if path.startswith("commitlog/"))[which]
     store = opened(files)
@@ -486,7 +486,7 @@ def without_places(message: StoredMessage) -> tuple[object, ...]:
 
 @configs
 @pytest.mark.parametrize("seed", range(6))
-def test_every_sound_record_goes_into_a_new_store(config: StoreConfig, seed: int) -> None:
+def test_every_sound_record_is_copied_to_a_new_store(config: StoreConfig, seed: int) -> None:
     rng = random.Random(seed)
     files = in_memory(spoilt(filled(config, 120, seed), rng, 1 + seed % 3, least=8))
     before = contents(files)
@@ -542,7 +542,7 @@ def test_cut_records_follow_their_replacements() -> None:
         assert [message.queue_offset for message in messages] == list(range(10))
 
 
-def test_records_that_name_no_queue_are_left_out() -> None:
+def test_records_that_name_no_queue_are_skipped() -> None:
     files = MemoryFiles()
     with opened(files) as store:
         first = store.append(Message("Topic", b"1"))
@@ -557,7 +557,7 @@ def test_records_that_name_no_queue_are_left_out() -> None:
     assert "can't be the name of a folder" in told[0].what
 
 
-def test_a_full_disk_leaves_no_half_of_a_rescued_store() -> None:
+def test_a_full_disk_leaves_no_partial_rescued_store() -> None:
     files = in_memory(spoilt(filled(SMALL, 60), random.Random(1), 2))
     for number in range(1, 200):
         failing = FailingFiles(files)

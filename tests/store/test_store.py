@@ -572,7 +572,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_handle_is_of_no_use_after_a_fork(tmp_path: Path) -> None:
+def test_a_handle_is_unusable_after_a_fork(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path, SMALL, background=False)  # a thread would prepare files meanwhile
     store.append(Message("T", b"parent"))
     before = derived(contents(DiskFiles(), str(tmp_path)))

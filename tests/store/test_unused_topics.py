@@ -160,7 +160,7 @@ def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
 
 
-def test_files_are_gone_for_good_before_their_folder_goes() -> None:
+def test_files_are_deleted_durably_before_their_folder() -> None:
     """Otherwise a loss of power could restore old files beside those of a queue that starts again."""
     files = RecordingFiles()
     store = filled(SMALL, files)

@@ -57,7 +57,7 @@ def test_a_sound_store(found: Contents) -> None:
     assert verify(ROOT, SMALL_EXT, in_memory(filled(SMALL_EXT, 60))).sound
 
 
-def test_the_record_stands_where_this_test_thinks(found: Contents) -> None:
+def test_the_record_is_where_this_test_expects(found: Contents) -> None:
     data = found[LOG]
     assert data is not None
     assert struct.unpack(">I", data[:4]) == (FIRST,)

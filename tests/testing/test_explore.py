@@ -50,7 +50,7 @@ def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseExceptio
 
 
 @LANES
-def test_planted_bugs_pass_as_usual_and_are_found(bug: Scenario) -> None:
+def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:
     with Kit() as rmq:
         bug(rmq, False)
     for seed in "012":
@@ -101,7 +101,7 @@ def test_the_result_of_the_schedule_on_disk_is_reported(on_disk: Exception | Non
 
 
 @LANES
-def test_mended_bugs_pass(bug: Scenario) -> None:
+def test_fixed_bugs_pass(bug: Scenario) -> None:
     runs = examples(240)
     result = explore(lambda rmq: bug(rmq, True), runs=runs)
     assert result.found is None
@@ -110,7 +110,7 @@ def test_mended_bugs_pass(bug: Scenario) -> None:
 
 @pytest.mark.slow
 @LANES
-def test_mended_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudget) -> None:
+def test_fixed_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(50, "times 200 runs"):
         explore(lambda rmq: bug(rmq, True), runs=200, seed=str(number))
 
@@ -299,7 +299,7 @@ def test_a_base_exception_is_raised_in_the_test() -> None:
         explore(test)
 
 
-def test_ctrl_c_is_heard_while_a_listener_runs() -> None:
+def test_ctrl_c_interrupts_a_running_listener() -> None:
     go_on = threading.Event()
 
     def test(rmq: Kit) -> None:

@@ -398,7 +398,7 @@ def test_operations_that_a_process_refuses(rmq: Kit) -> None:
         rmq.lose(shop)
 
 
-def test_a_restart_in_order_delivers_once(rmq: Kit) -> None:
+def test_a_clean_restart_delivers_once(rmq: Kit) -> None:
     shop = rmq.app("shop", counting_shop)
     rmq.producer().send("orders", b"x")
     rmq.run_until_idle()
@@ -433,7 +433,7 @@ def test_a_further_instance_shares_the_queues(rmq: Kit) -> None:
     assert len(shop.state) == 3
 
 
-def test_a_member_that_is_lost_is_back_after_thirty_seconds(rmq: Kit) -> None:
+def test_a_lost_member_is_back_after_thirty_seconds(rmq: Kit) -> None:
     shop = rmq.app("shop", counting_shop)
     other = rmq.join(shop)
     rmq.producer().send("orders", b"first")
@@ -617,7 +617,7 @@ def test_on_disk_its_store_is_a_brokers(tmp_path: Path, capsys: pytest.CaptureFi
     assert topics == ["orders", "SCHEDULE_TOPIC_XXXX", "%RETRY%billing", "%DLQ%billing"]
 
 
-def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
+def test_an_unsound_store_fails_the_test(tmp_path: Path) -> None:
     rmq = Kit(tmp_path / "broker")
     rmq.producer().send("orders", b"x", queue=0)
     log = tmp_path / "broker" / "commitlog" / f"{0:020}"

@@ -162,7 +162,7 @@ def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "librmq-listener"]
 
 
-def test_a_run_that_asks_for_nothing_imports_no_library(tmp_path: Path) -> None:
+def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
     """A run without the fixture does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test():\n    assert not [name for name in sys.modules if name.partition('.')[0] == 'librmq']\n"

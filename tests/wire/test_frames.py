@@ -37,7 +37,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 @given(st.lists(FRAMES, max_size=4), st.integers(1, 40))
-def test_frames_come_back(frames: list[Frame], piece: int) -> None:
+def test_frames_round_trip(frames: list[Frame], piece: int) -> None:
     """Whatever pieces the connection brings."""
     sent = b"".join(map(encode, frames))
     reader = FrameReader()
@@ -76,7 +76,7 @@ def test_an_answer_has_the_form_and_number_of_its_request(request: Frame) -> Non
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_rubbish_is_refused_or_waited_for(raw: bytes, framed: bool) -> None:
+def test_rubbish_is_refused_or_incomplete(raw: bytes, framed: bool) -> None:
     """Nothing but one error comes of it."""
     try:
         frames = list(FrameReader(max_frame=1000).feed(len(raw).to_bytes(4, "big") + raw if framed else raw))

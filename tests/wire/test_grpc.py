@@ -180,14 +180,14 @@ def test_topic_of_a_type_refuses_other_messages(stub: Stub, broker: Broker) -> N
     assert [one.body for one in broker.messages("NORMAL")] == [b"x"]
 
 
-def test_unknown_topic_is_made_for_every_type(stub: Stub, broker: Broker) -> None:
+def test_an_unknown_topic_is_created_for_every_type(stub: Stub, broker: Broker) -> None:
     assert list(stub.call("QueryRoute", topic=resource("t")).message_queues[0].accept_message_types) == [1, 2, 3, 4]
     assert broker.topics()["t"].message_type == "MIXED"
     with pytest.raises(BrokerError, match="expected one of NORMAL, FIFO"):
         broker.create_topic("u", message_type="fifo")  # type: ignore[arg-type]
 
 
-def test_topic_that_two_clients_ask_for_is_made_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_that_two_clients_request_is_created_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one makes it between the look at the route and the creation: its queues and type stay."""
     call = broker.call
 
@@ -457,7 +457,7 @@ def test_client_of_an_illegal_group_is_refused(server: GrpcServer, stub: Stub, g
         assert stub.call(name, **fields).status.code == 40003
 
 
-def test_client_that_comes_back_outlives_its_former_stream(server: GrpcServer, broker: Broker) -> None:
+def test_a_returning_client_outlives_its_former_stream(server: GrpcServer, broker: Broker) -> None:
     with Stub(server.address, "c") as later:
         with Stub(server.address, "c") as former:
             former_answers = former.telemetry(producer_settings("t"))

@@ -120,7 +120,7 @@ def test_lines_report_connecting_and_leaving_clients(serving: subprocess.Popen[s
     end(serving, signal.SIGINT)
 
 
-def test_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) -> None:
+def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) -> None:
     address = ready(serving)
     assert serving.stdout is not None
     serving.stdout.close()
