@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -49,14 +50,15 @@ def route(bench: Bench) -> list[Row]:
 
 
 def drill(bench: Bench) -> list[Row]:
-    """Measure a drill over four sites: an hour of the clock with an order a second at each, and all outages."""
+    """Measure the CPU time of a drill over four sites: an hour with an order a second at each, and all outages."""
     minutes = max(51, bench.count(60))
-    with Stopwatch() as watch:
-        report = run_drill(one_cluster(SITES), minutes=minutes, rate=max(0.01, min(1.0, bench.scale)))
+    begin = time.process_time()
+    report = run_drill(one_cluster(SITES), minutes=minutes, rate=max(0.01, min(1.0, bench.scale)))
+    seconds = time.process_time() - begin
     if report.lost:
         raise RuntimeError(f"{report.lost} messages were lost")
-    what = f"{minutes} minutes, {report.sent:,} orders"
-    return [Row("a drill of four sites", what, "", watch.seconds, " s", Target(10, at_most=True))]
+    what = f"{minutes} minutes, {report.sent:,} orders, CPU time"
+    return [Row("a drill of four sites", what, "", seconds, " s", Target(10, at_most=True))]
 
 
 ROWS: Final[dict[str, Measure]] = {"route": route, "drill": drill}
