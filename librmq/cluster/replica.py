@@ -107,15 +107,15 @@ class Replica:
         try:
             master = _endpoint(of, files, runner)
             described = master.call(DescribeLog())
-            torn_at = check_folder(replica.path, files, runner.clock, master, described)
-            replica._begin(master, described, torn_at)
+            was_killed = check_folder(replica.path, files, runner.clock, master, described)
+            replica._begin(master, described, was_killed=was_killed)
         except BaseException:
             if own is not None:
                 own.shutdown()
             raise
         return replica
 
-    def _begin(self, master: Endpoint, described: LogDescription, torn_at: int | None) -> None:
+    def _begin(self, master: Endpoint, described: LogDescription, *, was_killed: bool) -> None:
         self.broker = Broker.open(
             self.path,
             BrokerConfig(replica_of=described.name),
@@ -141,8 +141,10 @@ class Replica:
         if self._metrics is not None:
             self._metrics.gauge("replica_lag_bytes", lambda: self.lag_bytes)
         try:
-            if torn_at is not None and torn_at < self.end:
-                self.store.cut_copy(torn_at)
+            if was_killed:
+                torn_at = check_bytes(self.path, self.store.log, master, described, was_killed=True)
+                if torn_at is not None:
+                    self.store.cut_copy(torn_at)
             reached = self._copy_log(_MOST_AT_ONCE) and self._copy_tables()
         except BaseException:
             self.abandon()

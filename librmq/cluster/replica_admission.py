@@ -12,7 +12,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
-from librmq.errors import ReplicaError
+from librmq.errors import CorruptionError, ReplicaError
 from librmq.files.seam import Files
 from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
@@ -27,10 +27,8 @@ _AT_ONCE: Final = 1 << 20
 _SECTOR: Final = 512  # bytes that reach a device together
 
 
-def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, described: LogDescription) -> int | None:
-    """Check that the folder is new, or has a replica of this master.
-
-    Return the physical offset from which a killed replica has bytes that never reached its disk, None without any.
+def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, described: LogDescription) -> bool:
+    """Check that the folder is new, or has a replica of this master; return whether that replica was killed.
 
     Raises:
         ReplicaError: it is the master's own folder, has a store of its own or the copy of another one, or is ahead.
@@ -42,29 +40,34 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
         raise ReplicaError(f"{path}: expected another folder than the master's, because a store can't copy itself")
     mark = read_mark(path, files)
     if not directory.recognise(path, files).has_log:
-        return None
+        return False
     if mark is None:
         raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
     was_killed = has_abort(files, path)
-    with MessageStore.open(path, read_only=True, files=files, clock=clock) as copy:
+    try:
+        copy = MessageStore.open(path, read_only=True, files=files, clock=clock)
+    except CorruptionError:
+        if not was_killed:
+            raise
+        return True  # a kill leaves files without bytes: recovery clears them away, then `check_bytes` is called
+    with copy:
         log = copy.log
-        if not log.sequence.starts:
-            return None
-        if copy.config.commitlog_file_size != described.config.commitlog_file_size:
+        if log.sequence.starts and log.file_size != described.config.commitlog_file_size:
             raise ReplicaError(
-                f"{path}: its log files have {copy.config.commitlog_file_size} bytes, those of {described.name} "
+                f"{path}: its log files have {log.file_size} bytes, those of {described.name} "
                 f"{described.config.commitlog_file_size}: it is the replica of another store"
             )
-        return check_bytes(path, log, master, described, since=log.third_last_file() if was_killed else None)
+        check_bytes(path, log, master, described, was_killed=was_killed)
+    return was_killed
 
 
 def check_bytes(
-    path: str, log: CommitLog, master: Endpoint, described: LogDescription, *, since: int | None = None
+    path: str, log: CommitLog, master: Endpoint, described: LogDescription, *, was_killed: bool = False
 ) -> int | None:
     """Check that the end of a copy's log is in the master's log too.
 
-    With ``since`` the copy was killed, and is compared from there. Then a record can lack bytes that never reached the
-    disk, which no checksum of its own shows; return the physical offset of the first such record.
+    If the copy was killed, more is compared. A record can lack bytes that never reached the disk, which no checksum of
+    its own shows; return the physical offset of the first such record, None without any.
 
     Raises:
         ReplicaError: it is not; the error says whether the copy is ahead, or another store's.
@@ -80,8 +83,8 @@ def check_bytes(
         return None  # the bytes are gone on one side
     file_start = end - 1 - (end - 1) % log.file_size
     at = max(end - _COMPARED, file_start)
-    if since is not None:
-        at = since
+    if was_killed:
+        at = log.third_last_file()
     elif log.last_write is not None and file_start <= log.last_write < at:
         at = log.last_write
     at = max(at, described.begin, log.begin)
@@ -90,8 +93,8 @@ def check_bytes(
         mine, theirs = log.data_at(at, size), master.call(FollowLog("", at, size)).data
         if mine != theirs:
             at += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
-            if since is not None and _never_written(log, at):
-                return _record_at(log, since, at)
+            if was_killed and _never_written(log, at):
+                return _record_at(log, log.third_last_file(), at)
             raise ReplicaError(
                 f"{path}: its log differs from that of {described.name} at physical offset {at}: it is the replica of "
                 "another store, or one of them took other messages since"

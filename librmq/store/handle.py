@@ -111,6 +111,8 @@ class StoreHandle:
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
             if config is not None:
                 config = directory.complete_config(path, config, files)
+            if self.replica_of not in (None, mark):  # before the log, so that a killed replica is known
+                write_mark(path, str(self.replica_of), files)
             if self.read_only:
                 self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
             else:
@@ -118,8 +120,6 @@ class StoreHandle:
                 self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files)
-                if self.replica_of not in (None, mark):
-                    write_mark(path, str(self.replica_of), files)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

@@ -42,6 +42,7 @@ PARTS: dict[str, dict[str, Paths]] = {
     },
     "allocate": {"allocation": None},
     "transactions": {"committed": None, "check": None},
+    "replica": {"following": None, "waiting": None},
     "timers": {"timer": None, "due": None, "memory": None},
     "cluster": {"route": None, "drill": None},
     "columns": {"reading": None, "processes": None, "exporting": None},
