@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple, Self
 
@@ -22,6 +21,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Buffer, Files, without_zeros
 from librmq.message import record
+from librmq.message.checksum import crc32
 from librmq.message.message import StoredMessage
 from librmq.runtime.headway import advance
 
@@ -449,7 +449,7 @@ class CommitLog:
         """
         # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
         # checked here like `record.check_record` does; it checks all others.
-        file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, record.FIXED_SIZE
+        file_size, check, unpack, fixed = self.file_size, crc32, _unpack_frame, record.FIXED_SIZE
         chunk, chunk_at, chunk_size = b"", place, 0
         while place < end:
             inside = place - chunk_at
@@ -465,7 +465,7 @@ class CommitLog:
                         and topic_end + 2 <= size
                         and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
                         and topic_end < body_end + 129
-                        and (not check_body or not body_size or crc32(raw[88:body_end]) & 0x7FFFFFFF == checksum)
+                        and (not check_body or not body_size or check(raw[88:body_end]) & 0x7FFFFFFF == checksum)
                     ):
                         yield start + place, size, raw
                         place += size

@@ -27,7 +27,7 @@ DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
 QUICK_EXTRAS = frozenset(
-    {"arrow", "bloom", "cli", "compression", "dev", "grpc", "metrics", "redis", "report", "sql", "test"}
+    {"arrow", "bloom", "cli", "compression", "dev", "fast", "grpc", "metrics", "redis", "report", "sql", "test"}
 )
 CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})

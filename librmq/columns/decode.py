@@ -17,7 +17,6 @@ Blocks of 4,000 to 16,000 records fit into the processor's cache.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
@@ -30,6 +29,7 @@ from librmq.columns.arrays import Bytes, Ints, Mask, gather, numbers, replaced, 
 from librmq.columns.properties import Properties
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
+from librmq.message.checksum import crc32
 from librmq.message.message import DECOMPRESSED_LIMIT
 
 __all__ = ["COLUMNS", "FIXED_COLUMNS", "HEADER", "LAST_MS", "MAP", "TIMESTAMP", "Block"]
@@ -194,7 +194,7 @@ class Block:
         """Return the errors of rows whose stored body does not match its checksum."""
         begins, ends = self._body
         expected = self._head["body_crc"]
-        view, crc32 = self._raw.data, zlib.crc32
+        view = self._raw.data
         checksums = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
         found = np.array(checksums, np.int64) & 0x7FFFFFFF
         wrong = (found != self._head["body_crc"]) & self.sound & (ends > begins)

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-import zlib
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
@@ -43,6 +42,7 @@ from typing import Final
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.java.hashing import java_decode
 from librmq.java.numbers import java_int
+from librmq.message.checksum import crc32
 from librmq.message.compression import COMPRESSED as COMPRESSED
 from librmq.message.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
 from librmq.message.compression import COMPRESSION_MASK as COMPRESSION_MASK
@@ -242,7 +242,7 @@ class Record:
 
 def body_checksum(body: bytes | memoryview) -> int:
     """Return the checksum of a stored body."""
-    return zlib.crc32(body) & 0x7FFFFFFF
+    return crc32(body) & 0x7FFFFFFF
 
 
 def encode_record(record: Record) -> bytes:
@@ -381,7 +381,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
                 and topic_length != _SCHEDULE_TOPIC_SIZE
             ):
                 if check_body and body_length:
-                    found = zlib.crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
+                    found = crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
                     if found != expected:
                         raise _bad_checksum(expected, found)
                 return int(size)
@@ -393,7 +393,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         raise
     if check_body and body_end > body_at:
         (expected,) = _INT.unpack_from(raw, position + BODY_CRC_AT)
-        found = zlib.crc32(raw[body_at:body_end]) & 0x7FFFFFFF
+        found = crc32(raw[body_at:body_end]) & 0x7FFFFFFF
         if found != expected:
             raise _bad_checksum(expected, found)
     if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:

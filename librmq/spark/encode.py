@@ -9,7 +9,6 @@ Columns are checked as a whole; a row that looks wrong is made a `Message`, whos
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +32,7 @@ from librmq.java.hashing import (
     string_hashes,
 )
 from librmq.message import record
+from librmq.message.checksum import crc32
 from librmq.message.message import Message
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.queue_table import QueueName
@@ -301,7 +301,7 @@ def _fixed(values: npt.NDArray[Any]) -> pa.Array:
 def _checksums(bodies: pa.Array) -> list[int]:
     if not len(bodies):
         return []
-    crc32, (_, offsets, data) = zlib.crc32, bodies.buffers()
+    _, offsets, data = bodies.buffers()
     bounds = np.frombuffer(offsets, np.int32, len(bodies) + 1, bodies.offset * 4).tolist()
     view = memoryview(data or b"")
     return [crc32(view[a:b]) & 0x7FFFFFFF for a, b in pairwise(bounds)]

@@ -9,7 +9,6 @@ import errno
 import struct
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
@@ -22,6 +21,7 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import check_batch
+from librmq.message.checksum import crc32
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
@@ -184,7 +184,7 @@ class Appender:
                 counted = has_queue_entry(sys_flag)
                 if not is_indexed(sys_flag):
                     unique_key = keys = None
-            checksum = zlib.crc32(body) & 0x7FFFFFFF
+            checksum = crc32(body) & 0x7FFFFFFF
             tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
             size = 72 + hosts_size + len(tail)
             lock = self.lock

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -15,6 +14,7 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE
+from librmq.message.checksum import crc32
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
@@ -147,7 +147,7 @@ def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_siz
         Prepared,
         (
             lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
-            zlib.crc32(body) & 0x7FFFFFFF, end - begin,
+            crc32(body) & 0x7FFFFFFF, end - begin,
             b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
             record_format.tags_code(tags) if tags else 0, unique_key, keys,
         ),
@@ -253,7 +253,7 @@ def prepare_batch(
         bodies,
         list(map(_pack_short, raw_sizes)),
         raws,
-        [zlib.crc32(body) & 0x7FFFFFFF for body in bodies],
+        [crc32(body) & 0x7FFFFFFF for body in bodies],
         [code_of[each] for each in tags],
         [each.get("UNIQ_KEY") for each in found],
         [each.get("KEYS") for each in found],

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,6 +21,7 @@ from typing import Any, Final
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.seam import Files
+from librmq.message.checksum import crc32
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
@@ -53,7 +53,7 @@ class ClosedState:
             return False
         if self.last_record is None:
             return self.log_end == self.log_begin
-        return zlib.crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
+        return crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
 
     def has_index(self, index: KeyIndex) -> bool:
         """Return whether the index is unchanged since the close."""
@@ -81,7 +81,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         "log_begin": log.begin,
         "log_end": log.end,
         "last_record": last,
-        "last_record_crc32": zlib.crc32(data),
+        "last_record_crc32": crc32(data),
         "index_files": len(index.files),
         "index_end": index.end_physical_offset,
         "queues": [[*name, *state] for name, state in sorted(states.items())],
