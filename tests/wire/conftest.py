@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig
+from librmq.wire.grpc import GrpcServer
 from tests.wire.clients import PYTHON_VERSIONS, OfficialClient, node_client, python_client
+from tests.wire.stub import Stub
 
 pytest.importorskip("grpc")
 
@@ -19,6 +21,20 @@ pytest.importorskip("grpc")
 @pytest.fixture
 def broker() -> Iterator[Broker]:
     with Broker.temporary(BrokerConfig(timers=TimerConfig())) as made:
+        yield made
+
+
+@pytest.fixture
+def server(broker: Broker) -> Iterator[GrpcServer]:
+    """Serve the broker."""
+    with GrpcServer(broker) as made:
+        yield made
+
+
+@pytest.fixture
+def stub(server: GrpcServer) -> Iterator[Stub]:
+    """Connect a bare client."""
+    with Stub(server.address) as made:
         yield made
 
 

@@ -30,6 +30,25 @@ def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: An
     return made
 
 
+def resource(name: str) -> Any:
+    """Make the name of a topic or a group."""
+    return message_class("Resource")(name=name)
+
+
+def producer_settings(*topics: str) -> Any:
+    """Make the settings of a producer."""
+    settings = message_class("Settings")(client_type=1)
+    settings.publishing.topics.extend(map(resource, topics))
+    return settings
+
+
+def consumer_settings(group: str, client_type: int = 3) -> Any:
+    """Make the settings of a simple consumer, or with 2 of a push consumer."""
+    settings = message_class("Settings")(client_type=client_type)
+    settings.subscription.group.name = group
+    return settings
+
+
 class Stub:
     """One client."""
 

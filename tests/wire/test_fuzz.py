@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 
-from librmq import Broker
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.schema import message_class
 from tests.budget import some
@@ -30,12 +28,6 @@ CALLS = (
     "RecallMessage",
 )
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-@pytest.fixture
-def server(broker: Broker) -> Iterator[GrpcServer]:
-    with GrpcServer(broker) as made:
-        yield made
 
 
 def requests(stub: Stub) -> dict[str, bytes]:
