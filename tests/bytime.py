@@ -1,4 +1,4 @@
-"""Parts of a broker that wait for a time, each alone on a store in memory, as the kit always has a whole broker."""
+"""Parts of a broker that wait for a time, each alone on a store in memory, because the kit has a whole broker."""
 
 from __future__ import annotations
 

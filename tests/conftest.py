@@ -1,4 +1,4 @@
-"""What all tests share: reference data, copies of its stores, the budget of slow tests, no skips in CI."""
+"""Fixtures of all tests: reference data, copies of its stores, the budget of slow tests; no skips in CI."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def run(run_lines: Run) -> Run:
 
 
 class SlowBudget:
-    """One test's share of the time for slow tests; later tests get the unused rest."""
+    """The share of one test in the time for slow tests; later tests get the unused rest."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""Five bugs that people make with messages, each beside its mended form; all pass in the usual order."""
+"""Five common bugs with messages, each with its fixed form; all pass in the usual order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scenario = Callable[[Kit, bool], None]
 
 
 def send(producer: Producer, message: Message, queue: int | None = None) -> None:
-    """Send, and again if the answer is lost, as a send to a queue is not repeated by the client."""
+    """Send, and send again if the answer is lost, because the client does not retry a send to a given queue."""
     for _ in range(5):
         try:
             producer.send(message, queue=queue)
@@ -25,7 +25,7 @@ def send(producer: Producer, message: Message, queue: int | None = None) -> None
 
 
 def check_then_act(rmq: Kit, mended: bool) -> None:
-    """Looks whether an order is booked, and books it: two deliveries of one order may look before either books."""
+    """Checks whether an order is booked, and books it: two deliveries of one order can check before either books."""
     booked: list[bytes] = []  # a table of the database
 
     def insert_unless_there(order: bytes) -> None:  # one statement
@@ -49,7 +49,7 @@ def check_then_act(rmq: Kit, mended: bool) -> None:
 
 
 def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
-    """Hands the message to a thread and returns: when the process ends, the message counts as consumed."""
+    """Passes the message to a thread and returns: if the process ends, the message counts as consumed."""
     done: set[bytes] = set()
 
     def shop(process: Process) -> None:
@@ -68,7 +68,7 @@ def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
 
 
 def order_across_queues(rmq: Kit, mended: bool) -> None:
-    """Takes messages to be delivered in the order in which they were sent, though they lie in several queues."""
+    """Assumes that messages are delivered in the order of the sends, although they are in several queues."""
     seen: list[bytes] = []
 
     def shop(process: Process) -> None:
@@ -85,7 +85,7 @@ def order_across_queues(rmq: Kit, mended: bool) -> None:
 
 
 def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
-    """Counts in the memory of a consumer, which is gone with its process."""
+    """Counts in the memory of a consumer, which is lost with its process."""
     table: set[bytes] = set()
 
     def shop(process: Process) -> set[bytes]:

@@ -1,4 +1,4 @@
-"""Stores for tests: made with everything a record can hold, copied into memory, and their content."""
+"""Stores for tests: filled with all kinds of records, copied into memory, and their content."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def on_disk(found: Contents, folder: Path) -> Path:
 
 
 def died(files: MemoryFiles) -> MemoryFiles:
-    """What a process leaves that dies now: the contents, without its lock."""
+    """Return what a process leaves if it dies now: the contents, without its lock."""
     return in_memory(contents(files))
 
 

@@ -1,4 +1,4 @@
-"""Saving progress waits for the disk in a turn of its own, and other turns continue meanwhile."""
+"""Saving progress waits for the disk in a separate turn, while other turns continue."""
 
 from __future__ import annotations
 

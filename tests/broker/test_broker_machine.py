@@ -1,4 +1,4 @@
-"""A broker against a plain model, step by step: progress, locks, members, held pulls; closed, killed, opened again."""
+"""A broker compared with a plain model: progress, locks, members, held pulls; closed, killed, reopened."""
 
 from __future__ import annotations
 

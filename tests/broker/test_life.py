@@ -1,4 +1,4 @@
-"""What a broker counts, saves and survives."""
+"""Counters and tables of a broker, and the failures that it survives."""
 
 from __future__ import annotations
 

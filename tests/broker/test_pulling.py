@@ -1,4 +1,4 @@
-"""What consumers read, what they wait for, which pulls are refused, and what a broker remembers of them."""
+"""Pulls: their results, held pulls, refusals, and what a broker remembers of them."""
 
 from __future__ import annotations
 

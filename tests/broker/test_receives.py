@@ -1,4 +1,4 @@
-"""Receives by invisible time: what is handed out, hidden, acknowledged, and comes again."""
+"""Receives with an invisible time: delivery, acknowledgement and redelivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receives against a plain model: what is in flight, acknowledged, comes again; closed, killed, opened."""
+"""Receives compared with a plain model: in flight, acknowledged, delivered again; closed, killed, opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables are written without the runner's lock, the latest wins, and promises are kept immediately."""
+"""Tables are written without the runner's lock, the latest version wins, and promises hold immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is called."""
+"""Names of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts of records, found by chains in lock step, compared with one chain."""
+"""Starts of records, found by chains in lock step, compared with a single chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a store that are recorded, and what must hold for every image of a crash in them."""
+"""Recorded runs of a store, and what must hold for every crash image of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS = (SMALL, SMALL_EXT, PAGES, BOUNDED, WIDE, replace(WIDE, enable_consumeq
 
 
 class BusyFiles(RecordingFiles):
-    """Records, and lets something happen while a flush is under way, which that flush does not cover."""
+    """Files that record, and run an action during a flush that does not cover it."""
 
     meanwhile: Callable[[], None] | None = None
 
@@ -50,7 +50,7 @@ class BusyFiles(RecordingFiles):
             self.meanwhile = meanwhile
 
     def killed(self) -> BusyFiles:
-        """What the next process finds when this one is killed: all that was written, on the device or not."""
+        """Return what the next process finds if this one is killed: everything written, flushed or not."""
         other = BusyFiles()
         other._files, other._folders, other.trace = self._files, self._folders, self.trace
         return other
@@ -144,7 +144,7 @@ class Run:
             self.recorded.records[result.physical_offset] = raw
 
     def look(self) -> None:
-        """See which acknowledgements have completed."""
+        """Record which acknowledgements have completed."""
         for acknowledgement in self.waiting:
             if acknowledgement.done:
                 self.promise(acknowledgement.result.physical_offset + acknowledgement.result.size)
@@ -261,7 +261,7 @@ class Run:
         }
 
     def rot_and_recover(self) -> None:
-        """The queue offset of a record changes by itself, which recovery mends."""
+        """The queue offset of a record changes, which recovery repairs."""
         records = [m for m in self.store if has_queue_entry(m.sys_flag)]
         if len(records) < 5:
             return
@@ -419,7 +419,7 @@ def _go_on(
 
 
 def assert_settled(files: RecordingFiles) -> None:
-    """Everything done to ``files`` is on the device, so no crash loses any of it."""
+    """Check that all changes of ``files`` are on the device, so that no crash loses any."""
     images = CrashImages(files.trace)
     for seed in range(20):
         image = images.image(seed, len(files.trace))
@@ -429,7 +429,7 @@ def assert_settled(files: RecordingFiles) -> None:
 
 
 class CrashError(AssertionError):
-    """What must hold after a crash does not; says how to get there again."""
+    """A condition fails after a crash; the error says how to reproduce it."""
 
 
 def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:

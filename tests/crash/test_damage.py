@@ -1,7 +1,6 @@
-"""Stores that were damaged anywhere: what `verify` finds, what opening and recovering do about it.
-
-A case takes a sound store and spoils it: one byte, a range of zeros, a file cut short, lengthened or deleted. Whatever
-it is, only errors of librmq leave; `verify` changes nothing and finds what can be known; recovery refuses with file and
+"""Stores that were damaged anywhere: what `verify` finds, and what opening and recovery do. A case damages a sound
+store: one byte, a range of zeros, a file that is cut, lengthened or deleted. In each case only errors of librmq are
+raised; `verify` changes nothing and finds all detectable damage; recovery refuses with file and
 offset, or leaves a sound store that serves every record before the damage and continues.
 """
 
@@ -47,7 +46,7 @@ LEVELS = DelayLevels.parse(SMALL.message_delay_level)
 
 @dataclass(frozen=True)
 class Subject:
-    """A store that is going to be spoilt."""
+    """A store that a case damages."""
 
     config: StoreConfig
     found: Contents
@@ -83,7 +82,7 @@ def subjects() -> list[Subject]:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What was done: to which file, from where to where."""
+    """The damage: its file and range."""
 
     kind: str
     path: str
@@ -159,7 +158,7 @@ def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
 
 
 def can_be_known(subject: Subject, spoilt: Spoilt) -> bool:
-    """Whether `verify` has to find the damage."""
+    """Return whether `verify` has to find the damage."""
     before, after = subject.found[spoilt.path], spoilt.found.get(spoilt.path)
     assert before is not None
     if before == after:
@@ -242,7 +241,7 @@ def check_read_only(files: MemoryFiles, config: StoreConfig) -> None:
 
 
 def read_everything(store: MessageStore) -> None:
-    """Ask for anything; errors must be librmq's."""
+    """Make every kind of query; errors must be librmq's."""
     for topic, queue_id in sorted(store.queues):
         queue = store.queues[topic, queue_id]
         queue_offset = queue.min_offset

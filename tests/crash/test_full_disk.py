@@ -61,7 +61,7 @@ def mount(*words: str | Path) -> bool:
 
 @contextmanager
 def small_file_system(kind: str, folder: Path) -> Iterator[Path]:
-    """A file system of some 6 MiB; that of ext4 is named with the size of its blocks, which may be below a page's."""
+    """A file system of about 6 MiB; ext4 is named with the size of its blocks, which may be smaller than a page."""
     place = folder / "disk"
     place.mkdir()
     if kind == "tmpfs":
@@ -104,7 +104,7 @@ def body(number: int) -> bytes:
 
 
 def fill_disk(disk: Path, name: str = "ballast", leave: int = 0) -> Path:
-    """Take all the room there is, but for some."""
+    """Fill the disk, except for some bytes."""
     ballast = disk / name
     with open(ballast, "wb", buffering=0) as file:
         for size in (64 << 10, 4096, 512):
@@ -128,7 +128,7 @@ def append_until_full(store: MessageStore, results: dict[int, AppendResult]) -> 
 
 
 def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
-    """Whatever was acknowledged is read from log and queue."""
+    """Check that every acknowledged message is read from log and queue."""
     for number, result in results.items():
         message = store.message_at(result.physical_offset)
         assert message is not None
@@ -145,7 +145,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
 @real
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability: Literal["async", "sync"]) -> None:
-    """Several times full and not full: each time an error, each time the same store continues."""
+    """The disk fills up several times: each time there is an error, and the same store continues."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     config = replace(CONFIG, durability=durability)
@@ -216,7 +216,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
 
 
 def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], count: int) -> None:
-    """Append this many more, or until the disk is full; the end makes room."""
+    """Append this many messages, or until the disk is full; free space at the end."""
     for number in range(max(results) + 1, max(results) + 1 + count):
         try:
             results[number] = store.append(Message(f"T{number % 3}", body(number), keys=f"k{number}"), number % 2)
@@ -227,7 +227,7 @@ def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], 
 @real
 @pytest.mark.parametrize("kind", ["ext4-1024", "ext4-4096", "tmpfs"])
 def test_no_exhausted_resource_kills_a_writer(kind: str, tmp_path: Path) -> None:
-    """A separate process, so that a signal is noticed; it fills its own disk at any moment."""
+    """A separate process, so that a signal is noticed, fills its disk at any moment."""
     with small_file_system(kind, tmp_path) as disk:
         write_greedily(disk)
 

@@ -1,4 +1,4 @@
-"""What a disk may hold after the power failed: the images, and a store on each of them."""
+"""Possible contents of a disk after a power failure: the images, and a store on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer that is killed under load: everything it acknowledged is there, the rest is whole or missing.
+"""A writer that is killed under load: every acknowledged message is there, the rest is whole or missing.
 
 A separate process appends from several threads and prints each acknowledged message, unbuffered; it is killed without
 warning after some of them. `kill` spares the page cache, so this also holds in async.
@@ -100,7 +100,7 @@ def body_of(life: int, thread: int, number: int) -> bytes:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """What a life said of one message."""
+    """A message that a writer has acknowledged."""
 
     life: int
     thread: int
@@ -170,7 +170,7 @@ def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None
 
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    """The store lives on from kill to kill, and starts again after some."""
+    """The store survives kill after kill, and is started afresh after some of them."""
     path: Path | None = None
     acknowledged: list[Acknowledged] = []
     for kill in slow_budget.rounds(100, "kills", at_least=6):

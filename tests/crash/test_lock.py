@@ -1,4 +1,4 @@
-"""One writer at a time: within a process, between processes, and beside a broker's JVM."""
+"""One writer at a time: within a process, between processes, and between librmq and a broker's JVM."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def java() -> list[str | Path]:
 
 @contextmanager
 def process(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and the first line that it says; it ends when its input does."""
+    """A process, and the first line that it prints; it ends when its input ends."""
     assert librmq.__file__ is not None
     environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
     with subprocess.Popen(
@@ -137,7 +137,7 @@ def test_a_dead_writer_holds_no_lock(store: Path) -> None:
 
 
 def test_readers_and_verify_release_no_lock(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A lock of fcntl is gone when its process closes any descriptor of the file."""
+    """A lock of fcntl ends when its process closes any descriptor of the file."""
     with MessageStore.open(store, CONFIG) as writer:
         with MessageStore.open(store, read_only=True) as reader:
             list(reader)

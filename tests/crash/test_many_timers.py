@@ -1,4 +1,4 @@
-"""Very many timers of random times over kills: all come, in the order of their times, none early."""
+"""Very many timers with random times, over kills: all are delivered, in order of time, none early."""
 
 from __future__ import annotations
 

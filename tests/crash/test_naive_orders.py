@@ -1,4 +1,4 @@
-"""What a message beside a local transaction can lose or invent, in each naive order; and that a half message does not.
+"""What each naive order of message and local transaction can lose or invent, and that a half message does not.
 
 A database and a store, and a crash after each step: then either both know of the order, or neither.
 """

@@ -1,4 +1,4 @@
-"""A flush of a part of a store, or its close, leaves nothing that a crash could take; files go one after the other."""
+"""After a flush or close of a part of a store, a crash can take nothing; files are deleted one after the other."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_units_that_are_closed_alone() -> None:
 @pytest.mark.parametrize("units_of_none", [0, 4])
 @pytest.mark.parametrize("vouched", [0, 4])
 def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: int) -> None:
-    """Units that no entry leads to are before those that one does: they came to no entry when their writer died."""
+    """Units without an entry precede those with one: their writer died before it wrote the entries."""
     files = on_a_disk()
     queue = queue_of(files, vouched)
     queue.flush()

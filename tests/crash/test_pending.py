@@ -1,4 +1,4 @@
-"""What waits for its end or its time, over power failures and kills at any write."""
+"""Pending transactions and delayed messages, over power failures and kills at any write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHEEL = TimerConfig(slots_total=90, timer_roll_window_slot=20, timer_log_file_si
 
 
 def outcome(number: int) -> str:
-    """What the local transaction of a message comes to, as its producer knows whenever it is asked."""
+    """Return the outcome of a message's local transaction, which its producer always knows."""
     return "commit" if number % 3 else "rollback"
 
 
@@ -126,7 +126,7 @@ def live(seed: str, steps: int = 40) -> Life:
 
 
 def check_after(life: Life, files: Files, crash_point: int, why: Callable[[], str]) -> None:
-    """After a crash: time passes, producers answer; then all is decided and delivered as it should be."""
+    """Let time pass and producers answer after a crash; then everything must be decided and delivered correctly."""
     broker = Broker(files, ManualClock(life.ended_ms + 1_000))
     broker.pass_time(1_200_000)
     assert broker.transactions.run_due(broker.clock.now_ms()) is None, why()

@@ -1,4 +1,4 @@
-"""A reader in this process beside a writer in another: it sees acknowledged messages, and disturbs no writer."""
+"""A reader in this process and a writer in another: it sees acknowledged messages, and disturbs no writer."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_the_command_shows_the_result_of_a_recovery(capsys: pytest.CaptureFixtur
 
 
 def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:
-    """The reader asks for messages that are being deleted: it gets them whole, or the next offset."""
+    """The reader requests messages that are being deleted: it gets them whole, or the next offset."""
     writers.append(writer := Writer(path, max_total_size=3 * CONFIG.commitlog_file_size))
     with open_reader(path) as reader:
         positions = [0, 0, 0]

@@ -1,4 +1,4 @@
-"""After a flush, a close and an opening nothing of a store is left that a crash could take."""
+"""After a flush, a close and an opening, a crash can take nothing of a store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def filled(files: BusyFiles, config: StoreConfig, count: int = 60) -> MessageSto
 
 
 def expire(store: MessageStore) -> list[str]:
-    """Let all go that may, as retention does between two flushes."""
+    """Delete everything that may be deleted, as retention does between two flushes."""
     store.flush()
     retention = Retention(
         store.log, store.queues.values, store.index, store.config, store.files, ROOT, lock=store.appender.lock
@@ -73,7 +73,7 @@ def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool)
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
 def test_after_a_recovery_nothing_is_unflushed(config: StoreConfig, thorough: bool, flushed: int) -> None:
-    """The dead writer may have flushed nothing; the next one vouches for what it opens."""
+    """The dead writer may have flushed nothing; the next one flushes what it opens."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)

@@ -1,4 +1,4 @@
-"""Real signals whose handlers raise, at random moments of all changes of a store: none leaves it unsound."""
+"""Real signals whose handlers raise, at random moments of all operations: none leaves a store unsound."""
 
 from __future__ import annotations
 

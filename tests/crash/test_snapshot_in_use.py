@@ -1,7 +1,7 @@
 """Snapshots of a broker that continues to send, deliver and consume.
 
-What was acknowledged before the call is consumed once the snapshot is opened, unless the group was through with it
-when the snapshot was made, and whatever is sent afterwards comes too.
+Messages acknowledged before the call are consumed once the snapshot is opened, unless the group had already consumed
+them, and so are messages that are sent afterwards.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class World:
 
 
 class Meddling(DiskFiles):
-    """Real files that do something else before one of a snapshot's calls."""
+    """Real files that run an action before one of a snapshot's calls."""
 
     def __init__(self, at: int, meddle: Callable[[], None]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Load:
                 self.acknowledged.add(body)
 
     def left(self) -> set[bytes]:
-        """What was acknowledged and is not consumed yet."""
+        """Return the acknowledged messages that are not consumed yet."""
         with self.lock:
             return self.acknowledged - self.seen
 

@@ -1,4 +1,4 @@
-"""The threaded broker under all loads together, killed repeatedly: in the end every group got every message.
+"""The threaded broker under all loads together, killed repeatedly: in the end every group has every message.
 
 A separate process has a broker with threads, several producers, and groups whose instances start and stop. It prints,
 unbuffered, each acknowledged message (``s``) and each message that a group has consumed (``c``), and is killed without
@@ -124,7 +124,7 @@ main()
 
 
 class Life:
-    """A process that does all this, and its output."""
+    """A process with such a broker, and its output."""
 
     def __init__(self, path: Path, life: int, seed: str) -> None:
         assert librmq.__file__ is not None
@@ -163,7 +163,7 @@ class Life:
         return bool(part)
 
     def kill(self, after: int) -> None:
-        """Kill it when it has reported this many consumed messages."""
+        """Kill it once it has reported this many consumed messages."""
         while sum(map(Counter.total, self.consumed.values())) < after:
             assert self.read(60), f"it ended by itself: {self.process.wait()}"
         self.process.send_signal(signal.SIGKILL)
@@ -185,7 +185,7 @@ class Life:
 
 
 def soak(path: Path, seed: str) -> tuple[int, int, int]:
-    """Some lives and kills, and an end in order; returns messages, deliveries and kills."""
+    """Run and kill several processes, shut the last one down; return the numbers of messages, deliveries and kills."""
     rng = random.Random(seed)
     sent: set[str] = set()
     consumed: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}

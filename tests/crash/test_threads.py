@@ -1,7 +1,7 @@
 """Writers, readers, retention, flushes, snapshots and close in parallel: nothing acknowledged is lost, nothing is torn.
 
-The interpreter switches threads as often as it can. That the stress would find a lock that is missing is shown by
-taking each of them away.
+The interpreter switches threads as often as it can. Removing each lock in turn shows that the stress would find a
+missing one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUEUES = 2
 
 @contextmanager
 def restless() -> Iterator[None]:
-    """Threads are switched as often as can be."""
+    """Switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -64,7 +64,7 @@ _TURNS = ("read", "scanned", "flushed")
 
 
 class NoLock:
-    """Stands where a lock was."""
+    """Replaces a lock."""
 
     def __enter__(self) -> bool:
         return True

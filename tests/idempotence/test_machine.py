@@ -1,4 +1,4 @@
-"""Workers that take turns in any order, die, fail, sleep and lose answers: how often does each effect happen?"""
+"""Workers take turns in any order, die, fail, sleep and lose answers: how often does each effect happen?"""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class Unfenced(MemoryDedupStore):
 
 
 class Unchecked(MemoryDedupStore):
-    """Looks first and then claims, although another can claim meanwhile."""
+    """Looks first and then claims, although another worker can claim in between."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         found = super().claim(key, owner, now_ms, expires_at_ms)

@@ -1,4 +1,4 @@
-"""The outbox: what commits is sent, at least once, by one sender at a time, in order where asked."""
+"""The outbox: committed messages are sent at least once, by one sender at a time, in order on request."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def test_sent_rows_are_kept_for_a_while(embedded: Post) -> None:
 
 
 def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path: Path) -> None:
-    """Instead of trying again for ever."""
+    """The sender does not retry forever."""
     with pytest.raises(
         ConfigError, match=r"table nowhere can't be read \(librmq.idempotence.upgrade_tables .* no such table"
     ):

@@ -1,4 +1,4 @@
-"""What every store does, the real servers included."""
+"""The contract of every store, including those on real servers."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_of_many_that_claim_at_the_same_time_one_gets_it(place: Callable[[str], 
 
 @contextmanager
 def asked(place: Place, store: DedupStore, made: list[sqlite3.Connection]) -> Iterator[list[str]]:
-    """What the server says that it was asked, filled at the end of the block."""
+    """Collect the statements that the server has logged; the list is filled at the end of the block."""
     seen: list[str] = []
     if place.name == "sqlite":
         made[-1].set_trace_callback(seen.append)

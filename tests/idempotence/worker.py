@@ -2,7 +2,7 @@
 
     worker.py MODE STORE URL EFFECTS GROUP SEED COUNT
 
-Consumes messages 0 to COUNT − 1 in an order of its own, again and again, and prints a line for each turn.
+Consumes messages 0 to COUNT − 1 repeatedly, in its own order, and prints a line for each round.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_store(name: str, url: str) -> DedupStore:
 
 
 def effect(path: str, group: str, name: str) -> None:
-    """One more row in a file that survives everybody."""
+    """Add a row to a file that survives all processes."""
     with closing(sqlite3.connect(path, 60, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("INSERT INTO effects VALUES (?, ?)", (group, name))

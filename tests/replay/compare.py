@@ -29,7 +29,7 @@ _BEGIN: Final = 100  # so much of a body is compared
 
 
 def differences(played: Played) -> list[Difference]:
-    """What librmq did otherwise; empty where all is equal."""
+    """Return the differences of librmq's run; empty if all is equal."""
     recording = played.recording
     usual = recording.broker_settings["brokerName"]
     others = {name: store for name, store in recording.stores.items() if name != usual}

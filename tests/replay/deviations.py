@@ -1,4 +1,4 @@
-"""What librmq does otherwise on purpose, with the reason: the one table of it, `DEVIATIONS`."""
+"""The table `DEVIATIONS` of all deliberate differences of librmq, with reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Difference(NamedTuple):
-    """Something that librmq did otherwise."""
+    """A difference between librmq and the recording."""
 
     area: str
     """``log``, ``send``, ``delivery``, ``poll``, ``check``, ``progress``, ``queue``, ``config``, ``call``, ..."""
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A difference that is meant."""
+    """A deliberate difference."""
 
     name: str
     reason: str

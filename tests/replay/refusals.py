@@ -1,4 +1,4 @@
-"""Calls of a replay that were refused, or that a recording only describes in words: made up from these words."""
+"""Calls of a replay that were refused, or that a recording only describes in words, reconstructed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a replay share: the recording, brokers under a manual clock, and librmq's results."""
+"""Shared by the parts of a replay: the recording, brokers with a manual clock, and librmq's results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Table = dict[tuple[str, str, int], int]
 
 @dataclass
 class Played:
-    """What librmq did."""
+    """The results of librmq."""
 
     recording: Recording
     sent: dict[int, SendResult | RmqError] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""librmq does what real brokers and clients did, run by run."""
+"""librmq repeats recorded runs of real brokers and clients."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def phases(recording: Recording) -> Iterator[int]:
 
 
 def unmeant(recording: Recording, before_ms: int) -> list[Difference]:
-    """What librmq did otherwise, and not on purpose."""
+    """Return the unintended differences of librmq."""
     found = differences(play(recording, before_ms))
     return [one for one in found if not any(deviation.covers(recording, one) for deviation in DEVIATIONS)]

@@ -1,4 +1,4 @@
-"""What a clean close leaves: it saves looking, and is believed only where the store is as it was closed."""
+"""The file of a clean close saves checks, and is trusted only if the store is as it was when it was closed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A topic that was deleted on a broker, and perhaps created again, stays deleted.
 
-A broker deletes the queue folders of a topic and leaves the records in the log. Made again, the topic counts from 0.
+A broker deletes the queue folders of a topic and leaves the records in the log. A recreated topic counts from 0.
 """
 
 from __future__ import annotations

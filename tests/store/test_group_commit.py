@@ -1,4 +1,4 @@
-"""Group commit: which caller flushes for which, what is never acknowledged. Flushes wait for events, not for time."""
+"""Group commit: which caller flushes for which, and what is never acknowledged. Flushes wait for events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Device:
 
 
 class Waiters:
-    """Threads that wait for a place of the log, and what became of them."""
+    """Threads that wait for a place of the log, and their outcomes."""
 
     def __init__(self, commit: GroupCommit) -> None:
         self._commit = commit
@@ -82,7 +82,7 @@ class Waiters:
 
 
 class CountedRow(deque[Any]):
-    """Tells how many have come to wait."""
+    """A queue of waiters that counts arrivals."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A store that is only read, beside its writer: everything acknowledged is visible, nothing in part."""
+"""A read-only store and its writer: everything acknowledged is visible, nothing partially."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_each_message_is_seen_when_it_is_acknowledged(config: StoreConfig) -> No
 
 
 class Course:
-    """A store that is written, deleted from, closed, left and opened again, at random."""
+    """A store that is written, trimmed, closed, abandoned and reopened at random."""
 
     def __init__(self, seed: int, files: Files, root: str) -> None:
         self.rng = random.Random(seed)
@@ -387,13 +387,13 @@ def test_rubbish_after_the_end_is_not_damage(pair: Pair) -> None:
 
 
 def lanes_only(pair: Pair) -> None:
-    """Let one queue have its entries, and the other and the index not yet."""
+    """Give one queue its entries, but not yet the other queue and the index."""
     lane = pair.writer.appender.lanes["TopicA", 0]
     lane.queue.append_many(lane.next_queue_offset - len(lane.pending), b"".join(lane.pending))
 
 
 def without_header(pair: Pair) -> None:
-    """Let the index have entries and slots, and its header not yet."""
+    """Give the index entries and slots, but not yet its header."""
     file = pair.writer.index.files[-1]
     header = file.file.buffer[:40]
     pair.writer.find_by_key("T", "k")
@@ -401,7 +401,7 @@ def without_header(pair: Pair) -> None:
 
 
 def half_an_entry(pair: Pair) -> None:
-    """Let the last entry of a queue lack its last bytes; the index has nothing of the batch yet."""
+    """Cut the last entry of a queue short; the index has nothing of the batch yet."""
     lanes_only(pair)
     queue = pair.writer.queues["TopicA", 0]
     path, at = queue.place_of(queue.max_offset - 1)

@@ -56,7 +56,7 @@ def without_own(found: Contents) -> Contents:
 
 
 def saved(files: Files, root: str = ROOT) -> dict[int, StoredMessage]:
-    """Sound records by physical offset; of two at one place the later one."""
+    """Return sound records by physical offset; of two at one place, the later one."""
     return {item.physical_offset: item for item in salvage.records(root, files) if isinstance(item, StoredMessage)}
 
 

@@ -1,4 +1,4 @@
-"""A store against a plain model, step by step: appended, read, searched, closed, killed, recovered."""
+"""A store compared with a plain model, step by step: appended, read, searched, closed, killed, recovered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What retention finds of a file that some group has not consumed yet."""
+"""The unconsumed messages of a file that retention finds."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_fixed_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudge
 
 
 def booking(rmq: Kit) -> list[bytes]:
-    """Have orders booked by a listener that looks first, and may be interrupted then."""
+    """Book orders with a listener that checks first and can be interrupted after the check."""
     booked: list[bytes] = []
 
     @rmq.consumer("billing").subscribe("orders")
@@ -146,7 +146,7 @@ def test_a_bug_that_needs_a_fault_and_a_pause_is_found() -> None:
 
 
 def deliver_ten(rmq: Kit) -> None:
-    """Ten messages, each of which must be consumed; more than once only after a failure."""
+    """Send ten messages; each must be consumed, more than once only after a failure."""
     consumed: Counter[bytes] = Counter()
     unexplained: list[bytes] = []
 
