@@ -52,6 +52,7 @@ def _print(found: list[Finding], output: Output) -> int:
                 }
             )
     if not found:
+        output.says_nothing_found = False
         complain("note: no problem found")
     return _HAS_ERRORS if any(one.severity == "error" for one in found) else 0
 

@@ -15,7 +15,7 @@ from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.message.topics import dead_letter_topic
 
-__all__ = ["groups", "lag", "near", "open_view"]
+__all__ = ["groups", "lag", "near", "note_topic", "open_view"]
 
 
 @contextmanager
@@ -62,10 +62,17 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         for row in rows:
             output.row(row._asdict())
         if arguments.group is not None and arguments.group not in view.groups:
+            output.says_nothing_found = False
             complain(f"note: there is no group {arguments.group!r}{near(arguments.group, view.groups)}")
-        if arguments.topic is not None and arguments.topic not in view.topics:
-            complain(f"note: topic {arguments.topic!r} has no queue{near(arguments.topic, view.topics)}")
+        note_topic(arguments.topic, view.topics, output)
     return 0
+
+
+def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:
+    """Tell a person that a topic has no queue, and which one is near."""
+    if topic is not None and topic not in known:
+        output.says_nothing_found = False
+        complain(f"note: topic {topic!r} has no queue{near(topic, known)}")
 
 
 def near(name: str, known: Collection[str]) -> str:

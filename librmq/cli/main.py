@@ -97,6 +97,8 @@ def _call(chosen: argparse.Namespace) -> int:
         status = 0
     finally:
         output.close()
+    if output.rows == 0 and output.is_on_terminal and output.says_nothing_found and hasattr(chosen, "fail_empty"):
+        complain("note: nothing found")
     if status == 0 and output.rows == 0 and getattr(chosen, "fail_empty", False):
         return EMPTY
     return status

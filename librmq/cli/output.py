@@ -55,6 +55,8 @@ class Output:
         self.rows = 0
         self.is_on_terminal = False
         """Whether rows appear on a terminal."""
+        self.says_nothing_found = True
+        """Whether a terminal gets a note if there is no row."""
         self._limit = limit
         self._stream = stream
 

@@ -51,6 +51,10 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments) as store:
         for message in selection.messages(store):
             output.row(shown_row(message, store.levels, arguments.body))
+        if selection.topic is not None and not output.rows:
+            from librmq.cli.groups import note_topic
+
+            note_topic(selection.topic, {topic for topic, _ in store.queues}, output)
     return 0
 
 

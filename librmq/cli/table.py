@@ -245,6 +245,6 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{round(value, 6):.4g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return printable(text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import io
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from librmq import Message, MessageStore
+from librmq.cli import main
 from librmq.clock import ManualClock
 from tests.cli.stand import Shell
 
@@ -212,3 +215,25 @@ def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> No
             store.append(Message("t", body))
     rows = shell("show", "stepped", "--until", str(1_800_000_000_000 + 30_000)).rows
     assert [row["body"] for row in rows] == ["1", "2"]
+
+
+def test_a_topic_that_does_not_exist_is_told(shell: Shell) -> None:
+    answer = shell("show", "store", "--topic", "OrderTopik")
+    assert (answer.status, answer.out) == (0, "")
+    assert answer.said == "note: topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?\n"
+
+
+def test_a_person_is_told_that_nothing_was_found(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe is not: its reader sees that there is no row."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    words = ["show", "store", "--key", "no such key"]
+    assert shell(*words).said == ""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(words) == 0
+    assert capsys.readouterr().err == "note: nothing found\n"
