@@ -396,21 +396,6 @@ def test_a_clock_that_was_put_back_delivers_at_once(load: Load) -> None:
     assert [message.store_timestamp_ms for message in load.messages()] == [AT, AT - 1]
 
 
-def test_delivered_messages_are_not_delivered_again(load: Load) -> None:
-    load({**PUT, "delayLevel": 1, "at_ms": AT}, {**PUT, "delayLevel": 1, "at_ms": AT + 500})
-    (load.path / "config" / "delayOffset.json").write_text('{"offsetTable":{1:1}}')
-    load({"op": "persist", "at_ms": AT + 1499})
-    assert len(load.messages()) == 2
-    load({"op": "persist", "at_ms": AT + 1500})
-    assert len(load.messages()) == 3
-
-
-def test_a_year_passes_in_the_time_of_its_events(load: Load) -> None:
-    year = 365 * 86_400_000
-    load({**PUT, "delayLevel": 18, "at_ms": AT}, {**PUT, "at_ms": AT + year}, {"op": "sleep", "ms": year})
-    assert [message.store_timestamp_ms - AT for message in load.messages()] == [0, 7_200_000, year]
-
-
 # --- tables, filters, crash
 
 
