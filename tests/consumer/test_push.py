@@ -533,7 +533,7 @@ def test_two_clients_with_one_id_are_named(rmq: Kit, caplog: pytest.LogCaptureFi
             consumer.subscribe("t", print)
             consumer.start()
     assert "client id 127.0.0.1@c1 at broker-a already" in caplog.text
-    assert "an instance_name of its own" in caplog.text
+    assert "give each its own instance_name" in caplog.text
     for consumer in consumers:
         consumer.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -48,12 +49,14 @@ def open_target(files: Files, config: StoreConfig) -> MessageStore:
 
 
 @configs
-@pytest.mark.parametrize("make", [snapshot, restore, rescue])
+@pytest.mark.parametrize(
+    "make", [partial(snapshot, clock=ManualClock(START_MS)), restore, rescue], ids=["snapshot", "restore", "rescue"]
+)
 def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[..., object]) -> None:
     found = filled(config)
     images = crashes(
         damaged(found) if make is rescue else found,
-        lambda files: make(ROOT, TARGET, config, files=files, clock=ManualClock(START_MS)),
+        lambda files: make(ROOT, TARGET, config, files=files),
     )
     *_, last = images
     with open_target(last.files(), config) as store:
