@@ -1,8 +1,8 @@
-"""Cost of lag and counts: whole processes, and compared with a loop in plain Python that looks up each row.
+"""Cost of lag, counts and reports: whole processes, and compared with a loop in plain Python that looks up each row.
 
 A store of 1,000 queues with 20 messages each, and 1 or 100 groups with progress in every queue: 1,000 and 100,000 rows.
 The loop reads the same tables and asks the store for each row's bounds and oldest message. ``count`` and ``stats`` are
-compared with a read of header columns.
+compared with a read of header columns; so is a report, of which whole processes are timed too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,7 @@ TOPICS: Final = 10
 QUEUES: Final = 100
 MESSAGES: Final = 20
 COUNTED: Final = 400_000
+REPORTED: Final = 400_000
 PACKAGES: Final = ("numpy",)
 _PROGRAM: Final = "import sys; from librmq.diagnosis import lag; print(lag(sys.argv[1]).by_group()[0].lag)"
 
@@ -148,7 +150,78 @@ def counts(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
-ROWS: Final[dict[str, Measure]] = {"lags": lags, "loops": loops, "counts": counts}
+_REPORT: Final = """
+import resource, sys, time
+from librmq.cli import main
+begin = time.perf_counter()
+main(["report", sys.argv[1], "-o", sys.argv[2]])
+print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+_TEN_MILLION: Final = 10_000_000
+_HEADERS: Final = ["topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey"]
+
+
+def reports(bench: Bench) -> list[Row]:
+    """Compare a report with a read of the columns that it needs; time the one of the demo's store."""
+    from librmq.columns import reader
+    from librmq.config import StoreConfig
+    from librmq.diagnosis import render_page, report
+    from librmq.message import Message
+    from librmq.store import MessageStore
+
+    count = round(REPORTED * bench.scale)
+    path = str(bench.scratch / "reported")
+    config = StoreConfig(commitlog_file_size=256 << 20)
+    with MessageStore.open(path, config, background=False) as store:
+        for number in range(count):
+            store.append(Message(f"T{number % 4}", b"x" * 40, keys=f"order-{number % 100_003}"), number % 8)
+
+    def columns(_: Path) -> float:
+        with Stopwatch() as watch:
+            rows: int = sum(
+                batch.num_rows for batch in reader(path, columns=[*_HEADERS, "_corrupt_record"], mode="PERMISSIVE")
+            )
+        return rows / watch.seconds
+
+    def whole(_: Path) -> float:
+        with Stopwatch() as watch:
+            found = report(path, check=False)
+            render_page(found)
+            found.to_json()
+        return count / watch.seconds
+
+    rates = bench.interleave({"report": whole, "columns": columns})
+    case = f"report, {count:,} messages"
+    per_s = sorted(rates["report"])[len(rates["report"]) // 2]
+    _, peak = _report_process(path, bench.scratch)
+    small = _demo_store(bench.scratch)
+    times = sorted(_report_process(small, bench.scratch)[0] for _ in range(bench.rounds))
+    return [
+        compare("diagnosis", case, "reading its columns", rates["report"], rates["columns"], unit="messages/s"),
+        Row("diagnosis", f"report, {_TEN_MILLION:,} messages at that rate", "", _TEN_MILLION / per_s, "s",
+            Target(60, at_most=True)),
+        Row("diagnosis", f"{case}, peak of the process", "", peak / 1024, "MiB", Target(300, at_most=True)),
+        Row("diagnosis", "report of the demo's store", "", times[len(times) // 2], "s", Target(2, at_most=True)),
+    ]  # fmt: skip
+
+
+def _report_process(path: str, folder: Path) -> tuple[float, int]:
+    """Return the seconds of a report in a process of its own, without its start, and its peak in KiB."""
+    words = (sys.executable, "-c", _REPORT, path, str(folder / "report.html"))
+    last = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    seconds, peak = last.split()
+    return float(seconds), int(peak)
+
+
+def _demo_store(folder: Path) -> str:
+    """Unpack the store that the demo shows."""
+    archive = Path(__file__).parent.parent / "tests" / "data" / "store-basic.tar.xz"
+    with tarfile.open(archive, "r:xz") as found:
+        found.extractall(folder / "demo", filter="data")
+    return str(folder / "demo" / "store-basic" / "store")
+
+
+ROWS: Final[dict[str, Measure]] = {"lags": lags, "loops": loops, "counts": counts, "reports": reports}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
