@@ -14,6 +14,7 @@ from tests.programs import run_program
 
 pytest.importorskip("jinja2")
 
+import librmq.diagnosis.survey.log_use as log_use
 import librmq.diagnosis.survey.messages as reading
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.clock import ManualClock
@@ -128,10 +129,13 @@ def test_numbers_equal_the_findings_own(folder: Path) -> None:
 def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     path = made(tmp_path / "store")
+    progress(path, {"orders@g": {0: 4, 1: 10}})
     by_columns = [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})]
-    monkeypatch.setattr(reading, "has_columns", lambda: False)
+    for module in (reading, log_use):
+        monkeypatch.setattr(module, "has_columns", lambda: False)
     assert [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})] == by_columns
     assert [one.stores[0].messages for one in by_columns] == [30, 11]
+    assert [(one.messages, one.unread) for one in by_columns[0].log_files] == [(30, 16)]
 
 
 def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ messages, for repeated keys the messages of a share of the keys. Both results ar
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -44,17 +44,22 @@ class KeyCounts:
         self.shares = 1 << max(0, (expected - 1) // MOST_KEYED).bit_length()
         """The number of shares of which one is counted, a power of two."""
         self._window_ms = round(window_s * 1000)
-        self._frequent: dict[str, Counter[str]] = {}
+        self._frequent: dict[str, Counter[str]] = defaultdict(Counter)
         self._keyed: Counter[str] = Counter()
         self._last: dict[tuple[str, str], tuple[int, str | None]] = {}
         self._repeats: dict[str, _Repeats] = {}
 
     def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
         """Count the keys of messages in one share of the places."""
+        found: dict[str, list[str]] = defaultdict(list)
         for topic, text in zip(topics, keys, strict=True):
-            found = list(dict.fromkeys(split_keys(text)))
-            self._keyed[topic] += len(found)
-            self._frequent.setdefault(topic, Counter()).update(found)
+            if " " in text:
+                found[topic] += dict.fromkeys(split_keys(text))
+            else:
+                found[topic].append(text)
+        for topic, each in found.items():
+            self._keyed[topic] += len(each)
+            self._frequent[topic].update(each)
 
     def look_back(
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
@@ -62,7 +67,7 @@ class KeyCounts:
         """Compare the messages in one share of the keys with those before them."""
         last, window_ms = self._last, self._window_ms
         for topic, text, own, at_ms in zip(topics, keys, unique, times_ms, strict=True):
-            for key in dict.fromkeys(split_keys(text)):
+            for key in dict.fromkeys(split_keys(text)) if " " in text else (text,):
                 before = last.get((topic, key))
                 last[topic, key] = at_ms, own
                 if before is not None and at_ms - before[0] <= window_ms:

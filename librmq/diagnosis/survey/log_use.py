@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.backlog import Lag
+from librmq.diagnosis.survey.messages import has_columns
 from librmq.diagnosis.survey.model import LogFileUse
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
 from librmq.store.engine.queue_table import QueueName
 
 __all__ = ["log_file_uses"]
+
+_NEVER: Final = (1 << 63) - 1
 
 
 def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse]:
@@ -24,23 +29,49 @@ def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse
     count = max(0, -(-log.end // size) - first)
     messages, unread, last = (np.zeros(count, np.int64) for _ in range(3))
     unread_from = _unread_from(found)
-    for queue_name in view.ranges:
-        with suppress(CorruptionError):  # reported by verify
-            for begin, block in view.store.queues[queue_name].blocks():
-                places = block["physical_offset"].astype(np.int64)
-                at = places // size - first
-                is_here = (block["size"] != HOLE_SIZE) & (at >= 0) & (at < count)
-                messages += np.bincount(at[is_here], minlength=count)
-                np.maximum.at(last, at[is_here], places[is_here])
-                start = unread_from.get(queue_name)
-                if start is not None:
-                    is_here &= begin + np.arange(len(block)) >= start
-                    unread += np.bincount(at[is_here], minlength=count)
+    blocks = _by_columns(view, unread_from) if has_columns() else _by_queues(view, unread_from)
+    for places, sizes, is_unread in blocks:
+        at = places // size - first
+        is_here = (sizes != HOLE_SIZE) & (at >= 0) & (at < count)
+        messages += np.bincount(at[is_here], minlength=count)
+        unread += np.bincount(at[is_here & is_unread], minlength=count)
+        np.maximum.at(last, at[is_here], places[is_here])
     for number in range(count):
         begin = (first + number) * size
         time = log.store_timestamp_ms(int(last[number])) if messages[number] else None
         end = min(begin + size, log.end)
         yield LogFileUse(name, begin, end - max(begin, log.begin), int(messages[number]), int(unread[number]), time)
+
+
+Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""Physical offsets and sizes of messages, and whether some group has not consumed them."""
+
+
+def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+    """Yield the entries of all queues in log order, in memory that does not grow with their number."""
+    import pyarrow as pa
+
+    from librmq.columns import reader
+
+    columns = ("queueId", "queueOffset", "physicalOffset", "size")
+    for batch in reader(
+        view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns], mode="DROPMALFORMED",
+        files=view.store.files,
+    ) if view.topics else ():  # fmt: skip
+        topic = batch.column("topic").dictionary_encode()
+        topics = topic.dictionary.to_pylist()
+        ids, offsets, places, sizes = (batch.column(one).cast(pa.int64()).to_numpy() for one in columns)
+        queues, rows = np.unique(topic.indices.cast(pa.int64()).to_numpy() << 32 | ids, return_inverse=True)
+        starts = [unread_from.get((topics[queue >> 32], queue & 0xFFFFFFFF), _NEVER) for queue in queues.tolist()]
+        yield places, sizes, offsets >= np.array(starts, np.int64)[rows]
+
+
+def _by_queues(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+    for name in view.ranges:
+        with suppress(CorruptionError):  # reported by verify
+            for begin, block in view.store.queues[name].blocks():
+                is_unread = begin + np.arange(len(block)) >= unread_from.get(name, _NEVER)
+                yield block["physical_offset"].astype(np.int64), block["size"].astype(np.int64), is_unread
 
 
 def _unread_from(found: Lag) -> dict[QueueName, int]:
