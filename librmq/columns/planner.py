@@ -59,6 +59,10 @@ class QueueRange:
         entry = self.entries.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
+    def unmap(self) -> None:
+        """Drop the mappings of entries that were looked at; of many queues they would add up."""
+        self.entries.keep_descriptors(False)
+
 
 @dataclass(slots=True)
 class PlannedStore:
@@ -290,6 +294,7 @@ class PlannedStore:
                 if at < until:
                     parts[number].append(self._slice(name, at, until))
                 at = until
+            self.queues[name].unmap()
         return [self._part(tuple(slices)) for slices in parts if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
@@ -361,6 +366,7 @@ class PlannedStore:
             sound = [(entry.physical_offset, entry.size) for entry in found if entry is not None]
             samples += sound
             weights += [len(wanted) / max(1, len(sound))] * len(sound)
+            self.queues[name].unmap()
         return samples or [(0, 0)], weights or [0.0], rows
 
 

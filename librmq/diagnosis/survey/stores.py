@@ -120,6 +120,9 @@ def survey_store(
     """
     count = _count(view)
     part = survey_findings(view, name, wanted, limits=limits, check=_is_checked(view, check))
+    if view.store.read_only:  # the pages of queues that findings looked at would add up with those of the reading
+        for queue_name in view.ranges:
+            view.store.queues[queue_name].keep_descriptors(False)
     traffic = Traffic(axis, KeyCounts(count, window_s))
     unreadable = read_messages(view, name, wanted, traffic)
     damage = part.damage if part.damage else tuple(unreadable)
