@@ -1,5 +1,6 @@
-"""Cost of allocation: 1,000 queues to 100 clients by consistent hash, and the whole share of a client. A client
-computes only its own share, so the benchmark counts such shares. The ring and the hashes of the queues are
+"""Cost of allocation: 1,000 queues to 100 clients by consistent hash, and the whole share of a client.
+
+A client computes only its own share, so the benchmark counts such shares. The ring and the hashes of the queues are
 kept between calls, as in a client between rebalances. "Ring rebuilt" is the cost after a change of the group.
 """
 

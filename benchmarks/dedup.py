@@ -1,5 +1,4 @@
-"""The dedup guard and its stores, each compared with the bare statements that it executes: ``python -m
-benchmarks.dedup``.
+"""The dedup guard and its stores, compared with the bare statements that they execute: ``python -m benchmarks.dedup``.
 
 A message costs a claim and a mark. The bare form runs the same two statements or scripts on a plain connection of the
 driver, with keys and parameters prepared. librmq's side is the two calls of the store, and a whole delivery through

@@ -243,8 +243,9 @@ def diskcache_append(folder: Path, records: Records) -> float:
 
 
 def persist_queue_append(folder: Path, records: Records, *, synchronous: str = "OFF") -> float:
-    """``put`` of only the record into its SQLite queue, which is faster than its files. By default, with FULL, it syncs
-    every put.
+    """``put`` of only the record into its SQLite queue, which is faster than its files.
+
+    By default, with FULL, it syncs every put.
     """
     import persistqueue
 

@@ -97,9 +97,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
 def test_many_together_go_each_to_its_own_queue(config: StoreConfig) -> None:
-    """They are read and written many together; that they differ in everything, and log files end between, is nothing
-    to them.
-    """
+    """They are read and written together, although they differ in everything and log files end between them."""
     waiting = Waiting(config)
     for number in range(150):
         message = Message(f"T{number % 3}", b"x" * (number * 7 % 300), keys=f"k{number}", flag=number, delay_level=1)

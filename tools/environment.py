@@ -83,6 +83,7 @@ class Environment:
 
     def variables(self) -> dict[str, str]:
         """Return the variables for programs: this environment comes first, and no ``librmq`` from the current folder.
+
         Shared modules of the examples are found in their folder.
         """
         variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

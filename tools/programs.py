@@ -23,8 +23,9 @@ def watch(
     variables: Mapping[str, str],
     look: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, str]:
-    """Run a program; return its exit status and whole output. ``look`` is called with the output so far when it grows,
-    and a few times a second. Without a step nothing is shown.
+    """Run a program; return its exit status and whole output.
+
+    ``look`` is called with the output so far when it grows, and a few times a second. Without a step nothing is shown.
     """
     process = subprocess.Popen(
         [str(word) for word in command],

@@ -1,5 +1,6 @@
-"""The output of ``check`` and ``demo``: one line per step, with a bar while it runs. Without a terminal the lines are
-plain, and a long step prints its progress after every tenth.
+"""The output of ``check`` and ``demo``: one line per step, with a bar while it runs.
+
+Without a terminal the lines are plain, and a long step prints its progress after every tenth.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Screen:
 
 
 class Step:
-    """One line: a name, the progress of the step, and finally its outcome and duration. A context manager; an exception
-    that leaves it marks the step as failed.
+    """One line: a name, the progress of the step, and finally its outcome and duration.
+
+    A context manager; an exception that leaves it marks the step as failed.
     """
 
     def __init__(self, screen: Screen, name: str) -> None:

@@ -1,6 +1,7 @@
-"""Stores that were damaged anywhere: what `verify` finds, and what opening and recovery do. A case damages a sound
-store: one byte, a range of zeros, a file that is cut, lengthened or deleted. In each case only errors of librmq are
-raised; `verify` changes nothing and finds all detectable damage; recovery refuses with file and
+"""Stores that were damaged anywhere: what `verify` finds, and what opening and recovery do.
+
+A case damages a sound store: one byte, a range of zeros, a file that is cut, lengthened or deleted. In each case only
+errors of librmq are raised; `verify` changes nothing and finds all detectable damage; recovery refuses with file and
 offset, or leaves a sound store that serves every record before the damage and continues.
 """
 

@@ -102,8 +102,10 @@ def queue_rows(folder: Path) -> list[str]:
 
 @cache
 def entries(folder: Path) -> dict[tuple[str, int], list[Row]]:
-    """Return the correct entries of each queue, with the tags codes of their records. RocketMQ keeps an entry when its
-    record changes unnoticed. A queue whose entries it lost and replaced by filler is None, because librmq has them.
+    """Return the correct entries of each queue, with the tags codes of their records.
+
+    RocketMQ keeps an entry when its record changes unnoticed. A queue whose entries it lost and replaced by filler is
+    None, because librmq has them.
     """
     codes = {row["phys"]: (row["dispatch_tags_code"], row["dispatch_tags_code_hex"]) for row in rows(folder, "message")}
     found: dict[tuple[str, int], list[Row]] = {}
@@ -258,8 +260,9 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_what_is_gone(folder: Path, row: Row) -> bool:
-    """Return whether an answer depends on messages of a queue whose files were deleted. Their times are those of the
-    file system, and the time at 0 is that of the first remaining file.
+    """Return whether an answer depends on messages of a queue whose files were deleted.
+
+    Their times are those of the file system, and the time at 0 is that of the first remaining file.
     """
     of_queue = entries(folder).get((row["topic"], row["queue_id"]), [])
     begin = rows(folder, "store")[1]["min_phy_offset"]

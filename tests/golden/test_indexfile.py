@@ -77,8 +77,9 @@ def records_of_clients(path: Path) -> Iterator[Record]:
 
 @cache
 def can_be_foretold(folder: Path) -> bool:
-    """Return whether the index of a reference can be derived from its records: neither was damaged later. After a
-    recovery RocketMQ can have indexed keys again; other tests check the search then.
+    """Return whether the index of a reference can be derived from its records: neither was damaged later.
+
+    After a recovery RocketMQ can have indexed keys again; other tests check the search then.
     """
     (config,) = rows(folder, "config")
     if (folder / "mutation.json").exists():

@@ -41,8 +41,9 @@ Name = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Recorded stores of 4.9, all with different content, as the brokers of a cluster. One of them has lost its queues,
-    which are rebuilt from the log.
+    """Recorded stores of 4.9, all with different content, as the brokers of a cluster.
+
+    One of them has lost its queues, which are rebuilt from the log.
     """
     found = sorted(path / "store" for path in reference().folder.iterdir() if (path / "store" / "commitlog").is_dir())
     chosen: list[str] = []

@@ -114,8 +114,8 @@ broker.close()
 
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
 def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
-    """As Celery's or gunicorn's parent does: it loads the application, has opened a store and closed it, and forks; the
-    workers live at the same time, and each opens the first directory that is free.
+    """As in Celery or gunicorn, the parent has opened and closed a store, and forks; each worker opens a free
+    directory.
     """
     run(
         """

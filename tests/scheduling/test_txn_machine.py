@@ -1,6 +1,7 @@
-"""Transactions compared with what an observer expects, over lost answers, repeated ends, crashes and time. A message is
-delivered once if its transaction was committed, and never otherwise. In the end every transaction that its producer has
-decided is also decided in the store.
+"""Transactions compared with what an observer expects, over lost answers, repeated ends, crashes and time.
+
+A message is delivered once if its transaction was committed, and never otherwise. In the end every transaction that its
+producer has decided is also decided in the store.
 """
 
 from __future__ import annotations
