@@ -217,13 +217,13 @@ def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> No
     assert [row["body"] for row in rows] == ["1", "2"]
 
 
-def test_a_topic_that_does_not_exist_is_told(shell: Shell) -> None:
+def test_a_topic_that_does_not_exist_is_reported(shell: Shell) -> None:
     answer = shell("show", "store", "--topic", "OrderTopik")
     assert (answer.status, answer.out) == (0, "")
     assert answer.said == "note: topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?\n"
 
 
-def test_a_person_is_told_that_nothing_was_found(
+def test_a_terminal_shows_that_nothing_was_found(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe is not: its reader sees that there is no row."""
