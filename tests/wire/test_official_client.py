@@ -58,6 +58,7 @@ def test_official_python_client_works_by_tls(
 
 
 @pytest.mark.slow
+@pytest.mark.platform
 def test_official_node_client_works(broker: Broker, client_cache: Path, tmp_path: Path) -> None:
     check(broker, node_client(client_cache), "official_client.cjs", tmp_path)
 
@@ -72,6 +73,7 @@ def test_example_of_a_worker_passes_its_tests(python: OfficialClient, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.platform
 def test_example_for_node_talks_to_serve(node: OfficialClient, serving: subprocess.Popen[str], tmp_path: Path) -> None:
     lines = node.run(EXAMPLES / "orders.mjs", ready(serving), home=tmp_path).splitlines()
     assert sorted(lines) == ['booked {"paid":1}', 'failed {"order":1}', 'took {"order":1}']
