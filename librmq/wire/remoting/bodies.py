@@ -25,8 +25,8 @@ __all__ = [
     "write_body",
 ]
 
-_KINDS = {"CONSUME_ACTIVELY": "pull", "CONSUME_PASSIVELY": "push", 0: "pull", 1: "push"}
-_MODELS = {"BROADCASTING": MessageModel.BROADCASTING, 0: MessageModel.BROADCASTING}
+_PULLS = ("CONSUME_ACTIVELY", 0)
+_BROADCASTS = ("BROADCASTING", 0)
 _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
 _TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
 
@@ -131,8 +131,8 @@ def _consumer_of(row: Mapping[str, Any]) -> ConsumerData:
     subscriptions = [subscription_of(each) for each in _rows(row, "subscriptionDataSet")]
     return ConsumerData(
         _name(row),
-        _KINDS.get(row.get("consumeType", 1), "push"),
-        _MODELS.get(row.get("messageModel", 1), MessageModel.CLUSTERING),
+        "pull" if row.get("consumeType") in _PULLS else "push",
+        MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
         {each.topic: each for each in subscriptions},
     )

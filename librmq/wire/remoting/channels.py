@@ -17,11 +17,15 @@ from typing import Final
 
 from librmq.errors import BrokerUnreachableError
 from librmq.message.hosts import Host
+from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.frames import Frame, encode
 
 __all__ = ["Channel"]
 
+_log = EventLog("librmq.wire")
 _IDLE_S: Final = 120
+_HANDSHAKE_S: Final = 30
+_SEND_S: Final = 30
 _MOST_TASKS: Final = 10_000
 _MOST_ASKED: Final = 1_000
 
@@ -52,26 +56,35 @@ class Channel:
 
     def begin_tls(self, context: ssl.SSLContext) -> None:
         """Let the client begin TLS."""
-        self._socket = context.wrap_socket(self._socket, server_side=True)
+        connected = context.wrap_socket(self._socket, server_side=True, do_handshake_on_connect=False)
+        self._socket = connected  # before the handshake, so that `close` can end it
+        if not self.is_open:
+            raise ConnectionAbortedError("closed before TLS began")
+        connected.settimeout(_HANDSHAKE_S)
+        connected.do_handshake()
+        connected.setblocking(False)  # OpenSSL waits for the rest of a record without end otherwise
 
     def receive(self, size: int) -> bytes:
         """Wait for bytes and return them; none at the end of the connection. For one thread."""
         connected = self._socket
         if not isinstance(connected, ssl.SSLSocket):
             return connected.recv(size)
-        if not connected.pending():
-            with selectors.DefaultSelector() as selector:
-                selector.register(connected, selectors.EVENT_READ)
-                if not selector.select(_IDLE_S):
-                    raise TimeoutError(f"nothing came for {_IDLE_S} s")
-        with self._write_lock:  # TLS reads and writes one after the other
-            return connected.recv(size)
+        while True:
+            try:
+                with self._write_lock:  # TLS reads and writes one after the other
+                    return connected.recv(size)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
+                _wait(connected, want, _IDLE_S)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         """Send bytes; a client that does not take them in time is cut off. Waits: never under a runner's lock."""
         try:
             with self._write_lock:
-                self._socket.sendall(data)
+                connected = self._socket
+                if isinstance(connected, ssl.SSLSocket):
+                    _send_all(connected, data)
+                else:
+                    connected.sendall(data)
         except OSError:
             self.close()
 
@@ -90,7 +103,9 @@ class Channel:
 
     def tell(self, frame: Frame) -> None:
         """Send a request without an answer; never waits."""
-        self.later(lambda: self.write(encode(self._numbered(frame.one_way()))))
+        with self._lock:
+            self._numbered(frame.one_way())
+        self.later(lambda: self.write(encode(frame)))
 
     def ask(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request and wait for its answer.
@@ -132,7 +147,8 @@ class Channel:
             waiting.set_exception(BrokerUnreachableError(f"client {self.peer[0]} has gone"))
         self._tasks.put(None)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not `SSLSocket.shutdown`, after which a write under way would continue in plain text.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Give the socket back, when nothing reads it any more."""
@@ -147,4 +163,26 @@ class Channel:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception as error:  # later tasks could not be run in order any more
+                _log.exception("client %(client)s is cut off: %(error)s", client=self.peer[0], error=error)
+                self.close()
+
+
+def _send_all(connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connected.send(rest) :]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
+            _wait(connected, want, _SEND_S)
+
+
+def _wait(connected: ssl.SSLSocket, want: ssl.SSLError, timeout_s: int) -> None:
+    """Wait until a socket can do what it has to do first."""
+    event = selectors.EVENT_READ if isinstance(want, ssl.SSLWantReadError) else selectors.EVENT_WRITE
+    with selectors.DefaultSelector() as selector:
+        selector.register(connected, event)
+        if not selector.select(timeout_s):
+            raise TimeoutError(f"the client has been silent for {timeout_s} s")

@@ -83,7 +83,7 @@ def encode(frame: Frame) -> bytes:
     """Return the bytes of a frame, its length first.
 
     Raises:
-        MalformedError: it is longer than `MAX_FRAME`, or a field does not fit into a binary header.
+        MalformedError: it is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
     header = _binary_header(frame) if frame.is_binary else _json_header(frame)
     length = 4 + len(header) + len(frame.body)
@@ -201,6 +201,8 @@ def _texts(fields: object) -> dict[str, str]:
 
 
 def _binary_header(frame: Frame) -> bytes:
+    if not -0x8000 <= frame.code <= 0x7FFF:
+        raise MalformedError(f"code {frame.code}: expected a number of 16 bits in a binary header")
     language = LANGUAGES.index(frame.language) if frame.language in LANGUAGES else LANGUAGES.index("OTHER")
     remark = (frame.remark or "").encode("utf-8", "replace")
     pairs = []

@@ -35,6 +35,8 @@ _log = EventLog("librmq.wire")
 
 _MOST_CONNECTIONS: Final = 1_000
 _RECEIVED: Final = 256 << 10
+_ANSWERED: Final = 1 << 20
+"""Bytes of answers that wait for each other to be sent together."""
 _UNFINISHED: Final = 256 << 20
 """Bytes of unfinished frames of all connections together."""
 _IDLE_S: Final = 120
@@ -186,17 +188,18 @@ class RemotingServer:
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.receive(_RECEIVED)):
-                answers = [
-                    encode(answer)
-                    for frame in reader.feed(received)
-                    if (answer := self._answer(channel, frame)) is not None
-                ]
+                answers = bytearray()
+                for frame in reader.feed(received):
+                    answers += self._answer(channel, frame)
+                    if len(answers) > _ANSWERED:  # small requests may have large answers
+                        channel.write(answers)
+                        answers = bytearray()
                 if answers:
-                    channel.write(b"".join(answers))
+                    channel.write(answers)
                 with self._lock:
                     self._unfinished += reader.held - held
                     held = reader.held
-                    is_full = self._unfinished > _UNFINISHED
+                    is_full = held > 0 and self._unfinished > _UNFINISHED
                 if is_full:
                     raise MalformedError(f"unfinished frames of all connections have more than {_UNFINISHED:,} bytes")
         except MalformedError as error:
@@ -215,21 +218,25 @@ class RemotingServer:
             self._sessions.closed(channel)
             channel.release()
 
-    def _answer(self, channel: Channel, frame: Frame) -> Frame | None:
+    def _answer(self, channel: Channel, frame: Frame) -> bytes:
+        """Return the frame of the answer, empty if there is none or if it comes later."""
         if frame.is_answer:
             channel.answered(frame)
-            return None
-        if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
-            answer: Frame | None = answer_to(
-                frame, ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
-            )
-        else:
-            try:
+            return b""
+        answer: Frame | None
+        try:
+            if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
+                remark = "administration from another machine is off: librmq serve --admin"
+                answer = answer_to(frame, ResponseCode.NO_PERMISSION, remark)
+            else:
                 answer = answer_of(self._handlers, channel, frame)
-            except Exception as error:
-                _log.exception("the request %(code)s failed", code=frame.code)
-                answer = answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
-        return None if frame.is_one_way else answer
+            return b"" if answer is None or frame.is_one_way else encode(answer)
+        except MalformedError as error:  # the answer is longer than a frame
+            failed = answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error))
+        except Exception as error:
+            _log.exception("the request %(code)s failed", code=frame.code)
+            failed = answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        return b"" if frame.is_one_way else encode(failed)
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

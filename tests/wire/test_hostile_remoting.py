@@ -1,0 +1,151 @@
+"""Clients of the 4.x server that stall, flood it, or ask for more than a frame holds."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner
+from librmq.wire.grpc.certificates import self_signed
+from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting import server as server_module
+from librmq.wire.remoting.codes import RequestCode as Code
+from librmq.wire.remoting.fields import to_fields
+from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.headers import ClientOfGroupHeader
+from tests.wire.remoting_client import RawClient
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(runner=ManualRunner(ManualClock(1_000_000))) as made:
+        yield made
+
+
+@pytest.fixture
+def server(broker: Broker) -> Iterator[RemotingServer]:
+    with RemotingServer(broker) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: RemotingServer) -> Iterator[RawClient]:
+    with RawClient(server.port) as made:
+        yield made
+
+
+def shaken(server: RemotingServer) -> ssl.SSLSocket:
+    """Return a connection with TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+
+
+def test_a_stalled_handshake_does_not_stop_the_end(broker: Broker) -> None:
+    server = RemotingServer(broker, tls=self_signed(["127.0.0.1"]))
+    with socket.create_connection(("127.0.0.1", server.port)), shaken(server):
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+
+
+def test_part_of_a_tls_record_holds_up_no_answer(broker: Broker) -> None:
+    """A held pull is answered while the client's next record is on its way."""
+    into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    tls = context.wrap_bio(into, out)
+    with (
+        RemotingServer(broker, tls=self_signed(["127.0.0.1"])) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw,
+    ):
+
+        def step(call: object, *arguments: object) -> object:
+            while True:
+                try:
+                    result = call(*arguments)  # type: ignore[operator]
+                except ssl.SSLWantReadError:
+                    raw.sendall(out.read())
+                    into.write(raw.recv(1 << 16))
+                else:
+                    raw.sendall(out.read())
+                    return result
+
+        reader = FrameReader()
+
+        def answer() -> Frame:
+            while True:
+                received = step(tls.read, 1 << 16)
+                assert isinstance(received, bytes)
+                for frame in reader.feed(received):
+                    if frame.is_answer:
+                        return frame
+
+        step(tls.do_handshake)
+        beat = b'{"clientID":"c","consumerDataSet":[{"groupName":"g","subscriptionDataSet":[{"topic":"t"}]}]}'
+        step(tls.write, encode(Frame(Code.HEART_BEAT, body=beat, opaque=1)))
+        assert answer().code == 0
+        broker.create_topic("t", 1)
+        fields = {"consumerGroup": "g", "topic": "t", "queueId": "0", "queueOffset": "0", "maxMsgNums": "32"}
+        fields |= {"sysFlag": "2", "commitOffset": "0", "suspendTimeoutMillis": "15000", "subVersion": "0"}
+        step(tls.write, encode(Frame(Code.PULL_MESSAGE, fields, opaque=2)))
+        ask = Frame(Code.GET_MAX_OFFSET, {"topic": "t", "queueId": "0"}, opaque=3)
+        step(tls.write, encode(ask))  # so that the pull is held by now
+        assert answer().opaque == 3
+        ask.opaque = 4
+        tls.write(encode(ask))
+        record = out.read()
+        raw.sendall(record[:-1])
+        runner = broker.runner
+        assert isinstance(runner, ManualRunner)
+        runner.advance(15_000)
+        assert answer().opaque == 2
+        raw.sendall(record[-1:])
+        assert answer().opaque == 4
+
+
+def test_a_full_server_closes_only_who_fills_it(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_UNFINISHED", 20)
+    with RawClient(server.port) as client, RawClient(server.port) as filling:
+        filling.write(encode(Frame(Code.HEART_BEAT, body=bytes(90)))[:-80])
+        assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
+        assert filling.has_ended()
+
+
+def test_large_answers_do_not_wait_for_each_other(client: RawClient) -> None:
+    """They are sent as they come: the rubbish behind the requests takes none back."""
+    place = client.put("t", bytes(3 << 20)).fields
+    offset = str(int(place["msgId"][16:], 16))
+    requests = [encode(Frame(Code.VIEW_MESSAGE_BY_ID, {"offset": offset}, opaque=number)) for number in (7, 8)]
+    client.write(b"".join(requests) + b"\x7f" * 8)
+    assert [client.answer().opaque for _ in requests] == [7, 8]
+    assert client.has_ended()
+
+
+def test_what_no_frame_can_hold_is_an_error(client: RawClient, server: RemotingServer) -> None:
+    """The answer of another client has a code that the asking one's binary header can't name."""
+    client.beat("c1", "g", topics=("t",))
+    with RawClient(server.port) as tool:
+        fields = to_fields(ClientOfGroupHeader("g", "c1"))
+        tool.write(encode(Frame(Code.GET_CONSUMER_RUNNING_INFO, fields, opaque=5, is_binary=True)))
+        asked = client.asked(Code.GET_CONSUMER_RUNNING_INFO)
+        asked.flag, asked.code = 1, 1 << 20
+        client.write(encode(asked))
+        answer = tool.answer()
+    assert (answer.opaque, answer.code) == (5, 1)
+    assert "expected a number of 16 bits" in (answer.remark or "")
+
+
+@pytest.mark.parametrize("name", ["consumeType", "messageModel", "consumeFromWhere"])
+@pytest.mark.parametrize("odd", [None, [], {}, 7, "X"])
+def test_odd_kinds_in_a_heartbeat_mean_the_default(client: RawClient, broker: Broker, name: str, odd: object) -> None:
+    row = {"groupName": "g", "subscriptionDataSet": [{"topic": "t"}], name: odd}
+    assert client.call(Code.HEART_BEAT, {"clientID": "c1", "consumerDataSet": [row]}).code == 0
+    found = broker.connections("g")
+    assert found is not None
+    assert (found.kind, found.model.name) == ("push", "CLUSTERING")
