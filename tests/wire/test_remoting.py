@@ -19,6 +19,9 @@ from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
 from tests.wire.remoting_client import RawClient
 
+SEND: dict[str, Any] = {"producer_group": "p", "topic": "t", "default_topic": "TBW102", "default_topic_queue_nums": 4}
+SEND |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": 5, "flag": 7}
+
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
@@ -160,6 +163,39 @@ def test_a_pull_brings_its_subscription_and_progress(client: RawClient, broker: 
     client.pull("g", "t", sys_flag=1 | 4, commit_offset=0, subscription="b", expression_type="TAG")
     assert bodies(client.answer().body) == [b"two"]
     assert broker.consumer_offset("g", "t") == 0
+
+
+def test_a_held_pull_commits_once(client: RawClient, broker: Broker) -> None:
+    """Progress that was stored while it was held stays."""
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"one")
+    client.pull("g", "t", 1, wait_ms=15_000, sys_flag=3, commit_offset=0)
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
+    number = client.send(Code.SEND_MESSAGE, b"two", **SEND)
+    assert {client.answer().opaque, client.answer().opaque} == {number, number - 2}
+    assert broker.consumer_offset("g", "t") == 1
+
+
+def test_a_held_pull_of_a_group_that_was_left_is_dropped(client: RawClient, broker: Broker) -> None:
+    """Asked again, it would be refused."""
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"one")
+    client.pull("g", "t", 1, wait_ms=15_000)
+    client.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+    runner_of(broker).advance(20_000)
+    assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).fields == {"offset": "1"}
+
+
+def test_a_connection_that_ended_takes_no_client_along(
+    client: RawClient, server: RemotingServer, broker: Broker
+) -> None:
+    """The client has another connection by then, and the old one can't make it leave."""
+    with RawClient(server.port) as former:
+        former.beat("c1", "g", topics=("t",))
+        client.beat("c1", "g", topics=("t",))
+        former.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+    client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
+    assert broker.client_ids() == ("c1",)
 
 
 def test_progress_is_kept(client: RawClient, broker: Broker) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, ConfigError, MalformedError
+from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.java.json import ObjectKey
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import is_system_topic
@@ -27,12 +27,12 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall
+from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.consuming import stored_ms
 from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import VERSION, Frame
+from librmq.wire.remoting.frames import VERSION, Frame, encode
 from librmq.wire.remoting.headers import (
     ClientOfGroupHeader,
     CloneOffsetHeader,
@@ -347,7 +347,8 @@ class AdminRequests:
             data[group] = [_producer_row(session) for session in known]
         return call.answer(body=write_body({"data": data}))
 
-    def _relay(self, call: RemotingCall) -> Frame:
+    def _relay(self, call: RemotingCall) -> None:
+        """Ask a client, and answer later: other requests of the connection do not wait."""
         header: ClientOfGroupHeader | DirectConsumeHeader = call.header
         session = self._sessions.get(header.client_id)
         if session is None:
@@ -358,16 +359,24 @@ class AdminRequests:
         if session.channel is call.channel:
             raise ConfigError(f"client {header.client_id} asks for itself")
         asked = Frame(call.frame.code, to_fields(header), call.frame.body)
-        answer = session.channel.ask(asked, _RELAY_S)
-        return call.answer(body=answer.body, code=answer.code, remark=answer.remark)
 
-    def _consume_directly(self, call: RemotingCall) -> Frame:
+        def relay() -> None:
+            try:
+                answer = session.channel.ask(asked, _RELAY_S)
+                raw = encode(call.answer(body=answer.body, code=answer.code, remark=answer.remark))
+            except RmqError as error:  # no answer, or one that no frame can hold
+                raw = encode(refused(call.frame, error))
+            call.channel.write(raw)
+
+        call.channel.later(relay)
+
+    def _consume_directly(self, call: RemotingCall) -> None:
         header: DirectConsumeHeader = call.header
         found = self._broker.find_by_id(header.msg_id)
         if found is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
         call.frame.body = found.raw
-        return self._relay(call)
+        self._relay(call)
 
     # ---- the broker
 

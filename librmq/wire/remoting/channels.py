@@ -93,13 +93,22 @@ class Channel:
         with self._lock:
             if not self.is_open:
                 return
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=f"librmq {self.peer[0]}", daemon=True)
-                self._worker.start()
-        if self._tasks.qsize() >= _MOST_TASKS:
+            is_started = self._worker is not None or self._start()
+        if not is_started or self._tasks.qsize() >= _MOST_TASKS:
             self.close()
         else:
             self._tasks.put(task)
+
+    def _start(self) -> bool:
+        """Start the connection's own thread; return False if no thread is free."""
+        worker = threading.Thread(target=self._work, name=f"librmq {self.peer[0]}", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError as error:
+            _log.error("client %(client)s is cut off: %(error)s", client=self.peer[0], error=error)
+            return False
+        self._worker = worker
+        return True
 
     def tell(self, frame: Frame) -> None:
         """Send a request without an answer; never waits."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
-from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.protocol import (
@@ -37,6 +37,9 @@ __all__ = ["ClientChannel", "ClientChannels"]
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
+
+_MOST_IDS: Final = 1_000
+"""Client ids of one connection."""
 
 
 class ClientChannel(NamedTuple):
@@ -116,20 +119,25 @@ class ClientChannels:
     def heartbeat(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
         client_id, producers, consumers = heartbeat_of(frame.body)
-        with self._lock:
+        with self._lock:  # also during the call of the broker, so that a connection that ends comes before or after
+            if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
+                raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             known = self._by_id.get(client_id)
             client = known[1] if known is not None and known[0].channel is channel else _Client(channel)
+            self._broker.call(Heartbeat(client_id, client, producers, consumers))
             session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
             self._by_id[client_id] = session, client
             channel.client_ids.add(client_id)
-        self._broker.call(Heartbeat(client_id, client, producers, consumers))
         if known is None:
             groups = [data.group for data in consumers]
             for group in groups or [""]:
                 self._changed(client_id, group, True)
 
     def leave(self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None) -> None:
-        """Remove a client from a group."""
+        """Remove a client from a group, unless it has another connection by now."""
+        known = self._by_id.get(client_id)
+        if known is not None and known[0].channel is not channel:
+            return
         self._broker.call(Unregister(client_id, producer_group or None, consumer_group or None))
 
     def closed(self, channel: Channel) -> None:
@@ -140,8 +148,8 @@ class ClientChannels:
                 if known is None or known[0].channel is not channel:
                     continue
                 del self._by_id[client_id]
-            try:
-                self._broker.call(ChannelClosed(client_id))
-            except RmqError as error:  # the broker was closed before
-                _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
+                try:
+                    self._broker.call(ChannelClosed(client_id))
+                except RmqError as error:  # the broker was closed before
+                    _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
             self._changed(client_id, "", False)

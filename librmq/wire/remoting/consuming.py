@@ -47,6 +47,7 @@ class Consuming:
     def __init__(self, broker: Broker, sessions: ClientChannels, pulling: Pulling) -> None:
         self._broker = broker
         self._sessions = sessions
+        self._pulling = pulling
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: pulling.pull,
             RequestCode.HEART_BEAT: self._heartbeat,
@@ -72,6 +73,8 @@ class Consuming:
 
     def _unregister(self, call: RemotingCall) -> Frame:
         header: LeavingClientHeader = call.header
+        if header.consumer_group:
+            self._pulling.forget(call.channel, header.consumer_group)  # asked again, it would be refused
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 

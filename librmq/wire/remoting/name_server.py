@@ -149,7 +149,7 @@ class NameServer:
     def _put(self, call: RemotingCall) -> Frame:
         header: KvPairHeader = call.header
         with self._lock:
-            if len(self._values) >= _MOST_VALUES:
+            if len(self._values) >= _MOST_VALUES and (header.namespace, header.key) not in self._values:
                 raise BrokerError(ResponseCode.SYSTEM_ERROR, f"there are {_MOST_VALUES:,} values already")
             self._values[header.namespace, header.key] = header.value
         return call.answer()

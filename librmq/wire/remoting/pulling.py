@@ -38,6 +38,7 @@ _REMARKS: Final = {
 }
 _LONGEST_WAIT_MS: Final = 120_000
 _MOST_HELD: Final = 10_000
+_SORT_OUT_AT: Final = 1_000
 
 
 class _Waiting:
@@ -60,6 +61,7 @@ class Pulling:
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
         self._due: list[tuple[int, int, _Waiting]] = []
+        self._sort_out_at = _SORT_OUT_AT
         self._number = itertools.count()
         self._held: dict[Channel, set[_Waiting]] = {}
 
@@ -68,25 +70,36 @@ class Pulling:
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         if not header.sys_flag & _WAITS or waits_ms <= 0:
-            return _answer(call, self._broker.call(_request(call)))
+            return _answer(call, self._broker.call(_request(call, commits=True)))
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
-            response = self._broker.call(_request(call, lambda: self._woken(waiting)))
+            response = self._broker.call(_request(call, lambda: self._woken(waiting), commits=True))
             if response.status is PullStatus.HELD:
                 held = self._held.setdefault(call.channel, set())
                 if len(held) < _MOST_HELD:
                     held.add(waiting)
-                    deadline_ms = self._runner.now_ms() + waits_ms
-                    heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
-                    self._runner.wake(self._step, deadline_ms)
+                    self._note(self._runner.now_ms() + waits_ms, waiting)
                     return None
+            waiting.is_answered = True
         return _answer(call, response)
 
-    def forget(self, channel: Channel) -> None:
-        """Forget the pulls of a connection that has ended."""
+    def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
+        if len(self._due) >= self._sort_out_at:
+            self._due = [entry for entry in self._due if not entry[2].is_answered]
+            heapq.heapify(self._due)
+            self._sort_out_at = max(_SORT_OUT_AT, 2 * len(self._due))
+        heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
+        self._runner.wake(self._step, deadline_ms)
+
+    def forget(self, channel: Channel, group: str | None = None) -> None:
+        """Forget the pulls of a connection that has ended, or of a group that its client has left."""
         with self._runner.lock:
-            for waiting in self._held.pop(channel, ()):
+            held = self._held.get(channel, set())
+            for waiting in [one for one in held if group in (None, one.call.header.consumer_group)]:
                 waiting.is_answered = True
+                held.discard(waiting)
+            if not held:
+                self._held.pop(channel, None)
 
     def held(self) -> int:
         """Return how many pulls are held, and none of them about to be answered; -1 if one is."""
@@ -131,7 +144,8 @@ class Pulling:
         call.channel.write(encode(frame))
 
 
-def _request(call: RemotingCall, notify: Callable[[], None] | None = None) -> PullMessage:
+def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
+    """Return the broker's request; only the first of a pull commits, since progress can move while it is held."""
     header: PullHeader = call.header
     subscription = None
     if header.sys_flag & _SUBSCRIBES:
@@ -145,7 +159,7 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None) -> Pu
         header.queue_offset,
         header.max_msg_nums,
         subscription,
-        header.commit_offset if header.sys_flag & _COMMITS else None,
+        header.commit_offset if commits and header.sys_flag & _COMMITS else None,
         notify,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import socket
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
+from librmq.clock import SystemClock
 from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
 from librmq.protocol import ResponseCode
@@ -41,6 +41,7 @@ _UNFINISHED: Final = 256 << 20
 """Bytes of unfinished frames of all connections together."""
 _IDLE_S: Final = 120
 _SEND_S: Final = 30
+_REST_S: Final = 0.1
 
 
 class RemotingServer:
@@ -150,9 +151,11 @@ class RemotingServer:
             try:
                 connected, peer = self._listening.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                    continue
-                return
+                if not self._is_open or self._listening.fileno() < 0:
+                    return
+                _log.debug("a connection from %(client)s was lost: %(error)s", client="a client", error=error)
+                SystemClock().wait(threading.Event(), _REST_S)  # no descriptor is free, for example
+                continue
             try:
                 self._begin(connected, (peer[0], peer[1]))
             except (OSError, RuntimeError) as error:  # it is gone already, or no thread is free
