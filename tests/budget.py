@@ -1,4 +1,4 @@
-"""How much a test tries: all of it in the whole check, a part that is spread over all of it in the quick one."""
+"""How many cases a test tries: all of them in the whole check, an evenly spread part in the quick check."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PART = 8
-"""The quick check tries one of this many cases."""
+"""The quick check tries one case in this many."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What kind of run this is."""
+    """The kind of this test run."""
 
     quick: bool
-    """It leaves out slow tests."""
+    """Whether slow tests are left out."""
 
 
 run = Run(quick=False)
@@ -25,17 +25,17 @@ run = Run(quick=False)
 
 
 def examples(wanted: int) -> int:
-    """Return the number of cases or rounds: ``wanted``, or a part of it in the quick check."""
+    """Return the number of cases or rounds: ``wanted``, or a fraction of it in the quick check."""
     return max(1, wanted // PART) if run.quick else wanted
 
 
 def step() -> int:
-    """Return the step from one numbered case to the next, if their number is unknown."""
+    """Return the step between numbered cases when their total is not known in advance."""
     return PART if run.quick else 1
 
 
 def some(cases: Sequence[T]) -> Sequence[T]:
-    """The cases to go through: all, or in the quick check a part spread from the first to the last."""
+    """Return the cases to try: all of them, or in the quick check a spread that includes the first and the last."""
     if not run.quick or len(cases) <= PART:
         return cases
     return [*cases[:-1:PART], cases[-1]]

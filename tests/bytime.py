@@ -1,4 +1,4 @@
-"""Parts of a broker that wait for a time, each alone on a store in memory, because the kit has a whole broker."""
+"""The time-driven parts of a broker, each on its own store in memory; the test kit would run a whole broker."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ TINY = TimerConfig(
 
 
 class ByTime:
-    """The store, its clock and its files; `run_due` is the step. It passes from one due step to the next."""
+    """A store with its clock and files.
+
+    Subclasses implement the step `run_due`; `pass_to` jumps from one due step to the next.
+    """
 
     topic: ClassVar[str]
-    """Where messages wait."""
+    """The topic in which messages wait."""
     appends: ClassVar[str]
-    """The store's method that delivers."""
+    """The name of the store's method that delivers messages."""
 
     def __init__(self, config: StoreConfig = SMALL, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
         self.files = files or MemoryFiles()
         self.clock = ManualClock(at_ms)
         self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
-        """What waited, and where it was delivered."""
+        """Each message that waited, with the result of its delivery."""
         self.runs: list[int] = []
-        """When steps were due that `pass_to` has taken, after the start."""
+        """Times at which `pass_to` ran a step, in milliseconds since the start."""
 
     def run_due(self, now_ms: int) -> int | None:
         raise NotImplementedError
 
     def pass_to(self, at_ms: int) -> int | None:
-        """Let time pass up to ``at_ms`` after the start; returns when the next step is due, after the start."""
+        """Advance the clock to ``at_ms`` after the start; return when the next step is due, also after the start."""
         until = START_MS + at_ms
         due = self.run_due(self.clock.now_ms())
         while due is not None and due <= until:
@@ -55,20 +58,20 @@ class ByTime:
         return None if due is None else due - START_MS
 
     def put_soon(self, body: bytes = b"b") -> None:
-        """Have a message wait for a second."""
+        """Store a message that waits for one second."""
         raise NotImplementedError
 
     def put_raw(self, **properties: str) -> None:
-        """Write a record to the waiting topic, with any properties."""
+        """Append a record with the given properties to the topic of waiting messages."""
         self.store.append(Message(self.topic, b"bad"), 0, properties_raw=encode_properties(properties))
 
     def delivered(self) -> list[tuple[bytes, int]]:
-        """Return bodies and times since the start of the deliveries, in order."""
+        """Return the body of each delivered message and its time since the start, in order of delivery."""
         return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic != self.topic]
 
 
 class Waiting(ByTime):
-    """A schedule of delay levels."""
+    """The schedule of messages with a delay level."""
 
     topic = SCHEDULE_TOPIC
     appends = "append_copies"
@@ -103,7 +106,7 @@ class Waiting(ByTime):
 
 
 class Wheel(ByTime):
-    """Timers."""
+    """The timers, which deliver messages after any delay."""
 
     topic = TIMER_TOPIC
     appends = "append_again"

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: reference data, copies of its stores, the budget of slow tests; no skips in CI."""
+"""Fixtures for all tests: reference data, copies of its stores, the time budget of slow tests; no skips in CI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytest_plugins = ("pytest_librmq", "pytester")
 
 __all__ = ["Row", "document", "encoding", "existing", "folders", "jsonl", "rows", "store_folders"]
 
-# A busy machine is not a failure: neither profile checks time.
+# Neither profile checks time: a test must not fail because the machine is busy.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "ci",
@@ -47,12 +47,12 @@ settings.register_profile(
     database=None,
     print_blob=True,
 )
-# The quick check draws few cases, the same each time.
+# The quick check draws few examples, and the same ones each time.
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=100 // budget.PART)
 
 
 MEMORY = Path("/dev/shm")
-"""Where the quick check keeps what tests write, if the system has it; the whole check writes to a disk."""
+"""The quick check puts temporary files here if the folder exists; the whole check writes to a disk."""
 
 
 def in_ci() -> bool:
@@ -62,10 +62,10 @@ def in_ci() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     quick = "not slow" in config.option.markexpr
     budget.run = budget.Run(quick)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if quick and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # there a flush waits for no disk
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # a flush is immediate there
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("quick" if quick else "ci" if in_ci() else "dev"))
 
 
@@ -80,7 +80,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The folder of reference data; ``existing(...)`` skips where a part of it is absent."""
+    """Return the folder of reference data; use ``existing(...)`` to skip a test when a part of it is missing."""
     return reference().folder
 
 
@@ -89,12 +89,12 @@ StoreCopy = Callable[[str | Path], Path]
 
 @pytest.fixture
 def store_copy(tmp_path: Path) -> StoreCopy:
-    """``store_copy("store-basic")``, or with a folder: a copy of its ``store/`` that the test may spoil."""
+    """Copy the ``store/`` of a folder, or of a name such as ``"store-basic"``; the test may change the copy."""
 
     def copy(name: str | Path) -> Path:
         source = (existing(name) if isinstance(name, str) else name) / "store"
         target = tmp_path / f"{source.parent.name}-{len(list(tmp_path.iterdir()))}"
-        # The originals may be read-only: contents are copied, modes are not.
+        # Copy contents but not modes, because the source may be read-only.
         shutil.copytree(source, target, copy_function=shutil.copyfile)
         for folder in [target, *(path for path in target.rglob("*") if path.is_dir())]:
             folder.chmod(0o755)
@@ -108,9 +108,9 @@ Run = Callable[..., tuple[int, list[Any], str]]
 
 @pytest.fixture
 def run_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run_lines("filter", "a > 5", given=…)``: what a command left: its exit status, lines, and what it said.
+    """Run a command, as in ``run_lines("filter", "a > 5", given=…)``; return its exit status, lines and messages.
 
-    ``given`` is what it reads: a text, bytes, or a list of rows and lines.
+    ``given`` is the command's standard input: a string, bytes, or a list of rows and lines.
     """
 
     def run(*words: object, given: str | bytes | list[Row | str] = b"") -> tuple[int, list[str], str]:
@@ -129,7 +129,7 @@ def run_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def run(run_lines: Run) -> Run:
-    """The same, with the rows of JSON lines."""
+    """Run a command as `run_lines` does, but parse its output as JSON lines."""
 
     def run_(*words: object, given: Any = b"") -> tuple[int, list[Row], str]:
         status, lines, said = run_lines(*words, given=given)
@@ -142,16 +142,16 @@ def run(run_lines: Run) -> Run:
 
 
 class SlowBudget:
-    """The share of one test in the time for slow tests; later tests get the unused rest."""
+    """One test's share of the time for slow tests; what it does not use goes to later tests."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.reached: list[str] = []
 
     def rounds(self, wanted: int, what: str = "rounds", at_least: int = 1) -> Iterator[int]:
-        """0, 1, … up to ``wanted``, until the share is used up, though never fewer than ``at_least``.
+        """Yield 0, 1, … up to ``wanted`` rounds; stop when the share is used up, but not before ``at_least`` rounds.
 
-        How far it came is printed at the end of the run.
+        The number of rounds done is printed at the end of the run.
         """
         begin = time.monotonic()  # noqa: TID251 (the budget is of real time)
         done = 0
@@ -170,7 +170,7 @@ class SlowBudget:
 class SlowTime:
     """The time for slow tests (``RMQ_SLOW_SECONDS``, or 60, for each process of a run), shared through a folder.
 
-    It holds a file for each test that has begun: the seconds that it was given, or took when it was over.
+    The folder holds one file for each test that has begun: the seconds it was given or, once it has ended, took.
     """
 
     def __init__(self, folder: Path, seconds: float, tests: int) -> None:
@@ -179,18 +179,18 @@ class SlowTime:
         self.tests = tests
 
     def share(self, test: str) -> float:
-        """Return the time for a test that begins: an equal part of the rest."""
+        """Return the time for a test that is about to begin: an equal part of the time left."""
         taken = [float(path.read_text()) for path in self.folder.iterdir()]
         share = max(0.0, self.seconds - sum(taken)) / max(1, self.tests - len(taken))
         self.note(test, share)
         return share
 
     def note(self, test: str, seconds: float) -> None:
-        """Record the time that a test got, or took."""
+        """Record the time that a test was given, or took."""
         name = hashlib.sha256(test.encode()).hexdigest()
         beside = self.folder.with_name(name)
         beside.write_text(str(seconds))
-        os.replace(beside, self.folder / name)  # another process reads it whole or not at all
+        os.replace(beside, self.folder / name)  # so that other processes never read half of it
 
 
 _slow_tests = 0
@@ -200,7 +200,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     global _slow_tests
     _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
     gc.collect()
-    gc.freeze()  # thousands of tests, which each garbage collection would scan again
+    gc.freeze()  # spares each garbage collection from scanning thousands of tests
 
 
 @pytest.fixture(scope="session")
@@ -215,11 +215,11 @@ def slow_time(tmp_path_factory: pytest.TempPathFactory) -> SlowTime:
 
 @pytest.fixture
 def slow_budget(request: pytest.FixtureRequest, slow_time: SlowTime) -> Iterator[SlowBudget]:
-    """The test's share of the time: ``for number in slow_budget.rounds(10_000, "crash points"):``."""
-    name = request.node.nodeid.partition("@")[0]  # with several processes the name of its group follows
+    """Give the test its share of the time: ``for number in slow_budget.rounds(10_000, "crash points"):``."""
+    name = request.node.nodeid.partition("@")[0]  # with several processes, the group's name follows the @
     budget = SlowBudget(slow_time.share(name))
     if budget.seconds > float(request.config.getini("faulthandler_timeout")) / 2:
-        faulthandler.cancel_dump_traceback_later()  # a test that may take this long does not hang
+        faulthandler.cancel_dump_traceback_later()  # a test with this much time is slow, not hung
     begin = time.monotonic()  # noqa: TID251
     yield budget
     slow_time.note(name, time.monotonic() - begin)  # noqa: TID251
@@ -228,13 +228,13 @@ def slow_budget(request: pytest.FixtureRequest, slow_time: SlowTime) -> Iterator
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """``figure("756 of 756 cases …")``: what a test measured, printed at the end of the run."""
+    """Note what a test measured, as in ``figure("756 of 756 cases …")``; it is printed at the end of the run."""
     return lambda line: request.node.user_properties.append(("figure", line))
 
 
 _told: dict[str, list[str]] = {"figure": [], "slow": []}
 _skipped: dict[str, str] = {}
-"""Reasons by test: each of several processes reports a module that it could not collect."""
+"""Reasons by test, because several processes can report the same module that was not collected."""
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -248,7 +248,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Collect figures of tests in the process that shows them, which gets the reports of all others."""
+    """Collect the figures of tests in the process that prints them; it gets the reports of all other processes."""
     if report.skipped and not hasattr(report, "wasxfail"):
         _skipped[report.nodeid] = _reason(report)
     if report.when == "teardown":
@@ -262,7 +262,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.section(title)
             for line in sorted(_told[name]):
                 terminalreporter.line(line)
-    # A reason once, however many tests share it.
+    # Print each reason once, with the number of tests that share it.
     lacking = f"this run has only a part of the reference data, {reference().origin}"
     reasons = Counter(lacking if reason.startswith(ABSENT) else reason for reason in _skipped.values())
     for reason, number in reasons.most_common():
@@ -272,21 +272,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # --- kinds of tests, and several processes
 
 KINDS = ("golden", "crash", "fuzz", "replay")
-"""Folders whose tests have a mark of the same name."""
+"""Folders whose tests get a mark with the folder's name."""
 
 
 LONG = ("spark", "servers", "slow", "crash", "property")
-"""Marks of tests that may take long: they begin first, so that no process is left with one at the end."""
+"""Marks of tests that can take long. They run first, so that no process is still busy with one at the end."""
 
 _process = os.environ.get("PYTEST_XDIST_WORKER", "")
-"""One of several processes of a run: gw0, gw1, …; empty where there is only one."""
+"""The name of this worker process: gw0, gw1, …; empty if the run has a single process."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-    """Let every other process begin at the end.
+    """Collect in reverse order in every other process.
 
-    The first run of a checkout rewrites and compiles every module. So each process finds half of it done.
+    The first run in a checkout rewrites and compiles every test module. This way each process finds half of them done.
     """
     collector = yield
     if collector is not None and int(_process[2:] or 0) % 2:
@@ -299,8 +299,8 @@ def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector | N
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by kind; order and group them for several processes.
 
-    Long tests come first, one by one; those that share a session or a server stay together, and so do the others of
-    a module, which share its fixtures.
+    Long tests come first and are distributed one by one. Tests that share a session or a server stay together. The
+    other tests of a module stay together too, because they share its fixtures.
     """
     _mark(items)
     if _process:
@@ -336,7 +336,7 @@ def _mark(items: list[pytest.Item]) -> None:
 
 
 def _allowed(reason: str) -> bool:
-    """Skips for missing reference data are allowed if the data are incomplete anyway."""
+    """Return whether a skip is allowed: only for missing reference data, and only if the data in use are incomplete."""
     return reason.startswith(ABSENT) and not reference().whole
 
 
@@ -363,7 +363,7 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     if report.skipped and "not spark" in collector.config.getoption("markexpr") and "'pyspark'" in _reason(report):
-        # The quick check leaves its tests out, and needs no Spark for it.
+        # The quick check leaves these tests out, so it does not need Spark.
         report.outcome, report.longrepr, report.result = "passed", None, []
     if in_ci() and report.skipped:
         _forbid(report)

@@ -1,4 +1,4 @@
-"""Real signals at any place: runs something repeatedly, and sends a signal one place later each time."""
+"""Real signals at any place: run an action repeatedly, and send a signal one call later each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["at_each_call", "interrupted_at_call"]
 
 
 def interrupted_at_call(number: int, act: Callable[[], object]) -> bool:
-    """Call ``act()`` with SIGINT at one of its calls of librmq; return whether it made that many calls."""
+    """Call ``act()`` and send SIGINT at the given call that librmq makes; return whether there were that many calls."""
     return next(at_each_call(act, first=number))
 
 
@@ -25,11 +25,11 @@ def at_each_call(
     error: type[BaseException] = KeyboardInterrupt,
     first: int = 0,
 ) -> Iterator[bool]:
-    """Call ``act()`` repeatedly; a signal arrives at one call that librmq makes, then at the next.
+    """Call ``act()`` repeatedly, and send a signal at one call that librmq makes, then at the next.
 
-    Python checks for signals there: when a function begins, and when a C function returns. The first signal arrives at
-    call ``first``. Yields after each ``act()`` whether the signal arrived; the last time it did not. ``error`` is what
-    its handler raises.
+    Calls are the places where Python checks for signals: a function begins, or a C function returns. The first signal
+    arrives at call ``first``. ``error`` is the exception that the signal's handler raises. Yield after each ``act()``
+    whether the signal arrived; the first time it does not is the last.
     """
     folder = os.path.dirname(librmq.__file__)
     for place in itertools.count(first):
@@ -40,7 +40,7 @@ def at_each_call(
             code = frame.f_code
             if event not in ("call", "c_return") or not code.co_filename.startswith(folder):
                 return
-            if code.co_name != "__del__":  # errors there are lost
+            if code.co_name != "__del__":  # Python ignores errors raised there
                 left -= 1
                 if left < 0 and not came:
                     came = True

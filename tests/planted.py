@@ -1,4 +1,4 @@
-"""Five common bugs with messages, each with its fixed form; all pass in the usual order."""
+"""Five common bugs in message processing, each with its fix; in the usual order of events all of them pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scenario = Callable[[Kit, bool], None]
 
 
 def send(producer: Producer, message: Message, queue: int | None = None) -> None:
-    """Send, and send again if the answer is lost, because the client does not retry a send to a given queue."""
+    """Send a message, and retry if the answer is lost, because the client does not retry a send to a given queue."""
     for _ in range(5):
         try:
             producer.send(message, queue=queue)
@@ -25,10 +25,10 @@ def send(producer: Producer, message: Message, queue: int | None = None) -> None
 
 
 def check_then_act(rmq: Kit, mended: bool) -> None:
-    """Checks whether an order is booked, and books it: two deliveries of one order can check before either books."""
-    booked: list[bytes] = []  # a table of the database
+    """Check whether an order is booked, then book it: two deliveries can both check before either books."""
+    booked: list[bytes] = []  # stands for a database table
 
-    def insert_unless_there(order: bytes) -> None:  # one statement
+    def insert_unless_there(order: bytes) -> None:  # a single SQL statement
         if order not in booked:
             booked.append(order)
 
@@ -42,14 +42,14 @@ def check_then_act(rmq: Kit, mended: bool) -> None:
                 booked.append(message.body)
 
     rmq.app("shop", shop)
-    for order in (b"o-1", b"o-2", b"o-1"):  # the second o-1 is a customer's second click
+    for order in (b"o-1", b"o-2", b"o-1"):  # the customer clicked twice for o-1
         send(rmq.producer(), Message("orders", order))
     rmq.run_until_idle()
     assert sorted(booked) == [b"o-1", b"o-2"]
 
 
 def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
-    """Passes the message to a thread and returns: if the process ends, the message counts as consumed."""
+    """Hand the message to a thread and return: if the process then dies, the message still counts as consumed."""
     done: set[bytes] = set()
 
     def shop(process: Process) -> None:
@@ -68,7 +68,7 @@ def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
 
 
 def order_across_queues(rmq: Kit, mended: bool) -> None:
-    """Assumes that messages are delivered in the order of the sends, although they are in several queues."""
+    """Expect messages in the order in which they were sent, although they are in several queues."""
     seen: list[bytes] = []
 
     def shop(process: Process) -> None:
@@ -85,7 +85,7 @@ def order_across_queues(rmq: Kit, mended: bool) -> None:
 
 
 def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
-    """Counts in the memory of a consumer, which is lost with its process."""
+    """Keep a count in the consumer's memory, which is lost when its process dies."""
     table: set[bytes] = set()
 
     def shop(process: Process) -> set[bytes]:
@@ -106,7 +106,7 @@ def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
 
 
 def subscriptions_that_differ(rmq: Kit, mended: bool) -> None:
-    """The instances of a group select different tags: messages that an instance did not select are skipped."""
+    """Let the instances of a group select different tags: an instance skips the messages that it does not select."""
     seen: set[bytes] = set()
 
     def instance(tags: str) -> Callable[[Process], None]:

@@ -1,4 +1,4 @@
-"""Programs in an interpreter of their own, which imports the librmq under test, and forked children."""
+"""Run programs in a separate interpreter that imports the librmq under test, or in forked children."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.reference import CHECKOUT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of this process, with which a program imports the librmq under test, and ``tests``."""
+    """Return this process's environment, set up so that a program imports the librmq under test and ``tests``."""
     roots = [str(Path(librmq.__file__ or "").parent.parent), *sys.path, str(CHECKOUT)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, roots))), **variables}
 
 
 def start_program(program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
-    """Start a program, with pipes to its input and from its output."""
+    """Start a program with pipes to its standard input and from its standard output."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
         stdin=subprocess.PIPE,
@@ -36,7 +36,7 @@ def start_program(program: str, *words: object, **variables: str) -> subprocess.
 def run_program(
     program: str, *words: object, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, for ``timeout`` seconds at the most."""
+    """Run a program to its end; it may take at most ``timeout`` seconds."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
         stdin=subprocess.DEVNULL,
@@ -49,7 +49,7 @@ def run_program(
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Run ``check`` in a forked child, in which it must raise nothing."""
+    """Run ``check`` in a forked child, where it must not raise."""
     child = os.fork()
     if not child:
         status = 1
@@ -64,7 +64,7 @@ def in_child(check: Callable[[], object]) -> None:
 
 
 def example(name: str) -> ModuleType:
-    """Load a program of the folder ``examples`` as a module."""
+    """Load a program from the folder ``examples`` as a module."""
     spec = importlib.util.spec_from_file_location(name, CHECKOUT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

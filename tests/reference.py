@@ -1,4 +1,4 @@
-"""Reference data: files and answers of RocketMQ, and their places.
+"""Reference data: files and answers recorded from RocketMQ, and where to find them.
 
 The complete data are a folder ``golden``: the one that ``LIBRMQ_GOLDEN`` names, else ``../shared/golden`` next to the
 checkout. If neither exists, the compact part in ``tests/data`` is used, unpacked to the same layout, so that a fresh
@@ -25,19 +25,19 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 COMPACT = CHECKOUT / "tests" / "data"
 NEIGHBOUR = CHECKOUT.parent / "shared" / "golden"
 ABSENT = "reference data: "
-"""How the reason of a skip begins when the reference data at hand lack a file or folder."""
+"""The reason of a skip begins with this if the available reference data lack a file or folder."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The folder of reference data in use, and which of the three it is."""
+    """The folder of reference data in use, and which of the three possible folders it is."""
 
     folder: Path
     origin: str
     whole: bool
-    """The usual folder beside the checkout, which has everything that tests need."""
+    """Whether this is the folder next to the checkout, which has everything that tests need."""
 
 
 @cache
@@ -60,7 +60,7 @@ def reference() -> Reference:
 
 
 def unpack_compact(compact: Path, into: Path) -> None:
-    """Unpack the compact part to the layout of the complete data."""
+    """Unpack the compact part into the layout of the complete data."""
     for source in sorted([*compact.glob("**/*.json"), *compact.glob("**/*.jsonl")]):
         copy = into / source.relative_to(compact)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def existing(*parts: str) -> Path:
 
 
 def folders(prefix: str) -> list[ParameterSet]:
-    """Return every folder with this prefix as parameters of a test; without any, one that is skipped."""
+    """Return every folder with this prefix as test parameters, or one skipped parameter if there are none."""
     found = sorted(path for path in reference().folder.glob(f"{prefix}*") if path.is_dir())
     if not found:
         reason = f"{ABSENT}no {prefix}* in {reference().origin}"
@@ -93,9 +93,9 @@ def folders(prefix: str) -> list[ParameterSet]:
 
 
 def store_folders() -> list[ParameterSet]:
-    """Every folder ``store-*``, each a ``Path``: ``@pytest.mark.parametrize("folder", store_folders())``.
+    """Return every folder ``store-*`` for ``@pytest.mark.parametrize("folder", store_folders())``.
 
-    Inside are ``store/``, ``expected.jsonl``, ``ops.jsonl``, ``put_results.jsonl``.
+    Each holds ``store/``, ``expected.jsonl``, ``ops.jsonl`` and ``put_results.jsonl``.
     """
     return folders("store-")
 
@@ -114,10 +114,10 @@ def document(path: Path) -> Any:
 
 @cache
 def rows(folder: Path, row_type: str) -> tuple[Row, ...]:
-    """Return the rows of one ``type`` in ``expected.jsonl`` of a folder. They are shared: do not change them."""
+    """Return the rows of one ``type`` from a folder's ``expected.jsonl``. They are shared: do not change them."""
     return tuple(row for row in jsonl(folder / "expected.jsonl") if row["type"] == row_type)
 
 
 def encoding(section: str) -> Any:
-    """A section of ``encoding.json``: a list of input and output pairs, or a table."""
+    """Return a section of ``encoding.json``: a list of input and output pairs, or a table."""
     return document(existing("encoding.json"))[section]

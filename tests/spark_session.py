@@ -1,4 +1,4 @@
-"""The Spark session that all tests marked ``spark`` share, and what their plans may hold."""
+"""The Spark session that all tests marked ``spark`` share, and a check of their plans."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from librmq.spark import session
 
 @cache
 def shared_session() -> Any:
-    """One local session for the run, which tries a task that was killed again; Spark ends with the process."""
+    """Return the local session of this run. It retries a killed task, and Spark ends with the process."""
     spark = session("librmq tests", "local[2,4]", {"spark.sql.shuffle.partitions": "2"})
     spark.sparkContext.setLogLevel("ERROR")
     return spark
 
 
 def assert_native(frame: Any) -> None:
-    """The plan of ``frame`` runs no Python and is deterministic to Spark."""
+    """Assert that the plan of ``frame`` runs no Python, and that Spark considers it deterministic."""
     execution = frame._jdf.queryExecution()
     plan = execution.executedPlan().toString()
     assert "Python" not in plan, plan
@@ -32,15 +32,15 @@ def assert_native(frame: Any) -> None:
 
 @contextmanager
 def killing(marker: Path) -> Iterator[None]:
-    """One Python worker that reads or writes a store is killed during its task; ``marker`` records this.
+    """Kill one Python worker while it reads or writes a store; it creates ``marker`` first.
 
-    The others find the marker there, and live.
+    Other workers find the marker and are not killed.
     """
     from librmq.spark.source import RocketMQDataSource
 
     path = str(marker)
 
-    # Within a function, so that they reach the workers by value.
+    # Defined inside a function, so that Spark sends them to the workers by value.
     def killed_once(values: Any) -> Any:
         for value in values:
             yield value

@@ -1,4 +1,4 @@
-"""Stores for tests: filled with all kinds of records, copied into memory, and their content."""
+"""Stores for tests: fill them with all kinds of records, copy them into memory, and read their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.budget import some, step
 
 ROOT = "/store"
 EVER = -(1 << 63)
-"""Before any time that a damaged record may have."""
+"""Earlier than any timestamp that a damaged record can have."""
 START_MS = 1_700_000_000_000
 TOPICS = ("TopicA", "消息", "%RETRY%group", "t" * 127)
 V4 = ("192.168.1.10", 54321)
@@ -39,16 +39,16 @@ SMALL = StoreConfig.broker(
     max_index_num=32,
     max_message_size=3000,
 )
-"""Files so small that a few dozen messages fill several of each kind."""
+"""File sizes so small that a few dozen messages fill several files of each kind."""
 SMALL_EXT = replace(SMALL, enable_consumequeue_ext=True)
 configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 
 Contents = dict[str, bytes | None]
-"""What a folder holds: bytes by relative path, None for a folder."""
+"""The contents of a folder: the bytes of each file by relative path, or None for a folder."""
 
 
 def contents(files: Files, root: str = ROOT) -> Contents:
-    """All that is in a folder, but for the lock: to close another descriptor of its file would release it."""
+    """Return a folder's contents without its lock file: closing a second descriptor of it would release the lock."""
     found: Contents = {}
 
     def walk(folder: str) -> None:
@@ -65,12 +65,12 @@ def contents(files: Files, root: str = ROOT) -> Contents:
 
 
 def derived(found: Contents) -> Contents:
-    """Those of log, queues and index."""
+    """Return only the contents of the log, the queues and the index."""
     return {path: data for path, data in found.items() if path.startswith(("commitlog/", "consumequeue", "index/"))}
 
 
 def in_memory(found: Mapping[str, bytes | None]) -> MemoryFiles:
-    """Files with these contents: a store as a process finds it after another one died."""
+    """Return files in memory with these contents: the store as another process finds it after a crash."""
     files = MemoryFiles()
     files.make_folder(ROOT)
     for path, data in found.items():
@@ -84,7 +84,7 @@ def in_memory(found: Mapping[str, bytes | None]) -> MemoryFiles:
 
 
 def from_disk(folder: Path) -> Contents:
-    """The contents of a real folder."""
+    """Return the contents of a folder on disk."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -92,7 +92,7 @@ def from_disk(folder: Path) -> Contents:
 
 
 def on_disk(found: Contents, folder: Path) -> Path:
-    """Write contents into a real folder, and return it."""
+    """Write contents to a folder on disk, and return the folder."""
     for path, data in found.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if data is None:
@@ -103,12 +103,12 @@ def on_disk(found: Contents, folder: Path) -> Path:
 
 
 def died(files: MemoryFiles) -> MemoryFiles:
-    """Return what a process leaves if it dies now: the contents, without its lock."""
+    """Return what a process leaves behind if it dies now: the contents without its lock."""
     return in_memory(contents(files))
 
 
 def apply(files: MemoryFiles, event: Event) -> None:
-    """Repeat a recorded call, if it changes what a process sees."""
+    """Repeat a recorded call if it changes what other processes see."""
     if event.call == "make_folder":
         files.make_folder(event.path)
     elif event.call == "create":
@@ -122,7 +122,7 @@ def apply(files: MemoryFiles, event: Event) -> None:
 
 
 def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
-    """A message, and the fields of its record, with any possible content."""
+    """Return a random message and random fields for its record."""
     number = rng.randrange(40)
     properties = {}
     if rng.random() < 0.4:
@@ -146,7 +146,7 @@ def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = T
 
 
 def fill(store: MessageStore, clock: ManualClock, rng: random.Random, count: int) -> list[AppendResult]:
-    """Append ``count`` messages of all kinds, some in batches, while time passes."""
+    """Append ``count`` messages of all kinds, some of them in batches, and advance the clock in between."""
     results: list[AppendResult] = []
     while len(results) < count:
         clock.advance(ms=rng.choice([0, 1, 700, 5000]))
@@ -167,9 +167,9 @@ def fill(store: MessageStore, clock: ManualClock, rng: random.Random, count: int
 
 
 def filled(config: StoreConfig = SMALL, count: int = 60, seed: int = 1, *, clean: bool = True) -> Contents:
-    """The contents of a store of ``count`` messages, closed, or (unless ``clean``) left by a process that died.
+    """Return the contents of a store of ``count`` messages: closed or, unless ``clean``, left by a process that died.
 
-    Without what librmq leaves beside the broker's files: so a broker would have left it.
+    Files that only librmq writes are left out, as if a broker had written the store.
     """
     return dict(_filled(config, count, seed, clean))
 
@@ -189,14 +189,14 @@ def _filled(config: StoreConfig, count: int, seed: int, clean: bool) -> Contents
 
 
 def opened(files: Files, config: StoreConfig | None = SMALL, **more: Any) -> MessageStore:
-    """A store in memory, opened a day later than it was made."""
+    """Open a store in memory one day after it was made."""
     return MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS + 86_400_000), **more)
 
 
 def served(store: MessageStore) -> dict[int, StoredMessage]:
-    """All messages by physical offset, each found by its queue and its keys.
+    """Return all messages by physical offset; assert that each is found by its queue and its keys.
 
-    If two claim the same queue offset (the topic was created again), the later one counts.
+    If two messages have the same queue offset because the topic was created again, the later one counts.
     """
     found = {message.physical_offset: message for message in store}
     owners = {}
@@ -217,7 +217,7 @@ def served(store: MessageStore) -> dict[int, StoredMessage]:
 
 
 class OpenedFiles(FailingFiles):
-    """Notes which files are opened, by their paths in the store."""
+    """Files that record the path within the store of each file that is opened."""
 
     def __init__(self, files: Files) -> None:
         super().__init__(files)
@@ -229,7 +229,7 @@ class OpenedFiles(FailingFiles):
 
 
 def calls_failing(files: Files, calls: Iterable[str], code: int) -> Iterator[tuple[str, FailingFiles]]:
-    """Yield files with one failing call, for each call in turn, until none fails any more."""
+    """Yield files in which the first call fails, then the second, and so on, until there are no more calls to fail."""
     for call in calls:
         number = 1
         while True:

@@ -1,4 +1,4 @@
-"""The log alone: appending, rolling, reading, scanning, finding its end, cutting; large offsets; full disks."""
+"""The log on its own: append, roll, read, scan, find the end, truncate; large offsets and full disks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 1024
 
 
 def record(place: int, body: bytes = b"body", **fields: object) -> bytes:
-    """The bytes of a sound record for ``place``."""
+    """Return the bytes of a valid record at the physical offset ``place``."""
     record = Record(
         topic="T",
         physical_offset=place,
@@ -39,7 +39,7 @@ SMALLEST = len(record(0, b""))
 
 
 def put(log: CommitLog, size: int) -> int:
-    """Append a record of ``size`` bytes."""
+    """Append a record of ``size`` bytes, and return its physical offset."""
     place = log.claim(size)
     log.append(record(place, bytes([size % 251]) * (size - SMALLEST)))
     return place
@@ -68,7 +68,7 @@ def test_a_log_begins_with_its_first_record() -> None:
 
 @pytest.mark.parametrize("rest", range(7, 12))
 def test_eight_bytes_stay_free_at_the_end_of_a_file(rest: int) -> None:
-    """A record goes to the next file if its size + 8 is more than what remains."""
+    """A record goes to the next file if its size plus 8 exceeds the space left in the current one."""
     files = MemoryFiles()
     log = opened(files)
     put(log, 500)
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
 
 
 def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
-    """Many pages are unmapped before a flush and few are not."""
+    """Before a flush, written pages are unmapped if there are many, but not if there are few."""
 
     class Told(MemoryFiles):
         calls: list[tuple[str, int, int]]
@@ -191,7 +191,7 @@ def test_a_flush_reaches_every_file_and_the_folder() -> None:
     made = [event for event in files.trace if event.call not in ("write", "make_folder")]
     assert [event.call for event in made] == ["create", "flush", "flush_folder", "flush_folder"] + 4 * [
         *("create", "flush", "flush_folder")
-    ]  # a file is on the device before it is written, the first with its folder
+    ]  # a new file is flushed before it is written to, the first one with its folder
     files.trace.clear()
     assert log.flush() == log.end
     flushed = {event.path for event in files.trace if event.call == "flush"}
@@ -226,7 +226,7 @@ def test_blocks_are_there_before_they_are_written() -> None:
 
 @pytest.fixture
 def files() -> MemoryFiles:
-    """A log of three files; records at 0, 300, 600, 1024, 1424, 2048."""
+    """Return files with a log of three files; its records are at 0, 300, 600, 1024, 1424 and 2048."""
     files = MemoryFiles()
     log = opened(files)
     for size in (300, 300, 300, 400, 400, 300):
@@ -307,7 +307,7 @@ def test_a_size_below_that_of_a_record_is_damage(files: MemoryFiles) -> None:
         log.read(300, 20)
 
 
-# ------------------------------------------------------------------------------------------------- opening, cutting
+# ------------------------------------------------------------------------------------------------- opening, truncating
 
 
 def test_opening_changes_nothing_and_continues(files: MemoryFiles) -> None:
@@ -337,7 +337,7 @@ def test_only_the_last_three_files_are_walked() -> None:
 
 
 def test_a_log_whose_last_files_are_empty(files: MemoryFiles) -> None:
-    """4.9 makes the next file ahead."""
+    """RocketMQ 4.9 creates the next file ahead of time."""
     for n in (3, 4):
         files.create(f"{FOLDER}/{n * SIZE:020d}", SIZE)
     log = opened(files)

@@ -54,7 +54,7 @@ def test_the_defaults_are_settings() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example(Config):
-    """Settings of every kind."""
+    """A configuration with settings of every kind."""
 
     count: Annotated[int, Between(1, 16)] = 3
     ratio: Annotated[float, Between(0)] = 0.5

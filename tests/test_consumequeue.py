@@ -29,7 +29,7 @@ def packed(entries: Iterable[tuple[int, int, int]]) -> bytes:
 
 
 def numbered(begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Entries of messages of 10 bytes, the n-th at 10 n."""
+    """Return entries of 10-byte messages; entry ``n`` is at physical offset ``10 * n``."""
     return [(10 * n, 10, n) for n in range(begin, end)]
 
 
@@ -55,7 +55,7 @@ def spoil(files: Files, path: str, at: int, data: bytes) -> None:
 
 
 def by_queue(folder: Path) -> dict[tuple[str, int], list[Row]]:
-    """The entries of each queue that RocketMQ reports, in order."""
+    """Return the entries that RocketMQ reports for each queue, in order."""
     key: Callable[[Row], tuple[str, int]] = lambda row: (row["topic"], row["queue_id"])  # noqa: E731
     return {name: list(group) for name, group in itertools.groupby(rows(folder, "cq"), key)}
 

@@ -18,7 +18,7 @@ from librmq.files.seam import Files
 from tests.reference import encoding, rows, store_folders
 
 BASE = -(1 << 63)
-SMALL = 64  # three units without a bitmap, or one with 14 bytes of it
+SMALL = 64  # room for three units without a bitmap, or one with a bitmap of 14 bytes
 
 
 def opened(files: Files, *, last_address: int | None = None, writable: bool = True) -> ConsumeQueueExt:
@@ -30,7 +30,7 @@ def queue_of(files: Files, ext_folder: str | None = "/e") -> ConsumeQueue:
 
 
 def filled(files: Files, count: int) -> ConsumeQueue:
-    """A queue of messages of 10 bytes, each with a unit of 20: three of them fill a file of 64 bytes."""
+    """Return a queue of 10-byte messages, each with a unit of 20 bytes; three units fill a file of 64 bytes."""
     queue = queue_of(files)
     assert queue.ext is not None
     for n in range(count):
@@ -99,9 +99,9 @@ def test_a_unit_that_does_not_fit_goes_to_the_next_file() -> None:
     ext = opened(files)
     first = [ext.put(n, n, None) for n in range(2)]
     assert first == [BASE, BASE + 20]
-    assert ext.put(2, 2, None) == BASE + 40  # leaves exactly the 4 bytes
+    assert ext.put(2, 2, None) == BASE + 40  # leaves exactly the 4 bytes of the end mark
     assert ext.put(3, 3, b"x") == BASE + 64
-    assert ext.put(4, 4, bytes(20)) == BASE + 128  # 43 are left, less the 4
+    assert ext.put(4, 4, bytes(20)) == BASE + 128  # 43 bytes are left, 4 of them for the end mark
     assert ext.put(5, 5, bytes(40)) == BASE + 192
     assert contents(files)[f"{0:020d}"][60:] == b"\xff\xff\0\0"
     assert contents(files)[f"{64:020d}"][21:25] == b"\xff\xff\0\0"
@@ -225,7 +225,7 @@ def test_units_are_cut_with_their_entries(keep: int) -> None:
     files, expected = MemoryFiles(), MemoryFiles()
     queue = filled(files, 12)
     assert queue.ext is not None
-    queue.ext.put(99, 99, None)  # a crash prevented its entry
+    queue.ext.put(99, 99, None)  # a crash prevented the entry of this unit
     queue.truncate_to(keep) if keep < 12 else queue.recover()
     other = filled(expected, keep)
     assert contents(files) == contents(expected)

@@ -1,4 +1,4 @@
-"""A queue and its extension compared with a list, after any operations in any order, and reopened."""
+"""Compare a queue and its extension with a list, after random operations and after reopening."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Unit(NamedTuple):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The model: the entries from the first stored one on, and what each one's unit says."""
+    """The model holds the stored entries, and the content of each entry's extension unit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.files: Files = MemoryFiles()
         self.folder = "/store"
         self.entries: list[tuple[int, int, int]] = []
-        self.units: dict[int, Unit] = {}  # by the address in an entry
+        self.units: dict[int, Unit] = {}  # by the address that an entry holds
         self.begin = 0  # queue offset of entries[0]
         self.minimum = 0
         self.log_end = 0
-        self.log_begin = 0  # deleted messages can have lost their units, although their entries exist
+        self.log_begin = 0  # entries of deleted messages can exist without their units
 
     @initialize(
         on_disk=st.booleans(),
@@ -218,7 +218,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(timestamp_ms=st.integers(0, 2000))
     def offset_at(self, timestamp_ms: int) -> None:
-        """Store times are physical offsets here: they ascend strictly, so that the answer is clear."""
+        """Use physical offsets as store times: they ascend strictly, so the answer is unique."""
         found = self.queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: physical_offset)
         low, high = self.minimum, self.end
         while low - low % self.per_file + self.per_file < high:

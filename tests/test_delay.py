@@ -1,4 +1,4 @@
-"""Delivery of delayed messages: when, in which order, and the fate of undeliverable ones."""
+"""Delivery of delayed messages: their times, their order, and messages that can't be delivered."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
 def test_many_together_go_each_to_its_own_queue(config: StoreConfig) -> None:
-    """They are read and written together, although they differ in everything and log files end between them."""
+    """Messages are read and written together, even if all their fields differ and log files end between them."""
     waiting = Waiting(config)
     for number in range(150):
         message = Message(f"T{number % 3}", b"x" * (number * 7 % 300), keys=f"k{number}", flag=number, delay_level=1)
@@ -141,7 +141,7 @@ USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", m
 
 @given(USUAL.map(encode_properties), STORED)
 def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: bytes) -> None:
-    """Properties that fit a layout decode to the same and are stored unchanged."""
+    """Properties that fit a layout decode to the same values and are stored unchanged."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
     layout = _Layout(tuple(known))
@@ -155,7 +155,7 @@ def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: by
 
 
 def test_invented_property_names_cost_no_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repair 4: messages with 1,500 different names each held the runner for seconds."""
+    """Repair 4: messages with 1,500 different property names each once blocked the runner for seconds."""
     made: list[str] = []
     compiled = re.compile
     waiting = Waiting(StoreConfig.tiny())
@@ -175,14 +175,14 @@ def test_invented_property_names_cost_no_layout_each(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])
 def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
-    """What a transaction has not committed is stored where no reader sees it."""
+    """A message whose transaction is not committed is stored where no reader sees it."""
     waiting = Waiting()
     raw = encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
     result = waiting.store.append(Message(SCHEDULE_TOPIC, b"half"), 0, properties_raw=raw, sys_flag=bits)
     waiting.put()
     queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
     assert queue is not None
-    queue.truncate_to(0)  # the store writes no entry for it: here it gets another's
+    queue.truncate_to(0)  # the store writes no entry for it, so the test makes one
     queue.append(0, result.physical_offset, result.size, START_MS + 1_000)
     waiting.pass_to(1_000)
     assert waiting.delivered() == [(b"half", 1_000)]
@@ -194,7 +194,7 @@ def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
 def test_a_disk_full_between_two_files_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that gets full between two files repeats nothing."""
+    """If the disk fills up between two files, no message is delivered twice."""
     waiting = Waiting()
     for number in range(40):
         waiting.put(str(number).encode() * 100)
@@ -232,7 +232,7 @@ def test_a_thousand_messages_over_a_year() -> None:
 
 
 def test_the_rest_of_many_is_due_immediately() -> None:
-    """The rest of many is due immediately, also between two looks."""
+    """Messages that one step leaves over are due immediately, even between two regular steps."""
     waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
     for number in range(25):
         waiting.put(str(number).encode())
@@ -269,7 +269,7 @@ def test_a_restart_continues_from_the_saved_progress() -> None:
     assert [body for body, _ in waiting.delivered()] == [b"0", b"1", b"2"]
     again = Waiting(files=died(waiting.files), at_ms=START_MS + 4_000)
     again.pass_to(4_000)
-    assert [body for body, _ in again.delivered()] == [b"0", b"1", b"2"] * 2  # nothing was saved: again, and none lost
+    assert [body for body, _ in again.delivered()] == [b"0", b"1", b"2"] * 2  # nothing was saved: repeated, not lost
     again.schedule.save(0)
     last = Waiting(files=died(again.files), at_ms=START_MS + 5_000)
     assert last.pass_to(5_000) is None
@@ -315,7 +315,7 @@ def test_a_shortened_level_delivers_immediately() -> None:
 
 
 def test_a_longer_level_keeps_the_time_of_waiting_messages() -> None:
-    """A level that became longer keeps the times of waiting messages."""
+    """When a level becomes longer, messages that already wait keep their times."""
     waiting = Waiting()
     waiting.put(level=2)
     again = reopened(waiting, "1s 60s")
@@ -338,7 +338,7 @@ def test_a_clock_that_is_set_back() -> None:
     waiting.clock = waiting.store.clock = ManualClock(START_MS)
     assert waiting.schedule.run_due(START_MS + 60_000) == START_MS + 120_000
     waiting.schedule.run_due(START_MS)
-    assert len(waiting.delivered()) == 1  # a minute and more away can't be right
+    assert len(waiting.delivered()) == 1  # at this level, a wait of more than a minute can't be right
 
 
 def test_in_a_store_with_extension_files() -> None:
@@ -351,7 +351,7 @@ def test_in_a_store_with_extension_files() -> None:
 
 
 def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCaptureFixture) -> None:
-    """An extension unit that is gone is made good from the record."""
+    """A missing extension unit is rebuilt from the record."""
     waiting = Waiting(SMALL_EXT)
     waiting.put()
     queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
@@ -365,7 +365,7 @@ def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCapture
 
 
 def test_the_hash_of_the_tags_is_not_a_time() -> None:
-    """RocketMQ 4.9 leaves it in the place of the time where it recovers after a crash, and delivers early then."""
+    """When RocketMQ 4.9 recovers after a crash, it stores the hash in place of the time, and then delivers early."""
     waiting = Waiting()
     waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
     queue = waiting.store.queue(SCHEDULE_TOPIC, 1)

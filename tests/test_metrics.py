@@ -1,4 +1,4 @@
-"""Counters and gauges, and how they are shown elsewhere."""
+"""Counters and gauges, and their export to other systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that users import are pinned here: to add or drop one is a decision, written down in a list."""
+"""Pin the names that users import, so that adding or dropping one is a deliberate decision."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ NOT_LOADED = (
     "sqlalchemy",
     "zstandard",
 )
-"""Packages of extras; importing librmq does not load them even if they are installed."""
+"""Packages that extras install; importing librmq does not load them even if they are installed."""
 
 
 def package_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Transactions: prepared, ended, checked, discarded; and the effect of a second end."""
+"""Transactions: prepare, end, check and discard them, and end them twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Half = AppendResult
 
 
 class Desk(ByTime):
-    """Transactions of a store in memory, questions to producers, and discarded halves."""
+    """Transactions of a store in memory, with the checks sent to producers and the discarded halves."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Desk(ByTime):
         )  # fmt: skip
 
     def prepare(self, number: int = 0, **changes: Any) -> Half:
-        """A half message, born now."""
+        """Store a half message that is born now."""
         unique_key = changes.pop("unique_key", f"U{number}")
         message = Message("T", b"%d" % number, tags="t", unique_key=unique_key, flag=changes.pop("flag", 0))
         message.properties |= {"TRAN_MSG": "true", "PGROUP": "P", **changes.pop("properties", {})}
@@ -73,7 +73,7 @@ class Desk(ByTime):
         self.transactions.rollback(half.physical_offset, half.queue_offset, "P")
 
     def check(self, later_ms: int = 10_000, **settings: Any) -> list[StoredMessage]:
-        """A whole pass some time later; returns the copies that are asked about."""
+        """Run a whole pass ``later_ms`` from now; return the copies that producers are asked about."""
         self.clock.advance(ms=later_ms)
         asked = self.transactions.check(self.clock.now_ms(), TransactionConfig(**settings)).asked
         return [question.half for question in asked]
@@ -82,7 +82,7 @@ class Desk(ByTime):
         return self.transactions.run_due(now_ms)
 
     def checks_to(self, at_ms: int) -> list[int]:
-        """Let time pass to ``at_ms`` after the start; returns at what times a check was due."""
+        """Advance the clock to ``at_ms`` after the start; return the times at which a check was due."""
         before = len(self.runs)
         self.pass_to(at_ms)
         return self.runs[before:]
@@ -263,7 +263,7 @@ def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
 
 
 def test_old_coordinates_leave_the_copy_pending() -> None:
-    """As in 4.9 old coordinates leave the copy pending."""
+    """As in RocketMQ 4.9, ending a half by its old offsets leaves its copy pending."""
     desk = Desk(original=True)
     half = desk.prepare()
     desk.check()
@@ -337,13 +337,13 @@ def test_a_commit_without_room_for_the_op_is_completed(desk: Desk, monkeypatch: 
 
 
 def test_a_crash_before_saving_asks_twice_and_delivers_once(desk: Desk) -> None:
-    """A crash before the progress is saved asks twice and delivers once."""
+    """After a crash before the progress is saved, the producer is asked twice, but the message is delivered once."""
     desk.prepare()
     desk.check()
     again = desk.after_crash()
     assert again.progress() == (None, None)
     copies = again.check()
-    assert [copy.queue_offset for copy in copies] == [2, 3]  # of the half, and of its first copy
+    assert [copy.queue_offset for copy in copies] == [2, 3]  # copies of the half and of its first copy
     again.commit(copies[0])
     assert again.ops() == [b"2", b"3"]
     assert again.commit(copies[1]) is None
@@ -454,7 +454,7 @@ def test_an_invalid_immunity_counts_as_the_default(desk: Desk, value: str) -> No
 
 
 def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
-    """As in 4.9 an op by the first place ends an immune copy."""
+    """As in RocketMQ 4.9, an op that names the first queue offset of a half ends its immune copy."""
     desk = Desk(original=True)
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     desk.prepare(1, properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60", "TRAN_PREPARED_QUEUE_OFFSET": "2"})
@@ -462,7 +462,7 @@ def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
     desk.store.append(Message(OP_TOPIC, b"2", tags="d"), 0)
     desk.check()
     assert half.queue_offset == 0
-    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0", b"2"]  # 1 ended, and took the op of 2
+    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0", b"2"]  # 1 ended, with the op of 2
 
 
 def test_a_missing_first_place_does_not_cause_a_wait(desk: Desk) -> None:
@@ -572,7 +572,7 @@ def test_ops_that_a_broker_wrote_are_seen(desk: Desk) -> None:
 
 
 def test_late_ops_ask_although_there_are_some(desk: Desk) -> None:
-    """An op message born long after the start of the pass shows that time has passed: the half is due."""
+    """An op message born long after the start of the pass proves that time has passed, so the half is due."""
     desk.prepare(0)
     desk.prepare(1)
     desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0, born_timestamp_ms=START_MS + 60_000)
@@ -669,7 +669,7 @@ def test_a_pass_that_fails_continues_in_the_next(
 def test_a_full_disk_does_not_end_the_checks(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: type, refused: str
 ) -> None:
-    """Neither if the pass can't continue, nor if its progress can't be saved, nor if queues can't be written."""
+    """Checks continue after a full disk has stopped a pass, the saving of its progress, or the writing of queues."""
     for number in range(20):
         desk.prepare(number)
     full = raising(StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, "full")))
@@ -683,7 +683,7 @@ def test_a_full_disk_does_not_end_the_checks(
     with monkeypatch.context() as patched:
         patched.setattr(desk.store.appender, "append_again", second_fails)
         patched.setattr(part, refused, full)
-        # Without a queue the pass finds nothing to do; otherwise its progress must be saved.
+        # Without a queue the pass finds nothing to do; with one it must save its progress.
         assert desk.pass_to(60_000) == (70_000 if part is KeyIndex else 120_000)
     assert "the check of half messages fails; next try in 60000 ms: " in caplog.text
     assert ("the progress of the check of half messages: saving fails" in caplog.text) == (part is KeyIndex)

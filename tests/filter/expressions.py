@@ -1,4 +1,4 @@
-"""Random filter expressions and properties: few names, so that rules combine, and values at limits."""
+"""Random filter expressions and properties, with few names so that rules combine, and with values at limits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def properties(random: Random) -> dict[str, str] | None:
 
 
 def expression(random: Random, dialect: str, depth: int = 4) -> str:
-    """Most compile; the others are another test's."""
+    """Return a random expression. Most compile; callers handle those that do not."""
     return _condition(random, dialect, depth)
 
 

@@ -1,4 +1,4 @@
-"""Which Arrow columns are taken, sliced and null ones too."""
+"""Arrow columns that a filter accepts, including sliced columns and nulls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_as_many_entries_as_rows_but_not_one_each() -> None:
 
 
 def test_every_short_text_is_read_as_a_number_of_java() -> None:
-    """One a column, so that none is read among others that need more care."""
+    """Each string gets its own column, so that others that need more care do not affect how it is read."""
     from librmq.filter import arrow_backend
 
     readings = ((int, java_int), (JavaLong, java_long))

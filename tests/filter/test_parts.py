@@ -140,11 +140,11 @@ def test_the_file() -> None:
     loaded = Registrations()
     assert loaded.load(document, 110_000)
     (one,) = loaded
-    assert (one.dead, one.dead_timestamp_ms) == (True, 100_000)  # not before it was born
+    assert (one.dead, one.dead_timestamp_ms) == (True, 100_000)  # never before its birth
     assert loaded.load(document, 1_000_000)
     assert [one.dead_timestamp_ms for one in loaded] == [970_000]
     assert one.matches({"a": "2"})
-    data["deadTime"] = 99_999  # before it was born: it lives
+    data["deadTime"] = 99_999  # a death before its birth: it is alive
     assert loaded.load(document, 1_000_000)
     assert [(one.dead, one.dead_timestamp_ms) for one in loaded] == [(False, 99_999)]
     other = Registrations(BloomFilter(20, 64))
@@ -269,7 +269,7 @@ def test_policies_on_errors() -> None:
     async def later(message: str) -> bool:
         return False
 
-    for wrong in (5, "a = 1", later):  # the last would answer with a coroutine, which is true
+    for wrong in (5, "a = 1", later):  # a coroutine function returns a coroutine, which is always true
         with pytest.raises(ConfigError, match="expected a plain function"):
             WatchedPredicate(wrong, clock=ManualClock(), budget=1)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Random expressions and properties: the interpreter, generated Python and Arrow agree; rubbish never does harm."""
+"""The interpreter, generated Python and Arrow agree on random expressions and properties; rubbish does no harm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAPS = pa.map_(pa.string(), pa.string())
 
 
 def random_filter(random: Random) -> Compiled:
-    """Some expression that compiles."""
+    """Return a random filter that compiles."""
     dialect: Dialect = random.choice(("4.9", "5.3"))
     while True:
         try:
@@ -46,7 +46,7 @@ def verdict(sql: Compiled, message: dict[str, str] | None, *, by_interpreter: bo
 
 
 def agree(sql: Compiled, messages: list[dict[str, str] | None]) -> None:
-    """Interpreter, generated Python in both forms, Arrow on a map and on columns."""
+    """Assert that the interpreter, both forms of generated Python, and Arrow on a map and on columns agree."""
     text = sql.selector.expression
     decisions = []
     for message in messages:
@@ -140,7 +140,7 @@ def test_rubbish_compiles_or_points_at_its_fault(text: str, dialect: Dialect) ->
         return
     if selector.ignored_from is not None:
         assert 0 < selector.ignored_from < len(text)
-        # What is ignored makes no difference, and nothing else is.
+        # The expression compiles without its ignored part too.
         parse(text[: selector.ignored_from], dialect)
 
 

@@ -1,4 +1,4 @@
-"""Random expressions and properties as Spark columns: they agree with the interpreter."""
+"""Spark columns agree with the interpreter on random expressions and properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILTERS_A_JOB = 25
 
 
 def agree(random: Random, messages: int) -> None:
-    """Some filters over some messages in one job."""
+    """Assert that Spark agrees on random filters over random messages, all in one job."""
     from pyspark.sql import functions as F  # noqa: N812
 
     from librmq.filter.spark_backend import to_column
@@ -28,11 +28,11 @@ def agree(random: Random, messages: int) -> None:
     frame = shared_session().createDataFrame(list(enumerate(given)), "number int, props map<string,string>")
     frame = frame.select("number", "props", *(F.col("props").getItem(name).alias(name) for name in NAMES))
     texts = {name: F.col(name) for name in NAMES}
-    # A map for the one half, a column for each property for the other.
+    # Half of the filters read a map, the others read one column for each property.
     columns = [
         to_column(sql.question, F.col("props") if i % 2 else texts).alias(f"c{i}") for i, sql in enumerate(filters)
     ]
-    # Cached: the columns are worked out from rows, not folded with the data into constants.
+    # Cached, so that Spark computes the columns from rows instead of folding the data into constants.
     answers = frame.cache().select("number", *columns)
     assert_native(answers)
     for row in answers.collect():
@@ -64,7 +64,7 @@ def test_columns_for_each_property() -> None:
     answers = frame.select(column)
     assert_native(answers)
     assert [row[0] for row in answers.collect()] == [True, False, True]
-    # Deterministic columns may be grouped by, and pushed below other steps.
+    # Spark may group by deterministic columns, and push them below other steps.
     assert frame.groupBy(column.alias("m")).count().count() == 2
 
 

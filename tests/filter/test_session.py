@@ -1,4 +1,4 @@
-"""Finding Java, and starting Spark with one that is cut down."""
+"""Find Java, and start Spark with a reduced one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fake_java(folder: Path, modules: str) -> Path:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No Java except the one in the test."""
+    """Hide every Java installation except the one that the test makes."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -84,7 +84,7 @@ assert session() is spark
 print("version", spark.sparkContext.pythonExec)
 spark.stop()
 """
-    # Tools of the shell, but no Java.
+    # A folder with the shell's tools but without Java.
     tools = tmp_path / "tools"
     tools.mkdir()
     for folder in ("/usr/bin", "/bin"):
@@ -95,5 +95,5 @@ spark.stop()
     environment |= {"PATH": str(tools), "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    python = done.stdout.rpartition("version ")[2].strip()  # a script that starts this environment's Python
+    python = done.stdout.rpartition("version ")[2].strip()  # a script that starts the Python of this environment
     assert python.endswith("/python")

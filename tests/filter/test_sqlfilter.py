@@ -1,4 +1,4 @@
-"""The language case by case, by specification and source; findings and explanations; promises of the API."""
+"""The filter language case by case, as specified and as in RocketMQ; findings, explanations, and the API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quiet(expression: str) -> SqlFilter:
 
 
 def in_arrow(sql: SqlFilter, properties: dict[str, str]) -> bool:
-    """The answer of Arrow kernels, where they are installed."""
+    """Return the answer of the Arrow kernels, or of the filter itself if Arrow is not installed."""
     if find_spec("pyarrow") is None:
         return sql.matches(properties)
     import pyarrow as pa
@@ -170,7 +170,7 @@ def test_answers(expression: str, properties: dict[str, str], expected: bool | N
         ("TRUE = a", {"a": "true"}, "ClassCastException", "TRUE = a"),
         ("(b = 5) = a", {"a": "true", "b": "5"}, "ClassCastException", "(b = 5) = a"),
         ("b = 1 AND a BETWEEN 1 AND 9", {"a": "x", "b": "1"}, "NumberFormatException", "a >= 1"),
-        # an UNKNOWN on the left of an AND stops nothing
+        # an UNKNOWN on the left of an AND does not skip the right side
         ("(m = 'x' AND t > 5) OR t = 'x'", {"t": "x"}, "NumberFormatException", "t > 5"),
         ("NOT (m = 'x' OR t > 5)", {"t": "x"}, "NumberFormatException", "t > 5"),
         ("-(a > 5) IS NULL", {"a": "x"}, "NumberFormatException", "(a > 5)"),
@@ -404,7 +404,7 @@ def test_nothing_to_find(expression: str) -> None:
 
 
 def test_long_expressions() -> None:
-    """Tens of thousands of terms compile and answer as short ones do."""
+    """Expressions with tens of thousands of terms compile, and answer as short ones do."""
     count = examples(20_000)
     texts = quiet(" OR ".join(f"a = '{n}'" for n in range(count)))
     assert [texts.matches({"a": str(n)}) for n in (0, count - 1, count)] == [True, True, False]
@@ -415,7 +415,7 @@ def test_long_expressions() -> None:
     assert mixed.matches({f"p{last}": str(count)})
     assert mixed.matches({"p8": "y"})
     assert not mixed.matches({"p8": "z", f"p{last}": "5"})
-    assert not mixed.matches({"p1": "no number", "p8": "y"})  # an error ends it, as in the broker
+    assert not mixed.matches({"p1": "no number", "p8": "y"})  # an error ends the evaluation, as in the broker
     assert mixed.matches({"p0": "x", "p1": "no number"})
 
 

@@ -1,16 +1,17 @@
-"""Break the library in one place at a time, and see that a test notices.
+"""Break the library in one place at a time, and check that a test fails.
 
 From the root of the checkout::
 
-    python -m tests.mutation store.recovery              # 40 of the mutants of a room, always the same
-    python -m tests.mutation --sample 0 filter.reduction     # all of a module's
+    python -m tests.mutation store.recovery              # 40 mutants of a room, the same ones each time
+    python -m tests.mutation --sample 0 filter.reduction     # all mutants of a module
     python -m tests.mutation --list message              # the planned mutants
 
-Mutants are found in the syntax tree, function by function: a condition that always or never holds, a comparison that is
-off by one or turned round, a part of an ``and`` or ``or`` that is left out, a call that is not made. So none of them
-depends on how a line is written. Each is made in a copy of the checkout, in which the tests of its room run until one
-fails. Prints the mutants that survive; some change nothing visible. Status 1 if fewer than ``--least`` percent are
-killed. Not part of the test run: a mutant takes a few seconds, or a minute if it survives.
+Mutants are found in the syntax tree of each function, so they do not depend on how a line is written: a condition that
+always or never holds, a comparison that is off by one or reversed, an ``and`` or ``or`` without one of its parts, or a
+call that is left out. Each mutant is made in a copy of the checkout, where the tests of its room run until one fails.
+
+The command prints the mutants that survive; some of them change nothing visible. It exits with status 1 if fewer than
+``--least`` percent are killed. It is not part of the test run: each mutant takes seconds, or a minute if it survives.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ TESTS = {
     "message": ("tests/message", "tests/golden/test_encoding.py"),
     "java": ("tests/java", "tests/filter", "tests/message", "tests/golden/test_encoding.py"),
 }
-"""Tests that detect mutants, by room, the quickest and best first. Other rooms: the folder of their name."""
+"""Tests that detect mutants, by room, the quickest and best first. Other rooms use the test folder of their name."""
 LEFT_OUT = "not slow and not spark"
 SECONDS = 600
-"""A mutant whose tests take longer than this counts as detected: something became endless."""
+"""A mutant whose tests take longer than this counts as detected: its code never ends."""
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -63,7 +64,7 @@ TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 
 class Mutant(NamedTuple):
-    """One place of a module that is broken, and the text of the module then."""
+    """A module that is broken in one place, with its changed source."""
 
     name: str
     module: Path
@@ -71,7 +72,7 @@ class Mutant(NamedTuple):
 
 
 def modules(word: str) -> dict[str, Path]:
-    """Return the modules of a room, or the one module, by their dotted names within librmq."""
+    """Return the modules of a room, or a single module, by their dotted names within librmq."""
     package = CHECKOUT / "librmq"
     paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
     return {name: path for name, path in paths.items() if f"{name}.".startswith(f"{word}.")}
@@ -89,7 +90,7 @@ def _of_module(path: Path, module: str) -> Iterator[Mutant]:
         body = function.body
         for number, node in enumerate(_nodes(function)):
             for what, broken in _broken(node):
-                # The function is swapped for a copy in which one node reads differently.
+                # Replace the function's body with a copy in which one node differs.
                 swap = _Swap(node, broken)
                 function.body = [cast("ast.stmt", swap.visit(statement)) for statement in body]
                 name = f"{module}.{function.name} {number}: {what}: {' '.join(ast.unparse(node).split())[:90]}"
@@ -98,7 +99,7 @@ def _of_module(path: Path, module: str) -> Iterator[Mutant]:
 
 
 def _nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions in it, which come by themselves."""
+    """Yield the nodes of a function, except those of nested functions, which are visited separately."""
     waiting: list[ast.AST] = list(reversed(function.body))
     while waiting:
         node = waiting.pop()
@@ -132,7 +133,7 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 class _Swap(ast.NodeTransformer):
-    """Copies the way to one node, and puts another in its place."""
+    """Copy the path to one node, and put another node in its place."""
 
     def __init__(self, old: ast.AST, new: ast.AST) -> None:
         self.old, self.new = old, new
@@ -150,7 +151,7 @@ class _Swap(ast.NodeTransformer):
 
 
 def is_told(mutant: Mutant, folder: Path) -> bool:
-    """Tell whether a test fails in the copy of the checkout where the mutant is made."""
+    """Make the mutant in this copy of the checkout, and return whether a test fails."""
     path = folder / mutant.module.relative_to(CHECKOUT)
     intact = path.read_text("utf-8")
     path.write_text(mutant.source, "utf-8")
@@ -187,7 +188,7 @@ def is_told(mutant: Mutant, folder: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Make mutants, and print those that live."""
+    """Make mutants, and print those that survive."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
     parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.reduction, …")
     parser.add_argument("--sample", type=int, default=40, help="this many at random, always the same; 0: all")

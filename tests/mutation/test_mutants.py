@@ -1,4 +1,4 @@
-"""The mutants of `tests.mutation`: each is a module that can be compiled, and that reads differently."""
+"""Each mutant of `tests.mutation` is a module that compiles and whose code differs."""
 
 from __future__ import annotations
 
