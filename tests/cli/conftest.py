@@ -1,4 +1,4 @@
-"""A shell in a folder with a store."""
+"""Fixtures for commands that run in a folder with a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.stand import Shell, unpack_store
 
 @pytest.fixture(scope="session")
 def project_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store of the project's own data, to be copied."""
+    """Unpack the store that comes with the project; tests copy it."""
     return unpack_store(tmp_path_factory.mktemp("project"))
 
 
@@ -20,7 +20,7 @@ def project_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(
     tmp_path: Path, project_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Shell:
-    """Commands in their own folder, with the project's store in ``store``."""
+    """Run commands in a new folder, with a copy of the project's store in ``store``."""
     shutil.copytree(project_store, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")

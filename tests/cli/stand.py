@@ -1,4 +1,4 @@
-"""Commands called in this process, on the store of the project's own data."""
+"""Call commands in this process, on the store that comes with the project."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Answer(NamedTuple):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows, where JSON lines were printed."""
+        """Return the rows of output that consists of JSON lines."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
 class Shell:
-    """A current folder with commands."""
+    """Runs commands in a current folder."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -47,14 +47,14 @@ class Shell:
 
 
 def unpack_store(into: Path) -> Path:
-    """Put the store of the project's own data into ``into / "store"``."""
+    """Unpack the store that comes with the project into ``into / "store"``."""
     unpack_compact(COMPACT, into / "data")
     (into / "data" / "store-basic" / "store").rename(into / "store")
     return into / "store"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The content of all files below a folder, by relative path, but for the lock."""
+    """Return the contents of all files below a folder by relative path, without the lock file."""
     return {
         os.path.relpath(path, folder): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Commands that change a store: what they change, what a dry run leaves, and that a store in use is refused."""
+"""Commands that change a store: their effect, dry runs that change nothing, and refusals of a store in use."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_broker_continues_from_where_reset_put_a_group(shell: Shell) -> None:
 
 
 def test_a_copied_group_tells_which_retries_stay(shell: Shell) -> None:
-    """Retries belong to the topic of the old name: one that is due, and one that still waits for its time."""
+    """Retries stay in the retry topic of the old group, both those that are due and those that still wait."""
     runner = ManualRunner()
     with Broker.open(shell.folder / "retries", runner=runner) as broker:
         consumer = PushConsumer(broker, "old")

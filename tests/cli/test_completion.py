@@ -1,4 +1,4 @@
-"""Completion by a shell: commands, options, choices."""
+"""Shell completion of commands, options and choices."""
 
 from __future__ import annotations
 

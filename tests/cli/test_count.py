@@ -1,4 +1,4 @@
-"""``topics``, ``stats`` and ``count``, compared with ``dump`` and ``queues``."""
+"""Compare ``topics``, ``stats`` and ``count`` with ``dump`` and ``queues``."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_stats_are_one_row_about_the_store(shell: Shell) -> None:
 
 
 def test_tags_of_one_code_are_distinguished(shell: Shell, tmp_path: Path) -> None:
-    """Java gives ``Aa`` and ``BB`` one hash, and a queue entry has only the hash."""
+    """``Aa`` and ``BB`` have the same hash in Java, and a queue entry holds only the hash."""
     pytest.importorskip("pyarrow")
     tags = ["Aa"] * 50 + ["BB"] + ["Aa"] * 50 + [None, "c"]
     with MessageStore.open(tmp_path / "tags", StoreConfig.tiny()) as store:

@@ -1,4 +1,4 @@
-"""``filter`` and ``bloom`` as people call them: an expression explained, faults pointed at."""
+"""``filter`` and ``bloom`` as users call them: explanations of an expression, and errors that point at a fault."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_no_input_gives_no_output(run_lines: Run) -> None:
 
 @pytest.fixture
 def store(run_lines: Run, tmp_path: Path) -> Path:
-    """A store with a filter and a message that matches it, of which queues and extension were lost."""
+    """Return a store with a filter and a message that matches it; its queues and their extension are lost."""
     config = tmp_path / "config.json"
     sizes = {"commitlog_file_size": 65536, "consumequeue_file_size": 4000, "consumequeue_ext_file_size": 1024}
     config.write_text(

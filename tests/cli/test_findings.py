@@ -1,4 +1,4 @@
-"""``groups``, ``lag``, ``dead-letters``, ``story``, ``diagnose``: the library's answers as rows."""
+"""``groups``, ``lag``, ``dead-letters``, ``story`` and ``diagnose`` print the library's answers as rows."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture
 def broken(shell: Shell) -> Shell:
-    """The shell, with a store ``kit`` in which a group gave up three messages."""
+    """Return a shell with a store ``kit`` in which a group gave up on three messages."""
 
     def fail(message: object) -> None:
         raise DeadLetter("no stock")

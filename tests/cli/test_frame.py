@@ -1,4 +1,4 @@
-"""What all commands share: help with an example each, forms of output, limits, the store that a path means."""
+"""What all commands share: help with an example, output formats, limits, and how a path leads to a store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.cli.stand import Shell, files_of
 
 NEEDS_SPARK = ("spark", "doctor")
 RUNS_ON = ("serve",)
-"""Until it is stopped; it has tests of its own."""
+"""Runs until it is stopped; other tests cover it."""
 NEEDS_ARROW = ("export", "import")
 NEEDS_JINJA = ("report",)
 FINDS_NOTHING = ("timers", "dead-letters", "diagnose")
-"""In the store of the examples."""
+"""These find nothing in the store of the examples."""
 
 
 def test_help_fits_one_screen(shell: Shell) -> None:
@@ -60,7 +60,7 @@ def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> N
         shell("skip", "store", "--group", "CG_order", "--topic", "OrderTopic")
     before = files_of(shell.folder / "store")
     answer = shell(*words[1:])
-    if name == "decide":  # that store has no half that was given up
+    if name == "decide":  # that store has no half that the broker gave up on
         assert "expected an undecided half" in answer.said
         return
     assert (answer.status, "a bug" in answer.said) == (0, False), answer.said
@@ -69,7 +69,7 @@ def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> N
         assert files_of(shell.folder / "store") == before
 
 
-# --- forms
+# --- output formats
 
 
 def test_rows_can_be_csv(shell: Shell) -> None:
@@ -118,7 +118,7 @@ def test_no_row_is_an_error_only_on_request(shell: Shell) -> None:
     assert shell("queues", "store", "--fail-empty").status == 0
 
 
-# --- the store that a path means
+# --- the store that a path leads to
 
 
 def test_a_store_below_the_path_is_found_and_named(shell: Shell) -> None:

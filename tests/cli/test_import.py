@@ -1,4 +1,4 @@
-"""``import`` gives the messages back that ``export`` wrote."""
+"""``import`` restores the messages that ``export`` wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_A_MESSAGE = (
 
 
 def messages(shell: Shell, store: str) -> list[dict[str, Any]]:
-    """What is the same in each store that has a message, by topic and queue offset; hosts are left to the store."""
+    """Return the fields that every store of a message shares, by topic and queue offset; hosts may differ."""
     rows = [
         {name: row[name] for name in OF_A_MESSAGE} | {"sys_flag": row["sys_flag"] & ~record.HOSTS_V6}
         for row in shell("show", store, "--body", "base64").rows
@@ -44,7 +44,7 @@ def test_an_export_is_imported_as_it_was(shell: Shell, name: str) -> None:
     for one in (*expected, *found):
         one["body_crc"] = None if one["sys_flag"] & record.COMPRESSED else one["body_crc"]  # compressors differ
         one["dispatch_keys"] = one["dispatch_keys"] or None  # a record's unreadable properties are not exported
-    if name == "by topic":  # times never go back in a store
+    if name == "by topic":  # store times never decrease
         for one in (*expected, *found):
             del one["store_timestamp"]
     assert found == expected

@@ -1,4 +1,4 @@
-"""The input of commands."""
+"""How commands read their input."""
 
 from __future__ import annotations
 

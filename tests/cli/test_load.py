@@ -1,4 +1,4 @@
-"""Operations on a store of a few messages: fields, refusals, transactions, time, bad lines."""
+"""``load`` on a store of a few messages: fields, refusals, transactions, times, and bad lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ END = {"commit": {"op": "commit", "id": "h"}, "rollback": {"op": "rollback", "id
 
 
 class Load:
-    """Runs operations on one store and keeps the messages."""
+    """Runs operations on one store, and keeps the answers and warnings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Load:
             return list(store)
 
     def put(self, **changes: object) -> StoredMessage:
-        """The message that one more operation leads to."""
+        """Run one more put, and return the message that it stores."""
         (answer,) = self({**PUT, **changes})
         assert answer["status"] == "PUT_OK"
         return self.messages()[-1]
@@ -277,7 +277,7 @@ def test_a_compressed_half_is_delivered_as_it_is_stored(load: Load) -> None:
 
 
 def test_a_delayed_half_waits_as_in_rocketmq(load: Load) -> None:
-    """Its half topic becomes the real topic: such a message is lost there too."""
+    """The half topic is saved as the real topic, so the message is lost, as in RocketMQ."""
     load({**HALF, "delayLevel": 3}, END["commit"])
     half, final, op = load.messages()
     assert (half.topic, half.queue_id, half.sys_flag) == (SCHEDULE_TOPIC, 2, 0)
@@ -288,7 +288,7 @@ def test_a_delayed_half_waits_as_in_rocketmq(load: Load) -> None:
 
 
 def test_a_final_message_that_is_refused_gets_no_op(load: Load) -> None:
-    # With its longer own topic the record no longer fits into a file.
+    # The record does not fit into a file with its own topic, which is longer than the half topic.
     config = StoreConfig.tiny(commitlog_file_size=1024)
     topic, fixed = "T" * 127, record.FIXED_SIZE + len(HALF_TOPIC) + record.BLANK_SIZE
     half = {**HALF, "topic": topic, "body": ""}
@@ -346,7 +346,7 @@ def test_time_cannot_go_back(load: Load) -> None:
         (50, 1050, None),  # checked every 100 ms
         (50, 1099, None),
         (50, 1100, 1100),
-        (50, 5000, 1100),  # on the way
+        (50, 5000, 1100),  # delivered on the way to this time
     ],
 )
 def test_a_delayed_message_is_delivered_when_it_is_due(
@@ -447,7 +447,7 @@ MATCHES, DOES_NOT = bytes(BROKER_BLOOM.bitmap("G#T")), bytes(14)
 
 
 def bitmaps(load: Load, queue_id: int = 0) -> list[bytes | None]:
-    """The bitmap of each message in a queue of T."""
+    """Return the bitmap of each message in a queue of topic T."""
     with MessageStore.open(load.path, WITH_EXT, read_only=True) as store:
         queue = store.queues["T", queue_id]
         entries = [queue.entry(number) for number in range(queue.max_offset)]
@@ -483,7 +483,7 @@ def test_messages_get_the_bitmap_of_the_filters_that_match(
 ) -> None:
     load(*operations, FILTER, *operations, config=WITH_EXT)
     assert bitmaps(load, queue_id) == [None] * len(expected) + expected
-    load(*operations, config=WITH_EXT)  # the file has the filter
+    load(*operations, config=WITH_EXT)  # the filter is read from its file
     assert bitmaps(load, queue_id) == [None] * len(expected) + 2 * expected
 
 
@@ -496,7 +496,7 @@ def test_a_filter_that_is_replaced_by_none_makes_no_bitmaps(load: Load) -> None:
 
 
 def test_unreadable_filters_are_reported_before_opening(load: Load) -> None:
-    """Unreadable filters are reported before anything is opened."""
+    """Unreadable filters are reported before the store is opened."""
     load(FILTER, PUT, config=WITH_EXT)
     for name in ("consumerFilter.json", "consumerFilter.json.bak"):
         path = load.path / "config" / name

@@ -1,4 +1,4 @@
-"""``dump`` of constructed logs, sound and damaged."""
+"""``dump`` on logs built by the tests, both valid and damaged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 class Log:
-    """A store with only a log."""
+    """A store that has nothing but a log."""
 
     def __init__(self, folder: Path, file_size: int = FILE_SIZE, begin: int = 0) -> None:
         self.store = folder
@@ -49,7 +49,7 @@ class Log:
         self.places: list[int] = []
 
     def add(self, body: bytes = b"body", **fields: Any) -> bytes:
-        """Append a record, with a blank before it where it does not fit."""
+        """Append a record; if it does not fit into the file, append a blank before it."""
         at = self.begin + len(self.data)
         record = Record(topic=fields.pop("topic", "T"), body=body, physical_offset=at, **fields)
         left = self.file_size - at % self.file_size
@@ -71,7 +71,7 @@ class Log:
             (folder / f"{self.begin + start:020d}").write_bytes(part.ljust(self.file_size, b"\0"))
 
     def dump(self, *words: str) -> tuple[int, list[Row], str]:
-        """Write the log and dump it: exit status, rows, messages."""
+        """Write the log and dump it; return the exit status, the rows and the messages."""
         self.write()
         return dump(self.store, *words)
 
@@ -85,7 +85,7 @@ def dump(store: Path, *words: str) -> tuple[int, list[Row], str]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Log:
-    """Ten records in three files."""
+    """Return a log of ten records in three files."""
     made = Log(tmp_path)
     for number in range(10):
         made.add(b"body %d " % number * 20, queue_offset=number)
@@ -245,7 +245,7 @@ def test_queues_in_rocksdb_do_not_matter(log: Log) -> None:
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_is_reported_or_leaves_the_rest(log: Log, data: st.DataObject) -> None:
-    """Whatever is changed: a status, whole rows, all of those before it, and no more than a line about it."""
+    """After any change, ``dump`` exits with 0 or 1, prints all rows before it, and reports it in at most one line."""
     at = data.draw(st.integers(0, len(log.data) - 1))
     length = data.draw(st.integers(1, 60))
     changed = Log(log.store)
@@ -263,7 +263,7 @@ def test_any_change_is_reported_or_leaves_the_rest(log: Log, data: st.DataObject
     assert all_rows[: len(rows)] == rows
 
 
-# --- what records hold
+# --- the contents of records
 
 
 def only(log: Log) -> Row:

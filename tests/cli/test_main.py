@@ -1,4 +1,4 @@
-"""The frame of the command line: arguments, exit statuses, loaded modules."""
+"""The command line as a whole: arguments, exit statuses, and the modules that it loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fake = Callable[[Callable[[argparse.Namespace, Output], int]], list[argparse.Nam
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Let a function be the command ``queues``; the arguments it was called with are noted."""
+    """Replace the command ``queues`` with a function, and record the arguments of each call."""
 
     def install(handler: Callable[[argparse.Namespace, Output], int]) -> list[argparse.Namespace]:
         seen: list[argparse.Namespace] = []

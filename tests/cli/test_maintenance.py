@@ -1,4 +1,4 @@
-"""``recover --dry-run``, ``salvage``, ``snapshot``, ``restore``, and messages if opening would cut."""
+"""``recover --dry-run``, ``salvage``, ``snapshot``, ``restore``, and refusals to open a store that would lose data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stores = pytest.mark.parametrize("folder", store_folders())
 
 @pytest.fixture
 def damaged(store_copy: StoreCopy) -> tuple[Path, dict[str, Any]]:
-    """A copy of ``store-basic`` with a wrong body in the last but one file of the log, and the row of that message."""
+    """Return a copy of ``store-basic`` with a damaged body in the log's second to last file, and that message's row."""
     copy = store_copy("store-basic")
     size = rows(existing("store-basic"), "config")[0]["commitlog_file_size"]
     last = max(int(path.name) for path in (copy / "commitlog").iterdir())
@@ -88,7 +88,7 @@ def test_salvage_prints_every_other_message_and_the_gap(run: Run, damaged: tuple
 
 
 def test_salvage_into_a_new_store(run: Run, damaged: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Everything is unchanged, except that queue offsets after the gap close it."""
+    """Messages are unchanged, except that later queue offsets move up to close the gap."""
     copy, row = damaged
     new = tmp_path / "new"
     status, printed, err = run("salvage", copy, "--into", new)

@@ -1,4 +1,4 @@
-"""The page for users of mqadmin: each of its commands has an answer, and the answers exist."""
+"""The page for users of mqadmin names an equivalent for each mqadmin command, and the equivalents exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as JSON lines and as tables, and messages on standard error."""
+"""Output of rows as JSON lines and as tables, and messages on standard error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from librmq.cli.output import JsonLines, complain, json_line, open_output
 from librmq.errors import MissingExtraError
 from librmq.message.printable import printable
 
-# Erase the screen, set the title, eight-bit control, right-to-left override, no character at all.
+# Erase the screen, set the title, an 8-bit control code, a right-to-left override, and a lone surrogate.
 NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
 SAFE = "a\\u001b[2Jb\\u001b]0;title\\u0007c\\u009b2Jd\\u202ee\\u007f\\u000d\\u000a\\ud800f"
 
@@ -189,7 +189,7 @@ def test_long_values_are_cut() -> None:
 
 @pytest.mark.parametrize("columns", [40, 60, 90, 200])
 def test_no_column_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the columns do not fit, each row is a list of its own."""
+    """If the columns do not fit, each row is printed as a list."""
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()

@@ -1,4 +1,4 @@
-"""The bar of what takes longer than a second."""
+"""The progress bar of commands that take longer than a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 class Hurried(ManualClock):
-    """A second later at each look."""
+    """A clock that advances by a second each time it is read."""
 
     def monotonic(self) -> float:
         self.advance(seconds=1)
@@ -93,7 +93,7 @@ def test_work_of_unknown_length_shows_its_amount_and_rate() -> None:
     ],
 )
 def test_every_long_command_reports_its_headway(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal gets the bar after a second: here the clock goes a second at each look."""
+    """A terminal shows the bar after a second; the clock of this test advances a second each time it is read."""
     pytest.importorskip("rich")
     store, target = str(tmp_path / "store"), str(tmp_path / "target.jsonl")
     with MessageStore.open(store, StoreConfig.tiny()) as made:

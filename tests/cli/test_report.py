@@ -1,4 +1,4 @@
-"""``report``: two files, a comparison with an earlier report, and what is refused."""
+"""``report``: the two files it writes, comparison with an earlier report, and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("jinja2")
 
 
 def test_it_writes_a_page_and_json_without_spark(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyspark", None)  # an import would fail
+    monkeypatch.setitem(sys.modules, "pyspark", None)  # makes an import of pyspark fail
     before = files_of(shell.folder / "store")
     (row,) = shell("report", "store").rows
     assert (row["report"], row["json"]) == (str(shell.folder / "report.html"), str(shell.folder / "report.json"))
@@ -29,7 +29,7 @@ def test_it_writes_a_page_and_json_without_spark(shell: Shell, monkeypatch: pyte
 def test_an_earlier_report_is_compared(shell: Shell) -> None:
     shell("report", "store", "-o", "first.html")
     shell("reset", "store", "--group", "CG_order", "--topic", "OrderTopic", "--to", "end")
-    answer = shell("report", "store", "-o", "first.html", "--compare", "first.json")  # the same name again
+    answer = shell("report", "store", "-o", "first.html", "--compare", "first.json")  # overwrites the earlier report
     assert answer.status == 0
     html = (shell.folder / "first.html").read_text()
     assert '<section id="changes">' in html

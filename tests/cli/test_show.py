@@ -1,4 +1,4 @@
-"""``show`` and ``tail``: which messages, in which order, with which bodies; compared with ``dump``."""
+"""Compare ``show`` and ``tail`` with ``dump``: the selected messages, their order and their bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FROM_MS, TO_MS = 1_795_150_493_000, 1_795_150_498_000
 
 
 def dumped(shell: Shell) -> list[Row]:
-    """The message rows of ``dump``, which another test compares with a real broker."""
+    """Return the message rows of ``dump``; another test compares them with a real broker's."""
     return [row for row in shell("dump", "store").rows if row["type"] == "message"]
 
 
@@ -88,7 +88,7 @@ def test_selected_messages_are_shown_in_log_order(shell: Shell, words: list[str]
     assert expected
     answer = shell("show", "store", *words)
     assert (answer.status, answer.said) == (0, "")
-    if "--key" in words:  # the index has no half messages of the broker's
+    if "--key" in words:  # the index does not hold the broker's half messages
         expected = [row for row in expected if ordinary(row)]
         assert [row["phys"] for row in answer.rows if ordinary(row)] == [row["phys"] for row in expected]
         return
@@ -226,7 +226,7 @@ def test_a_topic_that_does_not_exist_is_reported(shell: Shell) -> None:
 def test_a_terminal_shows_that_nothing_was_found(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe is not: its reader sees that there is no row."""
+    """A pipe gets no note, because its reader can see that there are no rows."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -1,4 +1,4 @@
-"""The commands on whole stores: refusals, and messages about damage."""
+"""Commands that read whole stores: refusals, and messages about damage."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOG = f"commitlog/{0:020d}"
 
 @pytest.fixture
 def store() -> Path:
-    """The store of ``store-basic``, to be read only."""
+    """Return the store of ``store-basic``; tests only read it."""
     return existing("store-basic", "store")
 
 
 @pytest.fixture
 def copy(store_copy: StoreCopy) -> Path:
-    """A copy of it that may be spoilt."""
+    """Return a copy of ``store-basic`` that the test may change."""
     return store_copy("store-basic")
 
 

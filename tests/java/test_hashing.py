@@ -1,4 +1,4 @@
-"""Java's hashes, map order, UTF-8 and integers, against slow definitions and vectors taken from a JDK."""
+"""Compare Java's hashes, map order, UTF-8 and integers with slow definitions and with values recorded from a JDK."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_long_texts(length: int, character: str) -> None:
 
 @given(ANY_TEXT, ANY_TEXT)
 def test_a_hash_can_be_continued(prefix: str, text: str) -> None:
-    # Two halves of a pair, joined, are one character to Python and still two units to Java.
+    # Two joined surrogates are one character to Python, but still two code units to Java.
     assert hash_append(string_hash(prefix), text) == slow_hash(prefix + text)
     assert hash_append(string_hash(prefix) % 2**32, text) == slow_hash(prefix + text)
 
@@ -107,7 +107,7 @@ def spread(name: str) -> int:
 
 @given(st.lists(ANY_TEXT, unique=True, max_size=8))
 def test_a_small_map_is_sorted_by_bucket_then_insertion(names: list[str]) -> None:
-    """A small map is sorted by bucket and keeps insertion within."""
+    """A small map is sorted by bucket, and keeps the order of insertion within a bucket."""
     by_bucket = sorted(range(len(names)), key=lambda at: spread(names[at]) & 15)
     assert hash_map_order(names) == tuple(by_bucket)
 
@@ -128,13 +128,13 @@ def test_a_map_doubles_when_three_quarters_are_exceeded() -> None:
     assert [spread(twelve[at]) & 15 for at in hash_map_order(twelve)] == sorted(spread(n) & 15 for n in twelve)
 
 
-EQUAL = ["".join(parts) for parts in itertools.product(("Aa", "BB"), repeat=4)]  # sixteen names, one hash
-NINE = ["n15", "n26", "n37", "n48", "n1", "n609", "n708", "n719", "n807"]  # one bucket of 16, two of 32
+EQUAL = ["".join(parts) for parts in itertools.product(("Aa", "BB"), repeat=4)]  # sixteen names with one hash
+NINE = ["n15", "n26", "n37", "n48", "n1", "n609", "n708", "n719", "n807"]  # in one bucket of 16, but in two of 32
 
 
 def test_a_ninth_name_in_a_bucket_doubles_the_map_early() -> None:
     assert hash_map_order(NINE[:8]) == (0, 1, 2, 3, 4, 5, 6, 7)
-    assert hash_map_order(NINE) == (4, 5, 6, 7, 8, 0, 1, 2, 3)  # as a JDK says
+    assert hash_map_order(NINE) == (4, 5, 6, 7, 8, 0, 1, 2, 3)  # recorded from a JDK
 
 
 def test_names_that_share_every_bucket_keep_their_order() -> None:
@@ -159,7 +159,7 @@ def test_valid_utf8_is_read_unchanged(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "text"),  # as a JDK reads them
+    ("raw", "text"),  # recorded from a JDK
     [
         (b"a\xffb", "a\ufffdb"),
         (b"\xe4\xb8", "\ufffd"),
@@ -204,7 +204,7 @@ def test_reading_never_fails(raw: bytes) -> None:
         ("1_0", None),
         ("5.0", None),
         ("0x1", None),
-        ("\U0001d7d8", None),  # a digit beyond 16 bits
+        ("\U0001d7d8", None),  # a digit outside the BMP
         ("0" * 50_000 + "x", None),
     ],
 )

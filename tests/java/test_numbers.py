@@ -1,4 +1,4 @@
-"""Strings that Java accepts as numbers, and those that it refuses."""
+"""Strings that Java accepts as numbers, and strings that it refuses."""
 
 from __future__ import annotations
 
