@@ -1,4 +1,4 @@
-"""The broker of the kit; the marker ``rmq`` gives its settings."""
+"""The kit's broker as a fixture; the marker ``rmq`` sets its configuration."""
 
 from __future__ import annotations
 

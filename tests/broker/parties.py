@@ -1,7 +1,7 @@
-"""Plain requests, clients that only listen, and brokers that the kit can't make.
+"""Plain requests, clients that only record, and brokers that the kit cannot create.
 
-The kit's broker is the one to test with (fixtures ``rmq`` and ``broker``); `opened` is for those that are closed in
-order and opened again, whose files fail or hold something before, or whose settings differ within one test.
+Prefer the kit's broker (fixtures ``rmq`` and ``broker``). Use `opened` when a test closes and reopens its broker, when
+the files fail or already have content, or when the settings differ within one test.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pull(broker: Broker, topic: str, queue_offset: int = 0, queue_id: int = 0, *
 
 
 class Listening:
-    """A client that records the broker's requests."""
+    """A client that records the requests it gets from the broker."""
 
     def __init__(self) -> None:
         self.heard: list[Request[Any]] = []

@@ -1,4 +1,4 @@
-"""Saving progress waits for the disk in a separate turn, while other turns continue."""
+"""Saving progress waits for the disk in a turn of its own, while other turns continue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024)
 
 
 class Moving(ManualClock):
-    """A clock that the test moves, but that librmq treats as one that moves by itself, as with threads."""
+    """A manual clock that librmq treats like one that advances by itself, as it does with threads."""
 
     moves_by_itself = True
 
@@ -50,7 +50,7 @@ class Moving(ManualClock):
 
 
 class Holding(ManualRunner):
-    """A manual runner; work whose label contains ``held`` waits, as for a disk."""
+    """A manual runner that delays work whose label contains ``held``, as a slow disk would."""
 
     held = ""
 
@@ -100,7 +100,7 @@ def timer_checkpoint(files: MemoryFiles) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a broker that has progress to save: what moves it by one, and how far it is saved."""
+    """A part of a broker that saves its progress: how to advance it by one, and how to read what was saved."""
 
     label: str
     settings: dict[str, Any]
@@ -138,7 +138,7 @@ def test_progress_is_saved_while_others_continue(part: Part, runner: Holding, fi
         assert not part.saved(broker, files)
         part.move(broker)
         runner.advance(120_000)
-        assert [work.label for work in runner.ready] == [f"broker-a {part.label}"]  # one at a time
+        assert [work.label for work in runner.ready] == [f"broker-a {part.label}"]  # one save at a time
         runner.release()
         assert part.saved(broker, files) == 1
         runner.advance(120_000)
@@ -174,7 +174,7 @@ def test_a_failed_save_is_retried_unless_it_lasts(
 def test_a_save_overtaken_by_the_end_writes_nothing(
     part: Part, end: Callable[[Broker], None], runner: Holding, files: MemoryFiles
 ) -> None:
-    """The files are another broker's by then; closing has saved all itself."""
+    """The files may belong to another broker by then, and `close` has already saved everything."""
     broker = opened(files, runner, **part.settings)
     runner.held = part.label
     part.move(broker)
@@ -187,13 +187,13 @@ def test_a_save_overtaken_by_the_end_writes_nothing(
     assert before == {entry.name: files.read(f"/b/config/{entry.name}") for entry in files.list("/b/config")}
     if end is Broker.close:
         with opened(files, ManualRunner(), **part.settings) as again:
-            assert part.saved(again, files) == (1 if "check" in part.label else 2)  # its next pass did not begin
+            assert part.saved(again, files) == (1 if "check" in part.label else 2)  # the check began no new pass
 
 
 def test_a_timer_log_that_cannot_be_trimmed_is_so_later(
     runner: Holding, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Behind a checkpoint that was written."""
+    """The log is trimmed after a checkpoint was written, and a failed trim is repeated."""
     trim, failures = TimerLog.trim, [1, 2]
 
     def fails_at_first(log: TimerLog, *arguments: Any) -> None:
@@ -211,7 +211,7 @@ def test_a_timer_log_that_cannot_be_trimmed_is_so_later(
 
 
 def test_a_closed_broker_saves_as_much_as_possible() -> None:
-    """A failure to save one thing keeps nothing else from being saved."""
+    """If one part cannot be saved, the others still are."""
 
     class Refusing(MemoryFiles):
         refuses = False
@@ -236,17 +236,17 @@ def test_a_closed_broker_saves_as_much_as_possible() -> None:
 
 
 def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, files: MemoryFiles) -> None:
-    """Halves that a check has copied count as judged before its progress is noted."""
+    """Halves that a check has copied count as handled even before its progress is saved."""
     with opened(files, runner) as broker:
         broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
         runner.held = "flushes for its check"
         half = prepare(broker)
         runner.advance(120_000)
-        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # it was copied
+        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # the check has copied it
         for _ in range(2):
             broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
         assert [message.body for message in broker.messages("T")] == [b"0"]
-        assert broker.store.queue_range(OP_TOPIC, 0)[1] == 1  # of the copy
+        assert broker.store.queue_range(OP_TOPIC, 0)[1] == 1  # for the copy
         runner.release()
         runner.advance(120_000)
         assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2
@@ -275,7 +275,7 @@ def test_broadcast_progress_is_written_while_others_continue(
             send(broker, "T")
             runner.advance(20_000)
         assert seen == [0, 1]
-        assert len(runner.ready) == 1  # one at a time
+        assert len(runner.ready) == 1  # one save at a time
         assert files.size(path) is None
         runner.release()
         assert b":1" in files.read(path)
@@ -296,7 +296,7 @@ def refuses(path: str, data: bytes) -> None:
 
 
 class Gated(MemoryFiles):
-    """Files whose flushes wait while the gate is closed."""
+    """Files whose flushes wait until the gate is opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Gated(MemoryFiles):
 
 
 def test_ends_of_transactions_share_a_flush() -> None:
-    """With sync durability an end waits for the device, and no other end waits for that one."""
+    """With sync durability, the end of a transaction waits for the device, but other ends do not wait for it."""
     files = Gated()
     with Broker.open("/b", files=files, store_config=StoreConfig.tiny(durability="sync")) as broker:
         halves = [prepare(broker, number) for number in range(3)]
@@ -320,7 +320,7 @@ def test_ends_of_transactions_share_a_flush() -> None:
         for thread in ending:
             thread.start()
         assert files.come.wait(WAIT_S)
-        while len(list(broker.messages("T"))) < 3:  # all are written, though the first still waits
+        while len(list(broker.messages("T"))) < 3:  # all three are written, though the first flush still waits
             assert broker.runner.lock.acquire(timeout=WAIT_S)
             broker.runner.lock.release()
         assert all(thread.is_alive() for thread in ending)

@@ -1,4 +1,4 @@
-"""A broker compared with a plain model: progress, locks, members, held pulls; closed, killed, reopened."""
+"""A broker that is closed, killed and reopened, compared with a model: progress, locks, members, held pulls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAVED_AFTER_MS, SWEPT_MS, LOCKED_MS = 5_000, 5_000, 60_000
 
 
 class Told:
-    """A client that only records the broker's requests."""
+    """A client that only records the requests it gets from the broker."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -66,7 +66,7 @@ class Told:
 class Hold:
     tag: str
     swept_ms: int | None = None
-    """When other messages end it: at the next sweep."""
+    """When the next sweep ends it, if other messages have arrived."""
     woken: list[int] = field(default_factory=list)
 
 
@@ -275,7 +275,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.reopen()
 
     def reopen(self) -> None:
-        """Reopen the saved state: progress beyond its queue's end is set back."""
+        """Reopen the saved state; progress beyond the end of its queue is set back."""
         ends = {key: len(self.sent.get(key[1:], [])) for key in self.saved}
         self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.saved.items()}
         self.save_ms = None if self.offsets == self.saved else self.now_ms + SAVED_AFTER_MS

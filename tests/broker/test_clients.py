@@ -1,4 +1,4 @@
-"""What a broker says of clients that can't work together; their own warnings are in ``tests/consumer``."""
+"""A broker's warnings about clients that cannot work together; clients' own warnings are in ``tests/consumer``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_different_subscriptions_are_named_once_a_change(caplog: pytest.LogCaptu
             return told(caplog)
 
         assert says("c1", Subscription("T", version=1)) == []
-        assert says("c2", Subscription("T", version=2)) == []  # a version is no difference
+        assert says("c2", Subscription("T", version=2)) == []  # another version alone is no difference
         (warning,) = says("c2", Subscription("T", "a", version=3))
         assert "instances of group g differ on T (" in warning
         assert "c1: " in warning

@@ -1,4 +1,4 @@
-"""The clock is set back by an hour, or is before 1970: waiting messages are still delivered in time."""
+"""If the clock is set back by an hour, or to before 1970, waiting messages are still delivered in time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def broker(clock: Adjusted) -> Iterator[Broker]:
 
 @pytest.mark.parametrize("start_ms", [-10 * 365 * 24 * HOUR_MS, -5_000])
 def test_before_1970_messages_are_consumed(start_ms: int) -> None:
-    """No step of the broker or of a consumer ran before 1970 (issue 14, 2.5)."""
+    """Before 1970, no step of the broker or of a consumer ran (issue 14, 2.5)."""
     files = MemoryFiles()
     seen: list[bytes] = []
     for clock in (ManualClock(start_ms), ManualClock(start_ms + HOUR_MS)):

@@ -62,7 +62,7 @@ def test_events_are_counted() -> None:
     found = metrics.snapshot()
     runner.advance(2_000)
     later = metrics.snapshot()
-    assert found["messages_in"]["T",] == 4  # the committed one too
+    assert found["messages_in"]["T",] == 4  # including the committed one
     assert found["bytes_in"]["T",] >= sum(message.size for message in records)
     assert found["messages_out"] == {("T", "g"): 2}
     assert found["bytes_out"] == {("T", "g"): records[1].size + records[2].size}
@@ -73,7 +73,7 @@ def test_events_are_counted() -> None:
     assert found["transactions"] == {("T", "commit"): 1, ("T", "rollback"): 1}
     assert found["clients"] == {("g",): 2}
     assert found["busy"] == {("T",): 1}
-    assert found["held_pulls"] == {(): 0}  # the committed message has woken it
+    assert found["held_pulls"] == {(): 0}  # the committed message has answered it
     assert found["log_bytes"] == {(): broker.store.log.end} or later["log_bytes"] == {(): broker.store.log.end}
     broker.forget("c1")
     broker.forget("c2")
@@ -98,7 +98,7 @@ def ended(broker: Broker) -> None:
         half = broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST, 4))
         broker.call(EndTransaction("p", TransactionState.ROLLBACK, half.queue_offset, half.physical_offset, ""))
         if number == 0:
-            manual(broker).advance(200_000)  # the first check has its topics made
+            manual(broker).advance(200_000)  # lets the first check create its topics
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def ended(broker: Broker) -> None:
 def test_a_disk_that_refuses_progress_is_reported_once(
     change: Callable[[Broker], object], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What saves progress says once that it fails, tries on, and says once that it works again."""
+    """Saving progress logs the first failure, tries again, and logs the recovery."""
     caplog.set_level("INFO", "librmq.runtime")
     files, runner = MemoryFiles(), ManualRunner()
     with opened(files, runner, hops=True, timers=TimerConfig(slots_total=86_400, timer_log_file_size=1024)) as broker:
@@ -188,7 +188,7 @@ def test_a_group_that_may_not_be_made() -> None:
 
 
 def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[str, object]]) -> MemoryFiles:
-    """Files with one table of a broker's configuration in them."""
+    """Return files that contain one table of a broker's configuration."""
     files.make_folder("/b")
     files.make_folder("/b/config")
     files.write(f"/b/config/{name}.json", java_json.dumps({table: rows}).encode())
@@ -205,7 +205,7 @@ def test_unknown_fields_of_a_table_are_kept() -> None:
         stored = broker.store.message_at(sent.physical_offset)
         assert stored is not None
         assert stored.sys_flag == record.MULTI_TAGS
-        broker.call(SendBack("g", sent.physical_offset, 0))  # the group retries nothing
+        broker.call(SendBack("g", sent.physical_offset, 0))  # the group does not retry
         assert broker.store.log.end == stored.size
         broker.create_topic("T", 3)
         broker.set_group("g", retry_max_times=2)

@@ -1,4 +1,4 @@
-"""Progress never outlives the messages that it passed: after a crash of the machine, with any recovery of the store."""
+"""Saved progress never passes messages that a crash of the machine lost, whichever way the store recovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(path: Path, runner: ManualRunner, settings: BrokerConfig | None = Non
 
 
 def lose_from(path: Path, physical_offset: int) -> None:
-    """Leave a store as after a crash of the machine that lost the log's end."""
+    """Leave a store as after a crash of the machine that lost the end of the log."""
     log = min((path / "commitlog").iterdir())
     data = log.read_bytes()
     log.write_bytes(data[:physical_offset] + bytes(len(data) - physical_offset))
@@ -125,7 +125,7 @@ def test_timed_messages_after_a_loss_come_in_their_time(tmp_path: Path, recovers
 
 
 def test_a_retry_copy_is_durable_before_progress_passes_it() -> None:
-    """Cut the power right after each save of the progress: unconsumed messages are delivered again."""
+    """Cut the power right after each save of the progress; unconsumed messages are delivered again."""
     files, runner = RecordingFiles(), ManualRunner()
     with Broker.open("/b", files=files, runner=runner, store_config=StoreConfig.tiny()) as broker:
         broker.create_topic("T", 1)

@@ -1,4 +1,4 @@
-"""Pulls: their results, held pulls, refusals, and what a broker remembers of them."""
+"""Pulls: their results, held pulls, refusals, and what a broker remembers about them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.broker.parties import beat, opened, pull, send
 
 
 class Bell:
-    """Counts its calls, and records their times."""
+    """Records the times of its calls."""
 
     def __init__(self, runner: ManualRunner) -> None:
         self.runner = runner
@@ -99,7 +99,7 @@ def test_a_moved_offset_is_written_down(broker: Broker) -> None:
 
 
 def test_a_full_disk_does_not_hide_where_to_continue(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    """Retention deletes old messages then, and slow consumers ask for deleted ones."""
+    """With a full disk, retention deletes old messages, so slow consumers ask for deleted ones."""
     send(broker, "T")
 
     def refuse(*arguments: Any, **fields: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker
     ("subscription", "fields"),
     [
         (Subscription("T", "a || b"), {"tags": "b"}),
-        (Subscription("T", "AaAa"), {"tags": "BBBB"}),  # the same hash: consumers compare the text
+        (Subscription("T", "AaAa"), {"tags": "BBBB"}),  # has the same hash; consumers compare the tags themselves
         (Subscription("T", "u = 'v'", "SQL92"), {"properties": {"u": "v"}}),
         (Subscription("T", ""), {}),
     ],
@@ -247,7 +247,7 @@ def test_a_held_pull_continues_after_the_messages_it_found(rmq: Kit, broker: Bro
     for number in range(40):
         send(broker, "T", b"%d" % number)
     first = pull(broker, "T", notify=bell, stay=True)
-    assert (len(first.messages), first.is_held) == (32, False)  # there is more
+    assert (len(first.messages), first.is_held) == (32, False)  # more messages follow
     send(broker, "T", b"40")
     assert bell.rung_ms == []
     second = pull(broker, "T", 32, notify=bell, stay=True)
@@ -276,7 +276,7 @@ def test_a_message_that_ends_a_hold_is_given_as_any_other(rmq: Kit, broker: Brok
 
 
 def test_the_next_pull_filters_the_message_that_ended_a_hold(rmq: Kit, broker: Broker) -> None:
-    """What ended a hold is judged by the subscription of the next pull."""
+    """The next pull's subscription filters the message that ended the hold."""
     bell = Bell(rmq.runner)
     send(broker, "T", tags="a")
     held = pull(broker, "T", notify=bell, stay=True, subscription=Subscription("T", "a"))
@@ -295,7 +295,7 @@ def test_a_client_that_is_forgotten_leaves_nothing(rmq: Kit, broker: Broker) -> 
     send(broker, "T")
     assert pull(broker, "T", 1, notify=bell, stay=True).is_held
     broker.forget("c1")
-    assert len(bell.rung_ms) == 2  # it may live, and asks again then
+    assert len(bell.rung_ms) == 2  # a forgotten client may still be alive, and then asks again
     send(broker, "T")
     assert len(bell.rung_ms) == 2
 
@@ -392,7 +392,7 @@ def test_progress_that_was_never_stored() -> None:
     with opened(store=StoreConfig.tiny(memory_ratio=0)) as broker:
         assert broker.call(QueryOffset("g", "T", 0)) == 0
         send(broker, "T")
-        assert broker.call(QueryOffset("g", "T", 0)) is None  # counts as on disk
+        assert broker.call(QueryOffset("g", "T", 0)) is None  # counts as being on disk
     with opened() as broker:
         for _ in range(400):
             send(broker, "T", bytes(600))
@@ -433,7 +433,7 @@ def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
         offsets = broker.call(ResetGroup("g", "T", timestamp_ms, force))
         assert offsets == {queues[0]: expected, queues[1]: 0}
         assert client.heard[-1] == ResetOffsets("g", "T", offsets)
-    assert broker.consumer_offset("g", "T") == 2  # the clients store it
+    assert broker.consumer_offset("g", "T") == 2  # clients store it
     assert broker.call(QueueOffsetAt("T", 0, times[2])) == 2
 
 

@@ -107,7 +107,7 @@ def test_change_moves_the_time_and_gives_a_new_receipt(rmq: Kit, broker: Broker)
     rmq.advance(seconds=5)
     receipt = broker.call(ChangeInvisible("g", "t", a.receipt, 20_000))
     assert receipt != a.receipt
-    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)  # an older receipt: nothing happens
+    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)  # an old receipt has no effect
     rmq.advance(seconds=19.999)
     assert receive(broker) == []
     rmq.advance(seconds=0.001)
@@ -148,7 +148,7 @@ def test_receives_take_queues_in_turn(rmq: Kit) -> None:
 
 def test_tags_are_exact_and_others_are_passed(broker: Broker) -> None:
     send(broker, "a", tags="AaAa")
-    send(broker, "b", tags="BBBB")  # of the same hash
+    send(broker, "b", tags="BBBB")  # has the same hash
     send(broker, "c", tags="AaAa")
     found = receive(broker, subscription=Subscription("t", "AaAa"))
     assert bodies(found) == ["a", "c"]
@@ -281,7 +281,7 @@ def test_held_receive_is_woken_when_a_full_queue_has_room(broker: Broker, monkey
 
 
 def test_receive_reads_on_behind_many_others(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not held while there are unread messages: none may come that would wake it."""
+    """A receive is not held while unread messages remain, because no new message might arrive to end the hold."""
     monkeypatch.setattr("librmq.broker.receive_handler._READS_WITHOUT_MESSAGE", 1)
     send(broker, *["other"] * 2000, tags="other")
     send(broker, "wanted", tags="wanted")
@@ -305,7 +305,7 @@ def test_broken_queue_hides_no_messages_of_another(rmq: Kit, monkeypatch: pytest
 
     monkeypatch.setattr(broker.store, "read", fails_once)
     found = []
-    for _ in range(2):  # another queue is the first each time
+    for _ in range(2):  # each receive starts at a different queue
         with suppress(RmqError):
             found += receive(broker)
     assert [one.message.queue_id for one in found] == [0]
@@ -533,7 +533,7 @@ def test_shutdown_ends_a_receive_that_waits() -> None:
         consumer = SimpleConsumer(broker, "g").start()
         consumer.subscribe("t")
         threading.Thread(target=consumer.shutdown).start()
-        with suppress(ClientStateError):  # the shutdown may come first
+        with suppress(ClientStateError):  # the shutdown may come first, so that the receive is refused
             assert consumer.receive(wait=30) == []
 
 
@@ -580,7 +580,7 @@ def test_misuse_of_the_consumer_says_what_to_do(broker: Broker) -> None:
 
 
 def test_store_after_receives_is_one_of_rocketmq(tmp_path: Path) -> None:
-    """No records but those that 5.x writes for its users: messages, those that come again, dead letters."""
+    """The store has only the records that 5.x writes for its users: messages, redeliveries, dead letters."""
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
     broker.create_topic("t", 1)

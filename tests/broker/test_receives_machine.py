@@ -1,4 +1,4 @@
-"""Receives compared with a plain model: in flight, acknowledged, delivered again; closed, killed, opened."""
+"""Receives compared with a model: in flight, acknowledged, redelivered; closed, killed, reopened."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MILLISECONDS = st.integers(1, 3000)
 
 @dataclass
 class Known:
-    """What the model knows of a message."""
+    """The model's view of a message."""
 
     attempts: int = 0
-    """Deliveries so far."""
+    """The deliveries so far."""
     visible_ms: int = 0
-    """When it comes again, if it is in flight."""
+    """When it is delivered again, if it is in flight."""
     is_done: bool = False
     is_dead: bool = False
     is_certain: bool = True
-    """False after a crash that may have forgotten its deliveries: then it may come more than once at a time."""
+    """False after a crash that may have forgotten its deliveries, so it may be delivered more than once at a time."""
     last: Received | None = None
     may_be_done: bool = False
 
@@ -180,7 +180,7 @@ class ReceivesMachine(RuleBasedStateMachine):
                     assert progress[queue_id] <= last.message.queue_offset
 
     def teardown(self) -> None:
-        """Nothing that was not acknowledged is lost: all of it comes, or is a dead letter."""
+        """No unacknowledged message is lost: each is delivered or becomes a dead letter."""
         if not hasattr(self, "broker"):
             return
         for _ in range(200):

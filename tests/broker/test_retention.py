@@ -1,4 +1,4 @@
-"""What becomes of messages that a group has not consumed when the log reaches its total size."""
+"""What happens to unconsumed messages when the log reaches its total size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from librmq.store.upkeep.unread import Unread, UnreadInFile
 from librmq.testing import RecordingFiles
 
 FILE = 4096
-BODY = bytes(800)  # four records fill a file of the log
+BODY = bytes(800)  # a log file holds four records
 CONFIG = StoreConfig.tiny(
     commitlog_file_size=FILE, max_message_size=2048, max_total_size=4 * FILE, flush_thorough_interval_consumequeue_s=1
 )
@@ -40,7 +40,7 @@ KEEP = StoreConfig.tiny(
 
 
 class Shop:
-    """A broker with a manual clock, and with a topic of one queue and a producer."""
+    """A broker with a manual clock, a topic with one queue, and a producer."""
 
     def __init__(self, store: StoreConfig | None = CONFIG, **config: Any) -> None:
         self.files = MemoryFiles()
@@ -68,13 +68,13 @@ class Shop:
         self.open()
 
     def send(self, count: int, topic: str = "orders", **fields: Any) -> None:
-        """Send messages, and do due work after each."""
+        """Send messages, and do the work that is due after each."""
         for _ in range(count):
             self.producer.send(topic, BODY, **fields)
             self.runner.advance(2000)
 
     def fill(self, most: int = 100, topic: str = "orders") -> int:
-        """Send until a message is refused; return how many were taken."""
+        """Send until a message is refused; return the number of stored messages."""
         for count in range(most):
             try:
                 self.send(1, topic)
@@ -85,7 +85,7 @@ class Shop:
         return most
 
     def consume(self, group: str, count: int, topic: str = "orders") -> int:
-        """Consume up to ``count`` messages as a group; return their number."""
+        """Consume up to ``count`` messages as a group; return the number consumed."""
         done = 0
         with PullConsumer(self.broker, group, consume_from=ConsumeFrom.FIRST, pull_batch_size=1) as consumer:
             consumer.subscribe(topic)
@@ -107,7 +107,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------- they go, with a word
+# ------------------------------------------------------------------------------------- they are deleted, with a report
 
 
 def test_deleting_unread_messages_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +119,7 @@ def test_deleting_unread_messages_logs_one_warning(caplog: pytest.LogCaptureFixt
     found = warnings(caplog)
     deleted = shop.broker.store.log.begin // FILE
     assert deleted >= 3
-    assert len(found) == 3 * deleted - 1  # stock has consumed all of the first file
+    assert len(found) == 3 * deleted - 1  # stock has consumed all messages of the first file
     of_first = [each for each in found if "/commitlog/00000000000000000000 " in each]
     assert [re.findall(r"group (\w+): (\d) message", each) for each in of_first] == [[("bills", "3")], [("mails", "1")]]
     assert "3 of orders/0" in of_first[0]
@@ -141,7 +141,7 @@ def test_no_warning_without_unconsumed_messages(caplog: pytest.LogCaptureFixture
 
 
 def test_a_running_group_without_progress_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """Its listener hangs in the first message, so it has no progress at all."""
+    """Its listener hangs on the first message, so the group has no progress at all."""
     shop = Shop()
     with PullConsumer(shop.broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:
         consumer.subscribe("orders")
@@ -156,7 +156,7 @@ def test_retries_count_as_unread() -> None:
     consumer.subscribe("orders", lambda message: 1 / 0)
     with consumer:
         shop.send(2)
-    shop.runner.advance(60_000)  # the retries are in the group's topic, without a reader
+    shop.runner.advance(60_000)  # the retries are in the group's topic, which nothing reads
     assert len(list(shop.broker.messages("%RETRY%bills"))) == 2
     shop.broker.create_topic("other", 1)
     shop.send(30, "other")
@@ -166,7 +166,7 @@ def test_retries_count_as_unread() -> None:
 def test_delayed_messages_count_as_unread(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop()
     shop.send(1, delay=3600)
-    shop.send(1, delay=1)  # which is delivered
+    shop.send(1, delay=1)  # this one is delivered
     shop.send(30)
     assert shop.lost["SCHEDULE_TOPIC_XXXX", "delay levels"] == 1
     assert len(warnings(caplog)) == 1
@@ -174,7 +174,7 @@ def test_delayed_messages_count_as_unread(caplog: pytest.LogCaptureFixture) -> N
 
 def test_timers_count_as_unread() -> None:
     shop = Shop(timers=TimerConfig())
-    shop.send(1, delay=5000)  # no level
+    shop.send(1, delay=5000)  # 5,000 s is no level
     shop.send(1, delay=13)
     shop.runner.advance(20_000)
     shop.send(30)
@@ -193,12 +193,12 @@ def half(shop: Shop, number: int) -> Callable[[TransactionState], None]:
 
 
 def test_open_halves_count_as_unread() -> None:
-    """Not those that have ended, though no check has passed them yet."""
+    """Halves whose transaction has ended do not count, even before a check has passed them."""
     shop = Shop()
     ends = [half(shop, number) for number in range(4)]
     ends[0](TransactionState.COMMIT)
     ends[2](TransactionState.ROLLBACK)
-    for _ in range(30):  # without a check in between
+    for _ in range(30):  # no check runs in between
         shop.producer.send("orders", BODY)
     shop.broker.store.flush()
     shop.runner.advance(1500)
@@ -206,7 +206,7 @@ def test_open_halves_count_as_unread() -> None:
     assert shop.lost == {("RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"): 2}
 
 
-# ------------------------------------------------------------------------------------------------- they stay: refusal
+# ---------------------------------------------------------------------------------------- they are kept, with a refusal
 
 
 def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,12 +215,12 @@ def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptur
     shop.send(1)
     shop.consume("bills", 1)
     taken = shop.fill()
-    assert 14 <= taken <= 17  # four files of four, one of the file that is begun
+    assert 14 <= taken <= 17  # four files of four records, and one in a new file
     with pytest.raises(BrokerError) as caught:
         shop.producer.send("orders", BODY)
     for part in ("max_total_size, 16384 bytes", "'bills'", "3 messages", "offset 1 of orders/0", "reset_group('bills'"):
         assert part in str(caught.value)
-    assert sum("message refused" in r.getMessage() for r in caplog.records) == 1  # though two were refused
+    assert sum("message refused" in r.getMessage() for r in caplog.records) == 1  # once, although two were refused
     assert shop.consume("bills", 100) == taken  # nothing was lost
     assert shop.fill(most=8) == 8
     assert shop.broker.store.log.begin >= FILE
@@ -239,14 +239,14 @@ def test_a_reset_of_the_group_lets_sends_continue() -> None:
 
 
 def test_a_refusal_outlives_a_reopening() -> None:
-    """With given or kept settings, although the progress was saved with the rest."""
+    """The broker still refuses, whether the setting is given again or kept, although progress was saved too."""
     shop = Shop(KEEP)
     shop.send(1)
     shop.consume("bills", 1)
     taken = shop.fill()
     shop.reopen()
     assert shop.fill() == 0
-    shop.store_config = None  # the kept settings
+    shop.store_config = None  # uses the kept setting
     shop.reopen()
     assert shop.broker.store.config.keep_unconsumed
     assert shop.fill() == 0
@@ -270,7 +270,7 @@ def test_batches_are_refused_and_every_topic_is() -> None:
 
 
 def test_writes_that_groups_need_are_not_refused() -> None:
-    """Deliveries of delayed messages, retries and ends of transactions, otherwise the log would stay full."""
+    """Deliveries of delayed messages, retries and ends of transactions are stored; else the log would stay full."""
     shop = Shop(KEEP)
     shop.broker.create_topic("other", 1)
     shop.send(1, delay=60)
@@ -293,7 +293,7 @@ def test_writes_that_groups_need_are_not_refused() -> None:
     consumer.subscribe("orders", fail)
     with consumer:
         shop.runner.advance(3_600_000)
-    assert len(failed) == 4  # two messages, each twice
+    assert len(failed) == 4  # two messages, twice each
     assert shop.fill(most=8) == 8
 
 
@@ -339,7 +339,7 @@ def test_files_stay_by_age_too() -> None:
 
 
 def test_a_store_without_a_broker_keeps_all_and_refuses() -> None:
-    """It can't know what was consumed, so neither a tool nor a job deletes messages that a group still needs."""
+    """The store cannot know what was consumed, so neither a tool nor a job deletes messages that a group needs."""
     shop = Shop(KEEP)
     shop.send(1)
     shop.consume("bills", 1)
@@ -356,7 +356,7 @@ def test_a_store_without_a_broker_keeps_all_and_refuses() -> None:
 
 
 class PassingReaders:
-    """Readers that have consumed all, and send a message back while retention asks them."""
+    """Readers that have consumed everything, but send a message back while retention asks them."""
 
     def __init__(self, store: MessageStore) -> None:
         self.store = store
@@ -370,7 +370,7 @@ class PassingReaders:
 
 
 def test_a_retry_copy_is_on_the_device_before_its_message_goes() -> None:
-    """A file was deleted though the copy by which the group had passed its message could still be lost."""
+    """A file was deleted although the copy that let the group pass its message could still be lost."""
     files, runner = RecordingFiles(), ManualRunner()
     with MessageStore.open("/store", KEEP, files=files, clock=runner.clock, background=False) as store:
         store.readers = PassingReaders(store)

@@ -1,4 +1,4 @@
-"""Tables are written without the runner's lock, the latest version wins, and promises hold immediately."""
+"""Tables are written without the runner's lock, the latest version wins, and changes take effect immediately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 class Gated(DiskFiles):
-    """A disk on which a small file is written when the test lets it."""
+    """A disk that writes a small file when the test lets it."""
 
     def __init__(self) -> None:
         self.begun, self.may = threading.Event(), threading.Event()
@@ -63,7 +63,7 @@ def test_only_changes_of_topics_wait_for_the_disk(broker: Broker, disk: Gated) -
     assert disk.begun.wait(WAIT_S)
     assert broker.runner.lock.acquire(timeout=WAIT_S)
     broker.runner.lock.release()
-    assert broker.topics()["T"].read_queues == 3  # others see it
+    assert broker.topics()["T"].read_queues == 3  # other requests see it
     assert making.is_alive()
     assert "T" not in stored(broker).topics.rows
     disk.may.set()
@@ -72,7 +72,7 @@ def test_only_changes_of_topics_wait_for_the_disk(broker: Broker, disk: Gated) -
 
 
 def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated) -> None:
-    """A topic made by a send is durable before its first message."""
+    """A topic that a send creates is durable before its first message is stored."""
     disk.begun.clear()
     disk.may.clear()
     producer = Producer(broker, "writers").start()
@@ -97,7 +97,7 @@ def test_a_refused_write_is_logged_and_repeated_later(broker: Broker, disk: Gate
 
 
 def test_close_writes_unsaved_tables(tmp_path: Path, disk: Gated) -> None:
-    """What is not written when a broker closes is written then."""
+    """Closing a broker writes what is still unwritten."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     disk.failure = OSError(errno.EIO, "broken")
     with pytest.raises(BrokerError, match="broken"):
@@ -120,7 +120,7 @@ def test_nothing_is_written_after_a_broker_was_abandoned(tmp_path: Path, disk: G
 
 
 def test_a_second_send_waits_for_the_topic_of_the_first(broker: Broker, disk: Gated) -> None:
-    """A second send waits until the topic that the first has made is durable."""
+    """A second send waits until the topic that the first one created is durable."""
     producers = [Producer(broker, f"writers-{number}").start() for number in range(2)]
     disk.begun.clear()
     disk.may.clear()
@@ -183,7 +183,7 @@ def test_calls_after_the_end_change_no_table(tmp_path: Path, end: Callable[[Brok
 
 
 def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, disk: Gated) -> None:
-    """A change that the end of a broker overtakes is not called durable."""
+    """A change is not reported as durable if the broker ends before it is written."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     held = threading.Event()
     write = broker._context.writing.write
@@ -214,7 +214,7 @@ def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, dis
 
 
 class Turns:
-    """The tables of a broker in memory, and the turns that write them, which the test takes."""
+    """The tables of a broker in memory; the test runs the turns that write them."""
 
     def __init__(self) -> None:
         self.files = FailingFiles(MemoryFiles())
@@ -232,7 +232,7 @@ class Turns:
         self.writing.save(self.tables.topics, queues)
 
     def write_aside(self, now: int) -> int | None:
-        """Take the step, and the turn that it submits; return when the step is due again."""
+        """Run the step and the turn that it submits; return when the step is due again."""
         self.now = now
         assert self.writing.run_due(now) is None
         wait, done = self.waiting.pop()
@@ -252,7 +252,7 @@ def test_the_latest_pending_write_wins() -> None:
     turns.writing.write()
     assert turns.files.read("/config/topics.json").count(b'"readQueueNums":2') == 1
     assert turns.writing.run_due(0) is None
-    assert not turns.waiting  # there is nothing more
+    assert not turns.waiting  # nothing is left to write
     assert not turns.files.size("/config/topics.json.bak")  # written once
     turns.set(3)
     turns.write_aside(1)

@@ -1,4 +1,4 @@
-"""What producers and consumers send: where it goes, which parts are stored, and what is refused."""
+"""What producers and consumers send: where it goes, what is stored, and what is refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_queue_that_is_not_there_is_refused(broker: Broker) -> None:
         send(broker, "T", queue_id=4)
     assert broker.store.log.end == end
     broker.create_topic("T", 2, write_queues=1)
-    send(broker, "T", queue_id=1)  # those that read still have it
+    send(broker, "T", queue_id=1)  # queue 1 still exists for readers
     broker.create_topic("None", 0)
     with pytest.raises(BrokerError, match="0 queues"):
         send(broker, "None", queue_id=-1)
@@ -268,7 +268,7 @@ def test_a_consumer_that_sends_to_its_retry_topic_itself(rmq: Kit, broker: Broke
     fields: dict[str, Any] = {"delay_level": 4, "properties": {"u": "v"}}
     send(broker, "%RETRY%g", reconsume_times=1, max_reconsume_times=2, **fields)
     send(broker, "%RETRY%g", reconsume_times=2, max_reconsume_times=2, **fields)
-    assert broker.dead_letters("g") == []  # it goes by the delay
+    assert broker.dead_letters("g") == []  # it waits for its delay first
     rmq.advance(ms=31_000)
     (dead,) = broker.dead_letters("g")
     (retried,) = broker.messages("%RETRY%g")
@@ -282,14 +282,14 @@ def test_a_consumer_that_sends_to_its_retry_topic_itself(rmq: Kit, broker: Broke
 def test_a_store_that_is_stuck_is_busy(rmq: Kit, broker: Broker) -> None:
     clock = rmq.clock
     send(broker, "T")
-    with broker.store.appender.lock.mutex:  # as a write has it that does not end
+    with broker.store.appender.lock.mutex:  # like a write that does not end
         with pytest.raises(BrokerBusyError, match="taken 0 ms"):
             send(broker, "T")
         clock.advance(ms=1_001)
         with pytest.raises(BrokerBusyError, match="taken 1001 ms"):
             send(broker, "T")
     send(broker, "T")
-    with broker.store.appender.lock.mutex, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # another write
+    with broker.store.appender.lock.mutex, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # like another write
         send(broker, "T")
 
 
@@ -330,12 +330,12 @@ def test_an_unknown_request(broker: Broker) -> None:
 def test_killed_while_messages_wait(rmq: Kit) -> None:
     send(rmq.broker, "T", b"once", delay_level=3)
     rmq.advance(seconds=12)
-    rmq.crash_broker()  # before its progress was saved
+    rmq.crash_broker()  # before the progress of the delivery was saved
     assert [message.body for message in rmq.messages("T")] == [b"once"]
     rmq.advance(seconds=2)
     assert [message.body for message in rmq.messages("T")] == [b"once", b"once"]
     rmq.advance(seconds=20)
-    rmq.crash_broker()  # behind it
+    rmq.crash_broker()  # after it was saved
     rmq.advance(seconds=100)
     assert len(rmq.messages("T")) == 2
 

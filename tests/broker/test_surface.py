@@ -1,4 +1,4 @@
-"""A broker's public methods, as a new user tries them."""
+"""A broker's public methods, as a new user would try them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_closed_broker_refuses_every_client(use: Callable[[Broker, Client], ob
 
 
 def test_a_client_refused_by_a_closed_broker_is_released() -> None:
-    """A consumer that could not start is shut down as any other."""
+    """A consumer that could not start is shut down like any other."""
     with Broker.temporary(runner=ManualRunner()) as broker:
         pass
     consumer = PullConsumer(broker, "g")
@@ -95,7 +95,7 @@ def test_a_wrong_way_to_open_is_reported() -> None:
         Broker("data")
 
 
-untyped: Any = librmq  # the type checker would find what these uses do wrong
+untyped: Any = librmq  # a type checker would report these wrong uses
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_join_names_the_queues_that_are_behind(broker: Broker) -> None:
 
 
 def test_join_ignores_messages_that_no_filter_accepts() -> None:
-    """A held pull reports such messages only at its end, which takes longer than this join waits."""
+    """A held pull reports filtered messages only when it ends, which takes longer than this join waits."""
     with Broker.temporary() as broker, Producer(broker) as producer:
         consumer = PushConsumer(broker, "g")
         consumer.subscribe("T", lambda message: None, tags="A")
@@ -328,7 +328,7 @@ def test_a_config_is_checked() -> None:
 
 @pytest.mark.parametrize("is_failure", [True, False])
 def test_a_loop_left_early_gets_its_message_again(is_failure: bool) -> None:
-    """A failure within the loop had counted the message as consumed."""
+    """Failing inside the loop counted the message as consumed."""
     with Broker.temporary(runner=ManualRunner()) as broker:
         broker.create_topic("T", 1)
         for number in range(4):
@@ -364,14 +364,14 @@ def test_iterating_refuses_at_the_call() -> None:
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_a_shutdown_keeps_a_reset_under_way(rmq: Kit, broker: Broker, orderly: bool, is_direct: bool) -> None:
-    """A running instance continues 10 s after a reset; before, it stored its old progress, or left it at its end."""
+    """A running instance continues 10 s after a reset; it used to store its old progress, or to stay at its end."""
     broker.create_topic("T", 1)
     consumer = running(broker, [], orderly=orderly)
     for number in range(4):
         send(broker, "T", b"%d" % number)
     rmq.advance(ms=13_900)
     send(broker, "T")
-    rmq.advance(ms=50)  # consumed, and not stored yet
+    rmq.advance(ms=50)  # consumed, but not stored yet
     if is_direct:
         broker.reset_group("g", "T", to=2)
     else:

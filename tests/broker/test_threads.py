@@ -1,4 +1,4 @@
-"""A broker among threads: no reader waits for an existing message, and closing ends what the broker started."""
+"""A broker with threads: no reader waits for a message that exists, and closing ends the broker's threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.programs import in_child
 
 
 class Reader:
-    """Pulls a queue to its end in the thread that wakes it, until everything is read."""
+    """Pulls a queue to its end in the thread that wakes it, until all messages are read."""
 
     def __init__(self, broker: Broker, queue_id: int, count: int) -> None:
         self.broker, self.queue_id, self.count = broker, queue_id, count

@@ -76,7 +76,7 @@ def test_a_deletion(rmq: Kit, broker: Broker) -> None:
     ],
 )
 def test_without_timer_and_relay_a_time_is_refused(broker: Broker, properties: dict[str, object]) -> None:
-    """The error names the setting to switch on: 4.9 would deliver the message immediately."""
+    """The error names the setting to switch on; 4.9 would deliver the message immediately."""
     with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
         timed(broker, b"x", **properties)
     assert broker.store.log.end == 0
@@ -126,7 +126,7 @@ def test_the_relay_carries_what_the_timer_refuses(rmq: Kit, broker: Broker) -> N
     ],
 )
 def test_delay_and_deliver_at_choose_the_mechanism(settings: dict[str, Any], waits_in: str) -> None:
-    """An exact level, else the timer, else the relay; an error where none is on."""
+    """An exact level is used first, then the timer, then the relay; without any of them it is an error."""
     with opened(**settings) as broker:
         now_ms = broker.runner.now_ms()
         due = datetime.fromtimestamp((now_ms + 90_000) / 1000, UTC)
@@ -151,7 +151,7 @@ def carried(broker: Broker, queue_id: int = 0) -> None:
 
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
 def test_relayed_messages_can_be_consumed(rmq: Kit, broker: Broker) -> None:
-    """The send creates the target topic, and the delivery creates it again if it was deleted meanwhile."""
+    """The send creates the target topic, and the delivery creates it again if it has been deleted."""
     carried(broker)
     assert "T" in broker.topics()
     broker.delete_topic("T")

@@ -1,4 +1,4 @@
-"""Half messages in a broker: hidden, ended by their producer, asked about, discarded."""
+"""Half messages in a broker: hidden, committed or rolled back, checked, discarded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_half_message_is_seen_once_it_is_committed(broker: Broker) -> None:
     (final,) = broker.messages("T")
     assert (final.queue_id, final.sys_flag, final.prepared_transaction_offset) == (1, 8, half.physical_offset)
     end(broker, half, COMMIT)
-    assert bodies(broker) == [b"0"]  # once
+    assert bodies(broker) == [b"0"]  # only once
 
 
 def test_a_half_message_that_is_rolled_back_is_never_seen(rmq: Kit, broker: Broker) -> None:
@@ -102,13 +102,13 @@ QUICK = TransactionConfig(interval_s=3, timeout_s=2, check_max=3)
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK, original_transactions=True))
 def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -> None:
-    """As in 4.9 a check counts that reaches no producer."""
+    """As in 4.9, a check that reaches no producer counts."""
     client = producer(broker, "c1")
     prepare(broker)
     rmq.advance(ms=4_000)
     assert len(client.heard) == 1
     broker.call(ChannelClosed("c1"))
-    rmq.advance(ms=60_000)  # no producer can be asked; the checks count
+    rmq.advance(ms=60_000)  # no producer can be asked, but the checks count
     assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
     assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
@@ -124,7 +124,7 @@ def test_a_check_that_reaches_no_producer_does_not_count(
     prepare(broker)
     before = broker.store.log.end
     rmq.advance(ms=3_600_000)
-    assert broker.store.log.end == before  # nor does it write
+    assert broker.store.log.end == before  # and it writes nothing
     assert [record.getMessage()[:28] for record in caplog.records] == ["producer group p can't be as"]
     client = producer(broker, "c1")
     rmq.advance(ms=3_000 * 3)
@@ -136,7 +136,7 @@ def test_a_check_that_reaches_no_producer_does_not_count(
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
 def test_halves_without_a_producer_delay_no_others(rmq: Kit, broker: Broker) -> None:
-    """Halves of a group without producer keep no others waiting."""
+    """Halves of a group without a producer do not delay others."""
     alone = Message("T", b"alone", unique_key="A")
     alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
     broker.call(SendMessage("gone", alone, 0, rmq.clock.now_ms(), HOST))
@@ -205,7 +205,7 @@ def test_a_half_message_outlives_its_broker(rmq: Kit) -> None:
 
 
 def expired(broker: Broker) -> None:
-    """Retention deletes everything in the log."""
+    """Let retention delete everything in the log."""
     store = broker.store
     end = store.log.end
     while store.log.end - end < 2 * store.config.commitlog_file_size:
@@ -220,7 +220,7 @@ def expired(broker: Broker) -> None:
 @pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
 @pytest.mark.parametrize("has_metrics", [False, True])
 def test_the_end_of_a_deleted_half_is_refused(state: TransactionState, has_metrics: bool) -> None:
-    """Retention has taken it."""
+    """Retention has deleted the half."""
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
     half, other = prepare(broker), prepare(broker, 1)
@@ -236,14 +236,14 @@ def test_the_end_of_a_deleted_half_is_refused(state: TransactionState, has_metri
             assert caught.value.code == ResponseCode.SYSTEM_ERROR
         assert again.store.log.end == before
         assert bodies(again) == []
-        runner.advance(200_000)  # the check continues after it
+        runner.advance(200_000)  # the check continues after the deleted half
         late = prepare(again, 2)
         end(again, late, COMMIT)
         assert bodies(again) == [b"2"]
 
 
 def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
-    """A message is announced although retention deletes its half at that moment."""
+    """Pulls are notified of a message even if retention deletes its half at that moment."""
     woken: list[int] = []
     half = prepare(broker)
     assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
@@ -261,7 +261,7 @@ def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
 
 
 def test_a_delivered_message_is_seen_though_the_end_fails(rmq: Kit, broker: Broker) -> None:
-    """A delivered message is announced although the end fails afterwards."""
+    """Pulls are notified of a delivered message even if the end of the transaction fails afterwards."""
     woken: list[int] = []
     half = prepare(broker)
     assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
@@ -278,7 +278,7 @@ def test_a_delivered_message_is_seen_though_the_end_fails(rmq: Kit, broker: Brok
     assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
     store.append = append  # type: ignore[method-assign]
     assert (bodies(broker), woken) == ([b"0"], [1])
-    end(broker, half, COMMIT)  # again
+    end(broker, half, COMMIT)  # repeated
     assert bodies(broker) == [b"0"]
     rmq.advance(ms=3_600_000)
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []

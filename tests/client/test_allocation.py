@@ -1,4 +1,4 @@
-"""Shares of queues, and groups whose instances differ. ``tests/golden`` has all cases of RocketMQ."""
+"""Shares of queues, and groups whose instances differ. ``tests/golden`` has RocketMQ's own results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_five_queues_and_two_clients(strategy: AllocationStrategy, shares: list[
 
 
 def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
-    """What is left in a machine room is dealt out from the end."""
+    """The queues left over in a machine room are dealt out from the end."""
     strategy = allocate_by_machine_room({"r1"})
     given = [*queues(5, "r1@b"), *queues(5, "r2@b"), *queues(5, "r1")]
     assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]
@@ -136,7 +136,7 @@ def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(allocation, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
     ring = allocation._ring.__wrapped__(("a", "b"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
-    # a has no node left, so its second occurrence starts at 0 again, and takes the place back
+    # a has no node left, so its second occurrence starts at 0 again and takes the place back
     ring = allocation._ring.__wrapped__(("a", "b", "a"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["a"]] * 2)
 
@@ -145,7 +145,7 @@ def test_own_share_sorts_first_and_gives_each_queue_once() -> None:
     given = queues(10) + queues(3)
     random.Random(1).shuffle(given)
     assert ids(own_share("c2", given, ["c9", "c2"])) == [0, 1, 2, 3, 4]
-    assert ids(own_share("\U0001f600", queues(2), ["\uffee", "\U0001f600"])) == [0]  # UTF-16 again
+    assert ids(own_share("\U0001f600", queues(2), ["\uffee", "\U0001f600"])) == [0]  # compared as UTF-16
     assert ids(own_share("c", given, [], allocate_by_config(queues(2) * 2))) == [0, 1]
 
 
@@ -157,7 +157,7 @@ def test_more_virtual_nodes_by_partial() -> None:
     assert min(sizes) > 700
 
 
-# --- groups that do not agree
+# --- groups whose instances differ
 
 
 def test_half_of_a_topic_of_one_instance_is_unowned() -> None:

@@ -1,4 +1,4 @@
-"""Properties of allocation for any queues and clients."""
+"""Properties of allocation that hold for any queues and clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_equal_shares_differ_by_one_at_most(name: str, queues: list[MessageQueue
 
 @given(queues=QUEUES, clients=CLIENTS)
 def test_consistent_hash_moves_only_queues_of_a_leaver(queues: list[MessageQueue], clients: list[str]) -> None:
-    """With a consistent hash, only queues of a leaving client move."""
+    """With consistent hashing, only the queues of a leaving client move."""
     rest = clients[1:]
     for client in rest:
         before = set(own_share(client, queues, clients, allocate_consistent_hash))
@@ -95,7 +95,7 @@ def test_queues_stay_in_their_room_where_it_has_clients(queues: list[MessageQueu
     )
 )
 def test_queues_lack_an_owner_only_where_instances_differ(group: dict[str, dict[str, str]]) -> None:
-    """A group leaves queues to no reader only where its instances differ."""
+    """A queue has no reader only if the instances of its group differ."""
     queues = [MessageQueue(topic, "b", number) for topic in "ABC" for number in range(8)]
     differing = {difference.topic for difference in group_differences(group) if difference.without}
     assert {queue.topic for queue in unowned_queues(group, queues)} == differing

@@ -1,4 +1,4 @@
-"""Names of clients."""
+"""Client ids and instance names."""
 
 from __future__ import annotations
 

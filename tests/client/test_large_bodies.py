@@ -1,4 +1,4 @@
-"""Large bodies: split and put together again, or kept outside."""
+"""Large bodies: split and reassembled, or stored elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = bytes(range(256)) * 4  # 1,024 bytes
 
 @dataclass
 class Delivered:
-    """What a consumer gets."""
+    """What a consumer receives."""
 
     properties: Mapping[str, str]
     body: bytes
@@ -101,7 +101,7 @@ def test_bodies_are_assembled_in_any_order_with_duplicates(bodies: list[bytes], 
             assert whole[f"id-{at}"] - {None} == {body}
     for part in stream:
         assembler.done(part)
-    assert assembler.give_up(1 << 60) == []  # nothing waits
+    assert assembler.give_up(1 << 60) == []  # no body is incomplete
     assert all(assembler.add(part) is None for part in stream if "LARGE_BODY_PART" in part.properties)
 
 
@@ -110,16 +110,16 @@ def test_a_body_is_returned_again_until_it_is_done() -> None:
     *first, last = parts()
     assert [assembler.add(part) for part in first] == [None] * len(first)
     assert assembler.add(last) == BODY
-    assert assembler.add(last) == BODY  # the listener failed on it
+    assert assembler.add(last) == BODY  # because the listener failed on it
     assert assembler.add(first[3]) == BODY
     assembler.done(last)
-    assert assembler.give_up(1 << 60) == []  # nothing waits
+    assert assembler.give_up(1 << 60) == []  # no body is incomplete
     assert assembler.add(first[3]) is None
-    assert assembler.give_up(1 << 60) == []  # nothing waits
+    assert assembler.give_up(1 << 60) == []  # no body is incomplete
 
 
 def test_progress_stops_at_the_first_waiting_part() -> None:
-    """Progress goes no further than the first part that waits."""
+    """Progress never passes the first part of an incomplete body."""
     assembler = BodyAssembler()
     a, b = split_body(Message("T", BODY), "a", 512), split_body(Message("T", BODY), "b", 512)
     one, two, three, four = deliver([a[0], b[0], b[1], a[1]])
@@ -159,7 +159,7 @@ def test_a_body_with_lost_parts_is_given_up_and_reported() -> None:
     (lost,) = assembler.give_up(1003)
     assert (lost.body_id, lost.size, lost.parts) == ("id-1", 1024, 11)
     assert lost.places == (("T", 0, 0), ("T", 0, 1), ("T", 0, 2))
-    assert assembler.give_up(1 << 60) == []  # a complete body waits for its done
+    assert assembler.give_up(1 << 60) == []  # a complete body is not given up while it waits for `done`
 
 
 # --- what cannot be trusted
@@ -177,8 +177,8 @@ def test_a_body_with_lost_parts_is_given_up_and_reported() -> None:
         {"LARGE_BODY_PART": "\u0661/11"},
         {"LARGE_BODY_PART": "1/" + "9" * 5000},
         {"LARGE_BODY_PART": "1/999999999"},
-        {"LARGE_BODY_PART": "1/1000"},  # of 2 bytes each; 512 would do
-        {"LARGE_BODY_PART": "1/10"},  # the first has another length
+        {"LARGE_BODY_PART": "1/1000"},  # parts of 2 bytes each, where 512 parts would do
+        {"LARGE_BODY_PART": "1/10"},  # the first part has another length
         {"LARGE_BODY_SIZE": "0"},
         {"LARGE_BODY_SIZE": "1e3"},
         {"LARGE_BODY_SIZE": "9" * 5000},
@@ -196,7 +196,7 @@ def test_an_impossible_part_is_refused_and_not_kept(changed: dict[str, str]) -> 
     part.properties = {**part.properties, **changed}
     with pytest.raises(LargeBodyError):
         assembler.add(part)
-    assert assembler.give_up(1 << 60) == []  # nothing waits
+    assert assembler.give_up(1 << 60) == []  # no body is incomplete
 
 
 @pytest.mark.parametrize("missing", ["LARGE_BODY_ID", "LARGE_BODY_SIZE", "LARGE_BODY_SHA256"])
@@ -218,7 +218,7 @@ def test_different_bytes_for_a_known_part_are_refused() -> None:
 
 
 def test_a_whole_without_its_checksum_is_dropped() -> None:
-    """A body without its checksum is dropped and can be delivered again."""
+    """A body with a wrong checksum is dropped and can be delivered again."""
     assembler = BodyAssembler()
     stream = parts()
     assembler.add(Delivered(stream[0].properties, b"?" * len(stream[0].body)))
@@ -226,12 +226,12 @@ def test_a_whole_without_its_checksum_is_dropped() -> None:
         assembler.add(part)
     with pytest.raises(LargeBodyError, match="checksum"):
         assembler.add(stream[-1])
-    assert assembler.give_up(1 << 60) == []  # nothing waits
+    assert assembler.give_up(1 << 60) == []  # no body is incomplete
     assert [assembler.add(part) for part in stream][-1] == BODY
 
 
 def test_parts_of_different_bodies_of_one_id_do_not_mix() -> None:
-    """Parts that claim different bodies under one id do not mix."""
+    """Parts that claim different bodies under one id are not mixed."""
     assembler = BodyAssembler()
     good, bad = parts(), parts(BODY[::-1])
     for part in good[:-1]:
@@ -260,11 +260,11 @@ def test_a_body_over_the_limit_is_refused_at_its_first_part() -> None:
         assembler.add(parts()[0])
 
 
-# --- outside
+# --- stored elsewhere
 
 
 class Cupboard:
-    """A store of bodies that keeps them in a dict."""
+    """Stores bodies in a dict."""
 
     def __init__(self, reference: str = "ref-1") -> None:
         self.kept: dict[str, bytes] = {}

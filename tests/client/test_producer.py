@@ -1,4 +1,4 @@
-"""Producers: destinations of sends, retries, refusals, and the producer's life."""
+"""Producers: destinations of sends, retries, refusals, start and shutdown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def broker() -> Iterator[Broker]:
 
 
 class Cluster:
-    """A route over brokers whose sends can fail first: ``fail(broker_name)`` returns how."""
+    """A route over brokers that can make sends fail: ``fail(broker_name)`` returns the error."""
 
     def __init__(self, *brokers: Broker, fail: Callable[[str], Exception | None] = lambda name: None) -> None:
         self.brokers = {broker.name: broker for broker in brokers}
@@ -63,7 +63,7 @@ class Cluster:
         self._named = count(1)
 
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
-        """Name clients as a kit does, so that producers begin at the first queue."""
+        """Name clients as a kit does, so that producers start with the first queue."""
         return ("127.0.0.1", 0), f"client-{next(self._named)}"
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
@@ -122,7 +122,7 @@ def test_sends_use_the_queues_in_turn(broker: Broker) -> None:
 
 
 def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
-    """Twelve processes with one send each had all sent to queue 0 (issue 14, 2.14)."""
+    """Twelve processes that each sent once all used queue 0 (issue 14, 2.14)."""
     broker.call(CreateTopic("T", 8, 8))
     begun = {Producer(broker, f"shop{number}").send("T", b"x").queue.queue_id for number in range(60)}
     assert len(begun) > 2
@@ -130,7 +130,7 @@ def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
 
 def test_a_route_that_changes_during_a_query_is_queried_again(broker: Broker) -> None:
     class Changing(Cluster):
-        """Tells of a change before its answer arrives, which is from before."""
+        """Reports a change before it answers, and then answers with the old route."""
 
         def topic_route(self, topic: str) -> tuple[QueueData, ...]:
             before = super().topic_route(topic)
@@ -235,7 +235,7 @@ def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
 
 
 def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broker]) -> None:
-    """An answer after the time is a timeout and the message is stored."""
+    """An answer that comes too late is a timeout, although the message is stored."""
     runner = two[0].runner
     assert isinstance(runner, ManualRunner)
     clock = runner.manual_clock
@@ -287,7 +287,7 @@ def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:
 
 
 def test_one_way_messages_are_tried_once(two: tuple[Broker, Broker], caplog: pytest.LogCaptureFixture) -> None:
-    """One way messages are tried once and failures are logged."""
+    """One-way messages are tried once, and failures are logged."""
     cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
     producer = Producer(cluster, "shop")
     producer.send_oneway("T", b"x")
@@ -449,7 +449,7 @@ def test_bodies_are_bytes_text_or_json(broker: Broker) -> None:
 
 
 def test_wrong_arguments_are_named(broker: Broker) -> None:
-    """They had ended in errors of the interpreter, or were taken in silence."""
+    """These arguments used to raise errors of the interpreter, or were silently accepted."""
     producer: Any = Producer(broker, "shop")
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: producer.send(3, b"x"), "message: expected a Message, or a topic and a body, found 3"),

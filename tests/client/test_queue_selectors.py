@@ -1,4 +1,4 @@
-"""Choice of a message's queue. ``tests/golden`` has RocketMQ's choices by hash."""
+"""Choosing a message's queue. ``tests/golden`` has RocketMQ's choices by hash."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_queue_without_a_key_to_hash(key: object, java_name: str) -> None:
 
 
 def test_the_remainder_loses_the_sign_of_the_hash() -> None:
-    """The remainder has the sign of the hash and then loses it."""
+    """The remainder has the sign of the hash, which is then dropped."""
     assert select_by_hash(A, MESSAGE, -(1 << 31)) == A[2]
     assert select_by_hash(A, MESSAGE, -4) == A[1]
 
@@ -77,7 +77,7 @@ def test_neighbouring_numbers_go_to_neighbouring_queues() -> None:
 
 
 def test_random_choices_are_those_of_the_dice() -> None:
-    """Random choices are those of the dice and reach every queue."""
+    """Random choices come from the given dice and reach every queue."""
     select = select_at_random(Random(7))
     chosen = [select(A, MESSAGE, None) for _ in range(50)]
     assert set(chosen) == set(A)
@@ -91,7 +91,7 @@ def test_a_room_narrows_the_choice_if_it_has_queues() -> None:
 
     assert select("b") == B[1]
     assert select("a", "b") == B[1]
-    assert select("c") == B[1]  # the fifth of all
+    assert select("c") == B[1]  # no queue is in c, so this is the fifth of all queues
     assert select("a") == A[1]
 
 
@@ -169,7 +169,7 @@ def test_queues_of_available_brokers_take_turns() -> None:
 
 
 def test_without_available_broker_the_better_half_take_turns() -> None:
-    """With no broker available those of the better half take turns."""
+    """With no broker available, the brokers of the better half take turns."""
     clock = ManualClock()
     latencies = BrokerLatencies(clock.now_ms)
     given = [MessageQueue("T", broker, number) for broker in "abcd" for number in range(2)]

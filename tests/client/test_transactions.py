@@ -1,4 +1,4 @@
-"""Producers of transactions: deliveries, the time of the local transaction, and the producer that is asked."""
+"""Transaction producers: deliveries, when the local transaction runs, and which producer is checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MINUTE = 60_000
 
 
 class Shop:
-    """A broker, a consumer of topic T, and what happened."""
+    """A broker, a consumer of topic T, and a record of what happened."""
 
     def __init__(self, broker: Broker) -> None:
         assert isinstance(broker.runner, ManualRunner)
@@ -126,7 +126,7 @@ def test_unknown_outcomes_are_checked_until_discarded(shop: Shop) -> None:
 
 
 def test_a_producer_made_after_a_restart_is_asked(shop: Shop) -> None:
-    """It used to join only with its first send, so its halves were discarded without a question (issue 14, 1.14)."""
+    """The producer joined only with its first send, so its halves were discarded without a check (issue 14, 1.14)."""
     with shop.producer(execute=says(UNKNOWN)) as before:
         before.send_in_transaction(Message("T", b"sent before"))
     shop.answers[b"sent before"] = COMMIT

@@ -1,4 +1,4 @@
-"""Named brokers behind one route: ids that name their broker, outages, and order against availability."""
+"""Named brokers behind one route: ids that name their broker, outages, and order or availability."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sites(runner: ManualRunner) -> Iterator[Cluster]:
 
 
 class Group:
-    """Consumers of one group; what each got, by name."""
+    """Consumers of one group; records what each of them received."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, str, bytes]] = []
@@ -184,7 +184,7 @@ def test_another_queue_keeps_sending_and_breaks_order(cluster: Cluster, runner: 
 
 
 def test_without_a_choice_order_breaks_after_150_s(cluster: Cluster, runner: ManualRunner) -> None:
-    """As in 4.9: the send is refused until clients notice, then it goes to another queue."""
+    """As in 4.9, the send is refused until clients notice, and then goes to another queue."""
     producer = Producer(cluster, "p")
     key = next(key for key in "klmnop" if keyed(producer, key) == "b")
     cluster.crash("b")

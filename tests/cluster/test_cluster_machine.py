@@ -1,4 +1,4 @@
-"""A cluster over two sites against what it promises, whatever fails in whatever order."""
+"""A cluster over two sites keeps its promises, whatever fails in whatever order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOPICS = ("orders", "ledger")
 
 
 class ClusterMachine(RuleBasedStateMachine):
-    """Sends, and outages of brokers, links, consumers and sites; the end holds the results against the promises.
+    """Sends, and outages of brokers, links, consumers and sites; at the end the results are compared with the promises.
 
     ``orders`` go to the nearest brokers and are consumed concurrently. ``ledger`` is sent by key, with order above
     availability, and consumed in order.
@@ -117,7 +117,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.rmq.close()
 
     def check(self, topic: str) -> None:
-        """Nothing acknowledged is lost, each duplicate has a cause, and keys are in order."""
+        """No acknowledged message is lost, each duplicate has a cause, and the messages of a key are in order."""
         stored: dict[bytes, int] = defaultdict(int)
         for message in self.rmq.messages(topic):
             stored[message.body] += 1

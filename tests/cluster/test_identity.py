@@ -1,4 +1,4 @@
-"""Client identity: no mix-up between clusters, the old rule with its consequence, settings of a whole group."""
+"""Client identity: clusters do not mix, the old rule and its consequence, settings of a whole group."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_two_clients_of_one_id_are_named_with_their_brokers(clusters: tuple[Clus
 
 
 def test_the_last_started_sets_the_settings_of_its_group(caplog: pytest.LogCaptureFixture) -> None:
-    """As in 4.9, where each heartbeat replaces kind, model and start of the group."""
+    """As in 4.9, each heartbeat replaces the kind, model and start of the group."""
     runner = ManualRunner()
     broker = Broker.open("/b", runner=runner, files=MemoryFiles(), store_config=StoreConfig.tiny())
     consumers: list[PushConsumer] = []

@@ -1,4 +1,4 @@
-"""A replica: what it copies, what it refuses, what sends and reads get from it."""
+"""A replica: what it copies, what it refuses, and how sends and reads use it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fill(broker: Broker, count: int = 100, topic: str = "T") -> None:
 
 
 def log_files(store: MessageStore) -> dict[str, bytes]:
-    """The log's bytes by file, up to its end."""
+    """Return the log's bytes by file, up to its end."""
     log = store.log
     return {
         name: store.files.read(f"{store.path}/commitlog/{name}", 1 << 30)[: log.end - int(name)]
@@ -82,7 +82,7 @@ def test_a_replica_has_the_bytes_queues_and_keys_of_its_master() -> None:
 
 
 def test_records_of_every_kind_are_copied() -> None:
-    """Delays, halves, op messages, batches, IPv6 hosts, extension units, a record longer than a copy."""
+    """Delays, halves, op messages, batches, IPv6 hosts, extension units, and a record longer than one copy."""
     store = StoreConfig.tiny(enable_consumequeue_ext=True, max_message_size=40_000)
     broker = opened(store=store)
     replica = copy_of(broker)
@@ -108,19 +108,19 @@ def test_sends_say_whether_a_replica_has_the_message() -> None:
     assert status() is SendStatus.SLAVE_NOT_AVAILABLE
     replica = copy_of(broker, of=link)
     assert status() is SendStatus.SEND_OK
-    assert replica.end == broker.store.log.end  # at once, without a turn
+    assert replica.end == broker.store.log.end  # immediately, without a turn of the runner
     link.cut()
     assert status() is SendStatus.FLUSH_SLAVE_TIMEOUT
     assert status(wait_store_ok=False) is SendStatus.SEND_OK
     manual(broker).advance(21_000)
-    assert status() is SendStatus.SLAVE_NOT_AVAILABLE  # gone after 20 s
+    assert status() is SendStatus.SLAVE_NOT_AVAILABLE  # counts as gone after 20 s
     link.restore()
     assert replica.follow()
     assert status() is SendStatus.SEND_OK
     link.seconds = 2
     assert status() is SendStatus.SEND_OK
     link.seconds = 4
-    assert status() is SendStatus.FLUSH_SLAVE_TIMEOUT  # it came, but too late
+    assert status() is SendStatus.FLUSH_SLAVE_TIMEOUT  # it arrived, but too late
     link.seconds = 0
     replica.close()
     assert status() is SendStatus.SLAVE_NOT_AVAILABLE
@@ -158,7 +158,7 @@ def test_a_copy_cut_in_the_middle_of_a_record_continues() -> None:
 
 @pytest.mark.parametrize("kept", [1, 4, 60, 100, 156])
 def test_a_replica_killed_in_the_middle_of_a_record_catches_up(kept: int) -> None:
-    """A part of the next record is in its file, as after a kill while it was copied."""
+    """The file has a part of the next record, as if the replica was killed while copying it."""
     broker = opened()
     fill(broker, 20)
     replica = copy_of(broker)
@@ -206,7 +206,7 @@ def test_a_folder_that_can_not_copy_is_left_as_it_is() -> None:
 
 
 def test_a_replica_ahead_of_its_master_stops() -> None:
-    """The master has lost its end, as a crash of the machine can make it."""
+    """The master has lost the end of its log, which can happen when its machine crashes."""
     files = MemoryFiles()
     broker = opened(files)
     fill(broker, 10)
@@ -258,7 +258,7 @@ def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCa
 
 
 def test_a_recreated_topic_is_copied() -> None:
-    """Its queue starts at 0 again, although the copy has an older one of that name."""
+    """The queue starts at 0 again, although the copy has an older queue of that name."""
     broker = opened(store=StoreConfig.tiny(max_total_size=2 << 16))
     replica = copy_of(broker)
     fill(broker, 20, "Gone")
@@ -327,7 +327,7 @@ def test_a_promoted_copy_is_a_store_of_its_own() -> None:
 
 
 def test_a_pull_beyond_the_copy_waits_for_it() -> None:
-    """The master has such messages, so the offset is not illegal, and the consumer's progress stays."""
+    """The master has these messages, so the offset is not illegal, and the consumer keeps its progress."""
     broker = opened()
     fill(broker, 9)
     link = ReplicaLink(broker, manual(broker).manual_clock)
@@ -359,7 +359,7 @@ def test_a_master_suggests_its_replica_for_old_messages() -> None:
 
 @pytest.mark.parametrize("since_ms", [0, 4_000, 9_999])
 def test_progress_follows_within_ten_seconds(since_ms: int) -> None:
-    """Whatever was stored 10 s before the master's end is known to the replica."""
+    """The replica knows all progress that was stored 10 s before the master ended."""
     broker = opened()
     runner = manual(broker)
     fill(broker, 9)
@@ -372,9 +372,9 @@ def test_progress_follows_within_ten_seconds(since_ms: int) -> None:
 
 
 def test_a_failover_repeats_the_last_messages() -> None:
-    """One message a second is consumed, progress is copied every 10 s: at most 15 of 47 messages come again.
+    """With one message a second and progress copied every 10 s, at most 15 of 47 messages are delivered again.
 
-    A consumer tells its broker its progress every 5 s, and the replica hears of it up to 10 s later.
+    A consumer sends its progress to the broker every 5 s, and the replica copies it up to 10 s later.
     """
     broker = opened()
     runner = manual(broker)
@@ -401,7 +401,7 @@ def test_a_failover_repeats_the_last_messages() -> None:
 
 
 def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
-    """No broker and no connection: the replica reads the files beside the process that writes them."""
+    """Without a broker or connection, the replica reads the files while another process writes them."""
     runner = ManualRunner()
     master = Broker.open(tmp_path / "m", store_config=StoreConfig.tiny(), runner=ManualRunner())
     fill(master, 200)
@@ -452,7 +452,7 @@ def test_senders_in_threads_share_a_copy(tmp_path: Path) -> None:
 @pytest.mark.golden
 @pytest.mark.parametrize("folder", store_folders())
 def test_recorded_stores_are_copied_byte_for_byte(folder: Path) -> None:
-    """The log as it is, blanks and what is behind them too, and the queues that the copy derives itself."""
+    """The log is copied with its blanks and what follows them; the copy derives its queues itself."""
     source, files = folder / "store", DiskFiles()
     with MessageStore.open(source, read_only=True) as master:
         runner, memory = ManualRunner(), MemoryFiles()
@@ -475,7 +475,7 @@ def test_recorded_stores_are_copied_byte_for_byte(folder: Path) -> None:
 
 
 class _OnDisk:
-    """A store on disk as the master of a replica in memory."""
+    """Serves a store on disk as the master of a replica in memory."""
 
     def __new__(cls, path: Path, files: Files) -> Any:
         from librmq.cluster import StoredMaster

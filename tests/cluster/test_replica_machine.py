@@ -1,4 +1,4 @@
-"""A master and its replica through kills, cuts, slow links and retention, compared with a plain model."""
+"""A master and its replica, compared with a model through kills, cut and slow links, and retention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COPY_MS = 10_000
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """Knows each stored message, which of them a replica acknowledged, and the progress of the last seconds."""
+    """Knows all stored messages, those that a replica acknowledged, and the progress of the last seconds."""
 
     @initialize(sync=st.booleans())
     def begin(self, sync: bool) -> None:
@@ -35,10 +35,10 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.link = ReplicaLink(self.master, self.runner.manual_clock)
         self.replica = self.open_replica()
         self.sent: list[tuple[int, bytes]] = []  # physical offset, body
-        self.safe: set[int] = set()  # messages that the replica has, by the status of their send
+        self.safe: set[int] = set()  # messages that the replica has, according to the status of their send
         self.progress: list[tuple[int, int]] = [(self.runner.now_ms(), 0)]  # time, the master's value
         self.reached_ms = self.runner.now_ms()  # when the link last worked, or began to be cut
-        self.kept: set[int] = set()  # progress that only the replica has, since the master died before it saved it
+        self.kept: set[int] = set()  # progress that only the replica has, because the master died before saving it
 
     def open_master(self) -> Broker:
         return Broker.open("/b", self.config, runner=self.runner, files=self.files, store_config=STORE)
@@ -66,7 +66,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(most=st.one_of(st.none(), st.integers(0, 5000)))
     def link_breaks(self, most: int | None) -> None:
-        """At once, or in the middle of a copy."""
+        """The link breaks immediately, or in the middle of a copy."""
         if most is None:
             self.link.cut()
         else:
@@ -81,7 +81,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(torn=st.integers(0, 300), kill=st.booleans())
     def replica_dies(self, torn: int, kill: bool) -> None:
-        """The next bytes of the master can be in its file in part, and more may be missing after a restart."""
+        """The replica's file may contain part of the next bytes, and a restart may lose more."""
         before = self.replica.end
         if not kill:
             self.replica.close()
@@ -100,7 +100,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule()
     def master_dies(self) -> None:
-        """A killed process loses no message; its progress since the last save is lost."""
+        """A killed process loses no message, but loses its progress since the last save."""
         self.master.abandon()
         self.check_failover()
         self.kept.add(self.replica.broker.consumer_offset("g", "T") or 0)
@@ -124,9 +124,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.progress.append((self.runner.now_ms(), self.master.consumer_offset("g", "T") or 0))
 
     def check_failover(self) -> None:
-        """Every safe message can be read from the copy, and the progress there is at most 10 s old.
+        """Every safe message can be read from the copy, whose progress is at most 10 s old.
 
-        So every message that comes again was consumed in the 10 s before the link last worked.
+        So every message that is delivered again was consumed in the 10 s before the link last worked.
         """
         copied = {one.physical_offset: one.body for one in self.replica.store.messages("T", 0)}
         begin = self.replica.store.log.begin

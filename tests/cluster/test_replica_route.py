@@ -1,4 +1,4 @@
-"""A route over a master and its replica: where clients read, and when."""
+"""A route over a master and its replica: when clients read from which."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.broker.parties import manual, opened, pull, send
 
 
 def test_consumers_continue_at_the_replica_and_return() -> None:
-    """No message is missed; those that come again were consumed since the last copy of the progress."""
+    """No message is missed; only those consumed since the last copy of the progress are delivered again."""
     files, runner = MemoryFiles(), ManualRunner()
     cluster = Cluster.open("/c", ["a"], runner=runner, files=files, store_config=StoreConfig.tiny())
     replica = Replica.open("/copy", of=cluster.broker("a"))
@@ -36,10 +36,10 @@ def test_consumers_continue_at_the_replica_and_return() -> None:
     assert replica.follow()
     cluster.crash("a")
     runner.advance(1000)
-    assert got == sent  # at once
+    assert got == sent  # immediately
     with pytest.raises(BrokerUnreachableError):
         producer.send("T", b"x")
-    runner.advance(200_000)  # the master has left the route of clients
+    runner.advance(200_000)  # the clients have dropped the master from their route
     assert [(one.broker_name, one.permission) for one in route.topic_route("T")] == [("a", PERM_READ)]
     assert route.broker_names() == ("a",)
     replica.reconnect(cluster.reopen("a"))

@@ -1,4 +1,4 @@
-"""The router of sites: addresses, switches by hand and by probe, clients rebuilt without loss, capacity."""
+"""The router of sites: addresses, manual switches, probes, clients rebuilt without loss, capacity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send(routed: object) -> str:
 
 
 class Billing:
-    """Makes consumers, and notes who got what."""
+    """Creates consumers, and records which of them received what."""
 
     def __init__(self) -> None:
         self.got: list[str] = []
@@ -74,7 +74,7 @@ def test_a_call_in_a_switch_is_not_lost(clusters: dict[str, Cluster]) -> None:
     routed = router.producer("hz", shop)
 
     def send_through(producer: Producer) -> str:
-        router.switch("hz", "sh")  # meanwhile, in another thread
+        router.switch("hz", "sh")  # runs in another thread meanwhile
         return producer.send("T", b"x").queue.broker_name
 
     first = routed.current
@@ -100,7 +100,7 @@ def test_whether_consumers_move_is_a_choice(clusters: dict[str, Cluster], runner
 
 
 def test_a_consumer_that_does_not_move_is_at_home(clusters: dict[str, Cluster], runner: ManualRunner) -> None:
-    """Also one that is made while its site uses another cluster."""
+    """Even if it is created while its site uses another cluster."""
     router, billing = SiteRouter(clusters, HOMES), Billing()
     router.switch("hz", "sh")
     made = router.consumer("hz", billing)

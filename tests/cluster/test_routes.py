@@ -1,4 +1,4 @@
-"""Several brokers behind one route: what clients know about them, and when."""
+"""Several brokers behind one route: what clients notice, and when."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_killed_broker_stays_in_the_route_for_up_to_150_s() -> None:
 
 
 def test_looks_and_expiry_of_a_route_can_be_chosen() -> None:
-    """Killed after a second, a broker expires after 10 s more; clients look at the 12th second."""
+    """A broker killed after a second expires 10 s later; clients update their route in the 12th second."""
     runner = ManualRunner()
     a, b = broker("a", runner), broker("b", runner)
     for one in (a, b):

@@ -17,14 +17,14 @@ R = TypeVar("R")
 
 
 class Seam:
-    """A process with a seam to its broker: ``fail(request)`` may return an error for any request of its clients."""
+    """A process whose requests can fail: ``fail(request)`` may return an error for any request of its clients."""
 
     def __init__(self, process: Process) -> None:
         self.inner = process
         self.runner: Runner = process.runner
         self.fail: Callable[[Request[Any]], Exception | None] = lambda request: None
         self.answers: dict[type[Request[Any]], Any] = {}
-        """What is answered instead of the broker, by kind of request."""
+        """Answers to give in place of the broker's, by kind of request."""
         self.asked: list[Request[Any]] = []
 
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
@@ -53,12 +53,12 @@ class Seam:
         return self.inner.endpoint(self.inner.broker_names()[0]).call(request)
 
     def cut(self, *kinds: type[Request[Any]]) -> None:
-        """From now on these requests get no answer; all others do."""
+        """Leave these requests without an answer from now on, and answer all others."""
         self.fail = lambda request: BrokerUnreachableError("no answer") if isinstance(request, kinds) else None
 
 
 def seam_of(rmq: Kit) -> Seam:
-    """Return the seam of a new process, whose listeners can fail."""
+    """Return the seam of a new process whose listeners may fail."""
     seam: Seam = rmq.app("g", Seam, fail_fast=False).state
     return seam
 
@@ -73,7 +73,7 @@ def subscribed(
     filters: dict[str, Any] | None = None,
     **settings: Any,
 ) -> PushConsumer:
-    """Return a consumer of one topic, in its own process or, if started, behind such a seam. Its listener can fail."""
+    """Return a consumer of one topic in its own process, or a started one behind a seam. Its listener may fail."""
     made = PushConsumer(route, group, **settings) if route else rmq.consumer(group, fail_fast=False, **settings)
     made.subscribe(topic, listener, **filters or {})
     return made.start() if route else made
@@ -84,18 +84,18 @@ def send(rmq: Kit, *bodies: str, topic: str = "t", **fields: Any) -> list[SendRe
 
 
 def bodies(rmq: Kit, process: str | None = None, group: str = "g") -> list[str]:
-    """Return the bodies that listeners of a group or of one process ("g" is the first, then "g-2") got, in order."""
+    """Return the bodies that listeners of a group or of a process ("g" is the first, then "g-2") got, in order."""
     return [one.body.decode() for one in rmq.delivered(group) if process in (None, one.process)]
 
 
 class Noted:
-    """A listener that records body, reconsume times and time of each delivery, and fails ``fails`` times."""
+    """A listener that records each delivery's body, reconsume times and time, and fails ``fails`` times for a body."""
 
     def __init__(self, rmq: Kit, fails: dict[str, int] | None = None) -> None:
         self.rmq = rmq
         self.fails = fails or {}
         self.seen: list[tuple[str, int, int]] = []
-        """Body, reconsume times and milliseconds since `since` was called, or since the test began."""
+        """Body, reconsume times, and milliseconds since `since` was called or the test began."""
         self.since_ms = rmq.clock.now_ms()
 
     def since(self) -> None:

@@ -23,7 +23,7 @@ PATH = "/offsets/127.0.0.1@b1/g/offsets.json"
 def broadcasting(
     rmq: Kit, name: str = "b1", listener: Any = lambda message: None, topic: str = "t", **settings: Any
 ) -> PushConsumer:
-    """A started consumer of a client that has the same id after each start."""
+    """Return a started consumer whose client has the same id after each start."""
     client = Client(rmq.route, host=("127.0.0.1", 0), instance_name=name)
     usual: dict[str, Any] = {"files": rmq.files, "offsets_folder": "/offsets", "consume_from": ConsumeFrom.FIRST}
     consumer = PushConsumer(rmq.route, "g", client=client, model=MessageModel.BROADCASTING, **usual | settings)
@@ -76,7 +76,7 @@ def test_failures_are_dropped(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"offsetTable":{"a":1}}', '{"offsetTable":3}'])
 def test_unreadable_progress_is_taken_from_the_copy(one_queue: Kit, text: str) -> None:
-    """Without a readable copy the start is refused."""
+    """If no copy of the progress can be read, the start is refused."""
     consumer = broadcasting(one_queue)
     for body in "ab":
         send(one_queue, body)
@@ -106,7 +106,7 @@ class FullDisk(MemoryFiles):
 
 
 def test_progress_that_cannot_be_saved_is_saved_later(one_queue: Kit) -> None:
-    """A full disk does not keep a reader in the group either."""
+    """A full disk does not keep the consumer in its group either."""
     files = FullDisk()
     files.make_folder("/offsets")
     consumer = broadcasting(one_queue, files=files)
@@ -126,7 +126,7 @@ def test_progress_that_cannot_be_saved_is_saved_later(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("start", list(ConsumeFrom))
 def test_the_message_that_creates_its_topic_is_delivered(rmq: Kit, start: ConsumeFrom) -> None:
-    """The first send to a new topic created queues whose first message was never delivered (issue 14, 2.4)."""
+    """The first send to a new topic created queues whose first messages were never delivered (issue 14, 2.4)."""
     broadcasting(rmq, topic="new", consume_from=start)
     send(rmq, "before the first rebalance", topic="new", queue=0)
     rmq.advance(seconds=1)

@@ -1,4 +1,4 @@
-"""Downstream is down: consumers rest instead of burning attempts."""
+"""While a downstream service is down, consumers rest and use up no attempts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from librmq.files.memory import MemoryFiles
 
 
 class Bank:
-    """A downstream service that counts calls and can be down."""
+    """A downstream service that counts its calls and can be down."""
 
     def __init__(self, **how: object) -> None:
         self.is_up = False
@@ -66,7 +66,7 @@ def test_an_hour_down_uses_no_attempt_up(
     bodies = send(broker, 8)
     runner.advance(3_600_000)
     assert bank.booked == []
-    assert 55 <= len(bank.calls) <= 70  # those that ran at first, then one a minute
+    assert 55 <= len(bank.calls) <= 70  # those that were already running, then one a minute
     assert broker.consumer_offsets("g", "T").get(0, 0) == 0
     bank.is_up = True
     runner.advance(61_000)
@@ -159,7 +159,7 @@ def test_a_rest_does_not_count_as_a_consume_timeout(broker: Broker, runner: Manu
 
 
 def test_a_message_of_its_own_still_fails(broker: Broker, runner: ManualRunner) -> None:
-    """Other exceptions count as attempts, also between rests."""
+    """Other exceptions count as attempts, even between rests."""
     consumer = PushConsumer(broker, "g", max_reconsume_times=1)
     down = [True]
 

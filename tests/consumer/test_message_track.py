@@ -1,4 +1,4 @@
-"""The state of a message in each group, and dead letters sent again."""
+"""The state of a message in each group, and resending dead letters."""
 
 from __future__ import annotations
 

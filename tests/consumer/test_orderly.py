@@ -1,4 +1,4 @@
-"""Orderly push consumers: order, suspension, the maximum, locks, takeovers, transactions of several calls."""
+"""Orderly push consumers: order, suspension, the most attempts, locks, takeovers, transactions over several calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T0 = MessageQueue("t", "broker-a", 0)
 
 
 def ordered(rmq: Kit, listener: Any = lambda message: None, **settings: Any) -> PushConsumer:
-    """An orderly consumer that has locked its queues, as it does 1 s after its start."""
+    """Return an orderly consumer that has locked its queues, as it does 1 s after its start."""
     consumer = subscribed(rmq, listener, orderly=True, **settings)
     rmq.advance(seconds=1)
     return consumer
@@ -39,7 +39,7 @@ def unlocked(seam: Seam) -> set[MessageQueue]:
 
 
 def test_a_queue_is_consumed_in_order_from_the_first_lock_on(one_queue: Kit) -> None:
-    """The periodic lock comes 1 s after the start."""
+    """The periodic lock runs 1 s after the start."""
     subscribed(one_queue, orderly=True)
     send(one_queue, *"abcdef")
     one_queue.advance(ms=999)
@@ -113,7 +113,7 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> N
 
 
 def test_dead_letter_ends_an_orderly_message_immediately(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    """an orderly consumer retried ``raise DeadLetter`` forever (issue 14, 1.10)."""
+    """An orderly consumer retried ``raise DeadLetter`` forever (issue 14, 1.10)."""
 
     def listen(message: DeliveredMessage) -> None:
         if message.body == b"bad":
@@ -153,7 +153,7 @@ def test_without_a_maximum_retries_never_end(one_queue: Kit, caplog: pytest.LogC
     assert set(bodies(one_queue)) == {"bad"}
     assert consumer.blocked_queues() == [(T0, 0, sent.message_id, 41)]
     blocked = [record.getMessage() for record in caplog.records if "is blocked at 0" in record.getMessage()]
-    assert len(blocked) == 6  # the 1st, 2nd, 4th, 8th, 16th, 32nd time
+    assert len(blocked) == 6  # the 1st, 2nd, 4th, 8th, 16th and 32nd attempt
 
 
 def test_several_calls_committed_together(one_queue: Kit) -> None:
@@ -199,7 +199,7 @@ def test_a_takeover_waits_for_the_periodic_lock(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bool) -> None:
-    """The next instance waits until the listener has ended; without the lock it does not."""
+    """With the lock, the next instance waits until the listener has ended; without it, it does not wait."""
     settings: dict[str, Any] = {"strategy": newest_takes_all, "lock_queues": locked}
     first = ordered(one_queue, **settings)
     one_queue.faults.slow_listener("g", 5)
@@ -217,7 +217,7 @@ def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bo
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: bool) -> None:
-    """After 20 s, and not at all if the queue has returned by then."""
+    """After 20 s, or not at all if the queue has come back by then."""
     seam = seam_of(one_queue)
     ordered(one_queue, Noted(one_queue, {"1": 40}), route=seam, strategy=newest_takes_all)
     send(one_queue, "1", "2")
@@ -239,12 +239,12 @@ def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: boo
 
 
 def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
-    """A message that arrives while the broker does not answer need not wait for the next one."""
+    """A message that arrives while the broker does not answer is delivered without waiting for another message."""
     seam, listener = seam_of(one_queue), Noted(one_queue)
     ordered(one_queue, listener, route=seam)
     one_queue.advance(seconds=4)
     del seam.asked[:]
-    one_queue.advance(hours=1)  # nothing to do: the lock is older than it is trusted
+    one_queue.advance(hours=1)  # no work: the lock is now too old to be trusted
     assert [request for request in seam.asked if isinstance(request, LockQueues)] == []
     listener.since()
     send(one_queue, "a")
@@ -261,7 +261,7 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
 
 
 def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> None:
-    """It is cut off for minutes, during which another instance consumes."""
+    """The client is cut off for minutes, while another instance consumes."""
     seam = seam_of(one_queue)
     first = ordered(one_queue, route=seam)
     send(one_queue, "1")
@@ -272,7 +272,7 @@ def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> N
     one_queue.advance(seconds=100)
     send(one_queue, "2", "3")
     one_queue.advance(seconds=100)
-    assert bodies(one_queue, "g-2") == ["1", "2", "3"]  # that 1 was consumed could not be stored
+    assert bodies(one_queue, "g-2") == ["1", "2", "3"]  # the progress past 1 could not be stored
     seam.cut()
     first.client.forgotten_by("broker-a")
     one_queue.advance(seconds=60)

@@ -1,4 +1,4 @@
-"""Order under any interleaving of rebalances, crashes and lock expiry; and what happens without the lock."""
+"""Order holds under any interleaving of rebalances, crashes and lock expiry, and breaks without the lock."""
 
 from __future__ import annotations
 

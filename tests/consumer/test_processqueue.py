@@ -1,4 +1,4 @@
-"""The process queue: progress in RocketMQ's examples, and its size in memory."""
+"""The process queue: its progress in RocketMQ's examples, and its size in memory."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @rule(gaps=st.lists(st.integers(1, 4), max_size=6), back=st.integers(0, 3), size=st.integers(0, 9))
     def pull(self, gaps: list[int], back: int, size: int) -> None:
-        """Filtered messages leave gaps; messages pulled twice are ignored."""
+        """Filtered messages leave gaps; messages that are pulled twice are ignored."""
         queue_offset = max(-1, self.largest - back)
         offsets = []
         for gap in gaps:
@@ -56,7 +56,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @rule(gap=st.integers(-1, 3), size=st.integers(0, 9))
     def begin(self, gap: int, size: int) -> None:
-        """Pull a message and begin it directly, unless others precede it or it was held before."""
+        """Pull a message and begin it immediately, unless others precede it or the queue already had it."""
         queue_offset = max(0, self.largest + gap)
         bounds = (1, queue_offset + 3)
         message = self.real.begin(record(queue_offset, size), bounds)
@@ -71,7 +71,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """Remove some started messages; some may already have ended."""
+        """Remove some started messages, some of which may already have ended."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True))
         held = bool(self.waiting or self.begun)
         progress = self.real.remove([self.taken[one] for one in chosen])

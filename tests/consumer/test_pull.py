@@ -1,4 +1,4 @@
-"""Pull consumers: subscribing and assigning, polling, positions, progress, misuse."""
+"""Pull consumers: subscribing and assigning, polling, positions, progress, and misuse."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def subscribed(rmq: Kit, name: str = "l1", **settings: Any) -> PullConsumer:
 
 
 def reading(rmq: Kit, queues: int, **settings: Any) -> PullConsumer:
-    """A started consumer of the first queues."""
+    """Return a started consumer of the first queues."""
     consumer = reader(rmq, "l1", **settings)
     consumer.assign(QUEUES[:queues])
     return consumer.start()
@@ -91,7 +91,7 @@ def test_a_subscribed_consumer_shares_queues(filled: Kit) -> None:
 
 
 def test_a_poll_gives_messages_of_one_queue(filled: Kit) -> None:
-    """Polls return messages of one queue and skip the others."""
+    """A poll returns messages of one queue, even when others have messages too."""
     consumer = reader(filled, pull_batch_size=4)
     consumer.subscribe("t", tags="b")
     consumer.start()
@@ -104,7 +104,7 @@ def test_a_poll_gives_messages_of_one_queue(filled: Kit) -> None:
 
 
 class CountedLock:
-    """The lock of a runner, and how often it was taken."""
+    """Wraps the lock of a runner, and counts how often it is taken."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.depth, self.times = inner, 0, 0
@@ -120,7 +120,7 @@ class CountedLock:
 
 
 class PassesOver(Seam):
-    """Answers pulls like a broker that checks three messages at a time, and finds no match."""
+    """Answers pulls like a broker that checks three messages at a time and finds no match."""
 
     def call(self, request: Request[Any], /) -> Any:
         if isinstance(request, PullMessage) and request.queue_offset < 9:
@@ -130,7 +130,7 @@ class PassesOver(Seam):
 
 
 def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two checks of the same queue other threads can take the lock."""
+    """Between two checks of one queue, other threads can take the lock."""
     lock = CountedLock(filled.runner.lock)
     seam = PassesOver(filled.route)
     consumer = PullConsumer(seam, "g")
@@ -161,7 +161,7 @@ def test_each_poll_commits_messages_of_earlier_polls(filled: Kit) -> None:
 
 
 def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
-    """If an exception such as Ctrl-C leaves the block, the messages of the last poll were not processed."""
+    """If an exception such as Ctrl-C leaves the block, the messages of the last poll count as not processed."""
     consumer = reader(filled)
     consumer.assign(QUEUES[:1])
 
@@ -182,7 +182,7 @@ def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
 
 @pytest.mark.parametrize("left_by", ["break", "exception"])
 def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
-    """The next poll, here or elsewhere, returns the messages that the loop did not get (issue 14, 1.7)."""
+    """The next poll, by this consumer or another, returns the messages that the loop did not get (issue 14, 1.7)."""
     consumer = reader(filled)
     consumer.assign(QUEUES)
     handled: list[bytes] = []
@@ -344,7 +344,7 @@ def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
     assert filled.broker.call(ConsumerIds("g")) == ()
     assert consumer.assignment == ()
     filled.advance(seconds=60)
-    again = reader(filled)  # the same name
+    again = reader(filled)  # has the same name
     again.subscribe("t")
     again.start()
     with pytest.raises(ClientStateError, match="start only once"):

@@ -1,4 +1,4 @@
-"""Polling in an event loop: nothing blocks it, nothing is lost."""
+"""Polling in an event loop: the loop is never blocked, and no message is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reader(broker: Broker) -> Iterator[PullConsumer]:
 async def test_a_poll_waits_and_others_continue(broker: Broker, reader: PullConsumer) -> None:
     producer = Producer(broker, "writers")
     polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
-    for _ in range(100):  # the loop continues
+    for _ in range(100):  # the loop keeps running
         await asyncio.sleep(0)
     assert not polling.done()
     await producer.send_async("T", b"1")
@@ -86,7 +86,7 @@ async def test_messages_may_be_iterated_over(broker: Broker) -> None:
 
 @pytest.mark.anyio
 async def test_an_async_loop_left_early_loses_nothing(broker: Broker) -> None:
-    """After a ``return`` from within the loop, the event loop closes the generator some time later."""
+    """After a ``return`` inside the ``async for``, the event loop closes the generator some time later."""
     producer = Producer(broker, "writers")
     for number in range(30):
         producer.send(Message("T", b"%d" % number))
@@ -125,14 +125,14 @@ async def test_one_poll_at_a_time(reader: PullConsumer) -> None:
     with pytest.raises(ClientStateError, match="one poll at a time"):
         await reader.poll_async()
     with pytest.raises(ClientStateError, match="one poll at a time"):
-        reader.poll(0)  # would block the loop, and so wait for itself
+        reader.poll(0)  # would block the loop, and so wait forever
     polling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await polling
-    assert await reader.poll_async(0) == []  # the next may
+    assert await reader.poll_async(0) == []  # the next poll may run
 
 
 def test_a_poll_continues_in_another_loop(broker: Broker, reader: PullConsumer) -> None:
     assert asyncio.run(reader.poll_async(0)) == []
-    Producer(broker, "writers").send("T", b"1")  # of a queue whose reader waited in the first loop
+    Producer(broker, "writers").send("T", b"1")  # to a queue whose reader waited in the first loop
     assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]

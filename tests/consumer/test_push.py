@@ -88,7 +88,7 @@ def test_fields_that_a_listener_sees(one_queue: Kit) -> None:
 def test_only_requested_tags_are_delivered(four_queues: Kit) -> None:
     subscribed(four_queues, filters={"tags": "Aa || C"})
     send(four_queues, "a", tags="Aa")
-    send(four_queues, "b", tags="BB")  # the same hash as Aa
+    send(four_queues, "b", tags="BB")  # has the same hash as Aa
     send(four_queues, "c", tags="C")
     send(four_queues, "d")
     four_queues.advance(seconds=20)
@@ -151,7 +151,7 @@ def test_as_many_listeners_at_once_as_threads(one_queue: Kit) -> None:
 
 
 def test_retries_then_dead_letter(rmq: Kit) -> None:
-    """After 10 s, 30 s, 1 min, … 2 h; then the dead letters."""
+    """After 10 s, 30 s, 1 min, … 2 h, and then as a dead letter."""
     times = Noted(rmq, {"a": 17})
     subscribed(rmq, times)
     send(rmq, "a")
@@ -288,14 +288,14 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
 def test_progress_passes_filtered_messages(one_queue: Kit) -> None:
     consumer = subscribed(one_queue, filters={"tags": "a"})
     send(one_queue, "a", tags="a")
-    send(one_queue, "b", tags="b")  # comes with the same pull, after the listener's message
+    send(one_queue, "b", tags="b")  # returned by the same pull, and begun after the listener's message
     one_queue.advance(seconds=30)
     assert consumer.progress("t") == {T0: 2}
     assert stored(one_queue) == 2
 
 
 def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None:
-    """From 10 seconds on, changed progress is saved every 5 seconds."""
+    """From 10 s on, changed progress is saved every 5 s."""
     seam = seam_of(one_queue)
     subscribed(one_queue, route=seam)
     send(one_queue, "a")
@@ -317,7 +317,7 @@ def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None
     assert stored(one_queue) == 2
     seam.cut()
     one_queue.advance(seconds=1)
-    assert stored(one_queue) == 3  # an unstored message is tried again
+    assert stored(one_queue) == 3  # a message that was not stored is retried
 
 
 def test_progress_travels_with_pulls(one_queue: Kit) -> None:
@@ -441,7 +441,7 @@ def test_a_member_without_a_queue_is_idle(one_queue: Kit) -> None:
 
 
 def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: Kit) -> None:
-    """This is the overlap of real rebalancing."""
+    """Rebalancing really overlaps like this."""
     first = subscribed(one_queue, strategy=newest_takes_all)
     one_queue.faults.slow_listener("g", 1)
     send(one_queue, "a")
@@ -490,7 +490,7 @@ def test_open_questions_are_repeated_every_20_seconds(one_queue: Kit) -> None:
 
 
 def test_instances_that_differ_leave_queues_unowned(four_queues: Kit) -> None:
-    """Only one of four queues of B is read, because the other instance subscribes only to A."""
+    """Only one of B's four queues is read, because the other instance subscribes only to A."""
     four_queues.broker.create_topic("B", 2)
     subscribed(four_queues)
     second = subscribed(four_queues)
@@ -508,7 +508,7 @@ def test_the_guard_refuses_a_group_that_differs(rmq: Kit) -> None:
 
 
 def test_instances_that_differ_are_reported_once_a_change(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    """Two instances with different subscriptions silently lost messages (issue 14, 2.2)."""
+    """Two instances with different subscriptions lost messages silently (issue 14, 2.2)."""
     with caplog.at_level(logging.WARNING, "librmq"):
         subscribed(four_queues, filters={"tags": "a"})
         four_queues.advance(seconds=1)
@@ -572,7 +572,7 @@ def test_pulling_stops_above_a_limit_and_continues_below(one_queue: Kit, setting
 
 
 def test_pulling_stops_while_offsets_span_too_much(one_queue: Kit) -> None:
-    """As in RocketMQ 4.9, a message that is stuck alone spans nothing."""
+    """As in RocketMQ 4.9, a single stuck message has no span."""
     spans: list[int] = []
     seam = seam_of(one_queue)
 
@@ -756,7 +756,7 @@ def test_threads(orderly: bool) -> None:
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for its timeout; if it is interrupted, it still leaves the group."""
+    """The shutdown waits for its timeout; even if it is interrupted, the consumer leaves its group."""
     release, begun = threading.Event(), threading.Event()
     with Broker.temporary() as broker:
         broker.create_topic("t", 1)
@@ -783,7 +783,7 @@ def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch:
                     consumer.shutdown()
         else:
             assert consumer.shutdown(timeout=0.01) is False
-        assert broker.consumer_offset("g", "t", 0) == 1  # the second is delivered again
+        assert broker.consumer_offset("g", "t", 0) == 1  # the second message is delivered again
         assert broker.call(ConsumerIds("g")) == ()
         release.set()
 
@@ -834,11 +834,11 @@ def test_gauges_of_a_groups_instances_add_up(four_queues: Kit) -> None:
     assert "queues" not in metrics.snapshot()
 
 
-# ------------------------------------------------------------------------------------- brokers that change or are away
+# ------------------------------------------------------------------------------ brokers that change or are unreachable
 
 
 def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    """A cut broker of 8 queues made 269 warnings a minute (issue 14, 5.1)."""
+    """A consumer cut off from a broker with 8 queues logged 269 warnings a minute (issue 14, 5.1)."""
     seam = seam_of(four_queues)
     subscribed(four_queues, route=seam)
     four_queues.advance(seconds=1)
@@ -877,7 +877,7 @@ def test_a_forgotten_client_notices_it(one_queue: Kit, has_another: bool) -> Non
     one_queue.broker.forget(consumer.client.client_id)
     send(one_queue, "at once")
     one_queue.advance(seconds=29)
-    assert bodies(one_queue, "g") == (["at once"] if has_another else [])  # without a member there is no subscription
+    assert bodies(one_queue, "g") == (["at once"] if has_another else [])  # a group without members has no subscription
     one_queue.advance(seconds=2)
     assert "at once" in bodies(one_queue, "g")
     send(one_queue, "later")
@@ -929,7 +929,7 @@ def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     with pytest.raises(RuntimeError, match="oops"):
         one_queue.run_until_idle()
     seam.cut()
-    one_queue.advance(seconds=129)  # the first of the 20 s behind 30 + 120 is 160
+    one_queue.advance(seconds=129)  # rebalancing every 20 s, the first one after 30 + 120 s is at 160 s
     assert bodies(one_queue) == []
     assert consumer.assigned[T0] is before
     one_queue.advance(seconds=1)
@@ -937,5 +937,5 @@ def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     assert consumer.assigned[T0] is not before
     one_queue.advance(minutes=1)
     asked = len(seam.asked)
-    one_queue.advance(hours=24)  # the pull that the broker holds is not lost
+    one_queue.advance(hours=24)  # the pull that the broker holds is kept
     assert len(seam.asked) == asked

@@ -1,4 +1,4 @@
-"""Consumers from the user's side: subscribing, contexts, settings, errors of misuse."""
+"""Consumers as their users see them: subscribing, contexts, settings, errors of misuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.consumer.parties import send, subscribed
 def started(rmq: Kit, **settings: Any) -> PushConsumer:
     consumer = rmq.consumer("g", **settings)
     consumer.subscribe("t2", lambda message: None)
-    send(rmq, "a", topic="t2")  # which starts it
+    send(rmq, "a", topic="t2")  # starts the consumer
     return consumer
 
 
@@ -99,7 +99,7 @@ def test_a_predicate_lets_messages_pass_as_consumed(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
 def test_a_predicate_and_a_batch_agree_on_consumption(one_queue: Kit, answer: int | Exception) -> None:
-    """The listener's index counts the messages that it got, which are not the whole batch."""
+    """The index that a listener returns counts the messages that it got, which may be fewer than the whole batch."""
     calls: list[list[str]] = []
 
     def listen(messages: list[DeliveredMessage]) -> int | None:
@@ -153,7 +153,7 @@ def test_single_messages_want_a_batch_size_of_one(one_queue: Kit) -> None:
 
 
 def test_redeliveries_of_several_topics_keep_to_their_listeners(one_queue: Kit) -> None:
-    """A batch of the retry topic went to the listener of its first message's topic."""
+    """A batch of the retry topic went to the listener for its first message's topic."""
     one_queue.broker.create_topic("u", 1)
     got: list[tuple[str, str]] = []
     consumer = one_queue.consumer("g", batch_size=8)
@@ -217,7 +217,7 @@ def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any])
 @pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
 def test_sql_that_a_broker_does_not_serve_is_refused(one_queue: Kit, kind: Any) -> None:
-    """The consumer started, got nothing, and the log filled (issue 14, 2.1)."""
+    """The consumer started and got no messages, and the log filled with errors (issue 14, 2.1)."""
     consumer = kind(one_queue.broker, "g")
     if kind is PushConsumer:
         consumer.subscribe("t", print, sql="p = 1")
@@ -232,7 +232,7 @@ def test_sql_that_a_broker_does_not_serve_is_refused(one_queue: Kit, kind: Any) 
 
 
 def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
-    """The consumer counted as failed for good."""
+    """A failed start made the consumer unusable."""
     consumer = one_queue.consumer("g")
     got: list[DeliveredMessage] = []
     with (

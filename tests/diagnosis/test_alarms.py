@@ -1,4 +1,4 @@
-"""Alarms of a watched broker: each fault once, its end too, and silence while all is well."""
+"""Alarms for a watched broker: one when a fault begins, one when it ends, and none while the broker is healthy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_retries_past_the_threshold(rmq: Kit) -> None:
     rmq.consumer("G").subscribe("T", fail)
     rmq.producer().send("T", b"x")
     rmq.advance(seconds=25)
-    assert heard.told() == []  # the first retry comes after 10 s
+    assert heard.told() == []  # the first retry is due after 10 s
     rmq.advance(seconds=30)
     assert heard.told()[0] == "raised many-retries"
 

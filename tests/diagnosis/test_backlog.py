@@ -1,4 +1,4 @@
-"""Lag of groups: equal to a plain model on every recorded store, and findings where a fault is planted."""
+"""Lag of groups: equal to a simple model on every recorded store, and findings where a fault is planted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stores import ROOT, SMALL, START_MS
 
 
 def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
-    """Compute each row by itself, from the store's public reads."""
+    """Compute each row separately, from the store's public reads."""
     found = []
     for name, offsets in tables.offsets.rows.items():
         topic, _, group = name.rpartition("@")
@@ -50,7 +50,7 @@ def test_lag_equals_the_model_on_recorded_stores(folder: Path) -> None:
 
 
 class Store:
-    """A store in memory with groups."""
+    """Return a store in memory with groups."""
 
     def __init__(self) -> None:
         self.files = MemoryFiles()

@@ -1,4 +1,4 @@
-"""The design check: each planted flaw is found, and a sound design has none."""
+"""The design check finds each planted flaw, and nothing in a sound design."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halves that checks have given up: listed until they are decided, which ends them for good."""
+"""Halves that checks have given up: listed until they are committed or rolled back, which is final."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from librmq.testing import Kit
 
 @pytest.fixture
 def halves(rmq: Kit) -> list[str]:
-    """The ids of three halves that were given up."""
+    """Return the ids of three halves that were given up."""
     producer = TransactionProducer(rmq.route, "P", lambda message: TransactionState.UNKNOWN)
     ids = [
         producer.send_in_transaction(

@@ -1,4 +1,4 @@
-"""Dead letters by cause: the exception that a consumer kept, else what the record tells."""
+"""Dead letters by cause: the exception that a consumer stored, or else what the record shows."""
 
 from __future__ import annotations
 

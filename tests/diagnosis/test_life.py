@@ -1,4 +1,4 @@
-"""The story of a message: complete for recorded stores, and event by event where the fate of a message is known."""
+"""The story of a message: complete for recorded stores, and event by event where its fate is known."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_plain_message_and_the_groups_that_passed_it(rmq: Kit) -> None:
     seen: list[bytes] = []
     rmq.consumer("fast").subscribe("orders", lambda message: seen.append(message.body))
     sent = rmq.producer().send("orders", b"x")
-    rmq.advance(seconds=20)  # by then its progress is stored
+    rmq.advance(seconds=20)  # its progress is stored by then
     rmq.broker.set_group("slow")
     rmq.broker.reset_group("slow", "orders", "begin")
     assert events(rmq, sent.message_id) == ["stored", "passed fast", "not_passed slow"]

@@ -1,4 +1,4 @@
-"""Findings about a running broker: planted faults are found and named, a healthy group has none."""
+"""Findings about a running broker: planted faults are found and named, and a healthy group has no findings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_two_clients_of_one_id(rmq: Kit) -> None:
 
 
 def four_instances(rmq: Kit, listener: Callable[[object], None] = nothing, **settings: object) -> list[PushConsumer]:
-    """Start an instance for each of four queues, then send most messages to the last."""
+    """Start an instance for each of four queues, then send most messages to the last queue."""
     rmq.broker.create_topic("T", 4)
     made = [started(rmq, "G", **settings) for _ in range(4)]
     for consumer in made:
@@ -147,7 +147,7 @@ def four_instances(rmq: Kit, listener: Callable[[object], None] = nothing, **set
 
 
 def test_one_slow_listener(rmq: Kit) -> None:
-    """Its queue lags though it holds messages: here the listener is not done with the first."""
+    """The queue lags although its consumer holds messages, because the listener is still busy with the first."""
 
     def slow(message: object) -> None:
         if getattr(message, "queue_id", None) == 3:
@@ -162,7 +162,7 @@ def test_one_slow_listener(rmq: Kit) -> None:
 
 
 def test_one_far_consumer(rmq: Kit) -> None:
-    """Its queue lags and it holds none of the messages: here it pulls once in an hour."""
+    """The queue lags and its consumer holds no messages, because it pulls once an hour."""
     four_instances(rmq, pull_interval=3600, pull_batch_size=1)
     (found,) = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "far-consumer"]
     assert found.subject == "group G, topic T, queue 3"
@@ -171,7 +171,7 @@ def test_one_far_consumer(rmq: Kit) -> None:
 
 
 def test_idle_listeners_while_messages_wait(rmq: Kit) -> None:
-    """A paused instance is called paused, and neither idle nor far."""
+    """A paused instance is reported as paused, not as idle or far away."""
     made = four_instances(rmq, pull_interval=3600, pull_batch_size=1)
     (found,) = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "idle-with-backlog"]
     assert found.evidence["listeners_running"] == 0

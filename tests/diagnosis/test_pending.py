@@ -1,4 +1,4 @@
-"""Waiting messages of a store, read from its files, beside a writer and without one."""
+"""Waiting messages of a store, read from its files, with and without a running writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_
 
 
 class Store:
-    """A store in memory, with all kinds of waiting messages."""
+    """A store in memory with waiting messages of all kinds."""
 
     def __init__(self, config: StoreConfig = SMALL) -> None:
         self.files = MemoryFiles()
@@ -77,7 +77,7 @@ def test_halves() -> None:
     store.transactions.check(store.clock.now_ms(), TransactionConfig())
     assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 1), ("H2", 1), ("H4", 1)]
     assert all(one.physical_offset > places[4][0] for one in store.pending())
-    store.transactions.commit(*places[2])  # by old coordinates
+    store.transactions.commit(*places[2])  # by its coordinates before the check
     assert [one.unique_key for one in store.pending()] == ["H0", "H4"]
 
 
@@ -114,7 +114,7 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     due = {seconds: START_MS + 1000 * seconds for seconds in places}
     assert [(one.due_ms, one.physical_offset) for one in store.pending()] == [
         (due[seconds], places[seconds]) for seconds in (30, 10, 300, 20)
-    ]  # as they were stored: none is in the wheel yet
+    ]  # in the order of storing, because none is in the wheel yet
     store.timers.run_due(store.clock.now_ms())
     store.timers.save()
     places[5] = store.timer(5, "K5")
@@ -127,7 +127,7 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     store.timers.run_due(store.clock.now_ms())
     store.timers.save()
     assert [one.unique_key for one in store.pending()] == ["K30", "K300"]
-    for _ in range(4):  # put on from slot to slot
+    for _ in range(4):  # moved on from slot to slot
         store.clock.advance(ms=100_000)
         store.timers.run_due(store.clock.now_ms())
     store.timers.save()
@@ -184,7 +184,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as store:
         place = store.append(Message("D", b"x", delay_level=1, unique_key="U")).physical_offset
         store.append(Message(OP_TOPIC, b"0", tags="d"))
-        assert main(["pending", str(tmp_path / "store")]) == 0  # beside the writer
+        assert main(["pending", str(tmp_path / "store")]) == 0  # while the writer is running
         line = (
             f'{{"kind":"delay","topic":"D","target_topic":"D","due_ms":{START_MS + 1000},"unique_key":"U",'
             f'"physical_offset":{place},"checks":0}}\n'

@@ -1,6 +1,6 @@
-"""Faults planted with parameters drawn at random, several in one store: each finding finds its own, and nothing else.
+"""Faults planted at random, several in one store: each is found, and nothing else is.
 
-Each fault has a group and a topic of its own, so that a finding about another group is a false one.
+Each fault has its own group and topic, so a finding about any other group is false.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from librmq.testing.undelivered import UndeliveredWarning
 
 LIMITS: Final = Thresholds(normal_lag=5, large_lag=1000, old_s=600, stuck_s=30)
 LAGS: Final = frozenset(("backlog", "uneven-lag", "hot-key"))
-"""What a backlog can bring with it."""
+"""Other findings that a backlog may cause."""
 
 
 class Planted(NamedTuple):
-    """Planted faults: the findings that must be there, and those that may be."""
+    """Planted faults: the findings that must appear, and those that may."""
 
     expected: frozenset[str]
     allowed: frozenset[str] = frozenset()
 
 
 class Place(NamedTuple):
-    """A group and a topic, and two numbers drawn for them."""
+    """A group, a topic, and two numbers drawn for them."""
 
     rmq: Kit
     group: str

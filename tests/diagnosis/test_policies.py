@@ -1,4 +1,4 @@
-"""Policies against backlog: a plan changes nothing, a skip does what the plan says and can be replayed."""
+"""Policies for a backlog: a plan changes nothing; a skip does what its plan says and can be replayed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from librmq.testing import Kit
 
 @pytest.fixture
 def behind(rmq: Kit) -> Kit:
-    """A group that has consumed nothing of 20 messages in two queues, sent 10 s apart."""
+    """Return a group that has consumed none of 20 messages in two queues, sent 10 s apart."""
     rmq.broker.create_topic("T", 2)
     for number in range(20):
         rmq.producer().send("T", b"%d" % number, keys=f"k{number}", queue=number % 2)

@@ -1,4 +1,4 @@
-"""The report: its values are the findings' own, its page opens offline, hostile names do no harm."""
+"""The report: its values equal the findings, its page works offline, and hostile names do no harm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = StoreConfig.tiny(commitlog_file_size=1 << 20)
 
 
 def made(path: Path, count: int = 30, *, queues: int = 3, topic: str = "orders") -> Path:
-    """Write a store with messages of a second each."""
+    """Write a store with messages one second apart."""
     clock = ManualClock(START_MS)
     with MessageStore.open(path, SIZES, clock=clock) as store:
         for number in range(count):
@@ -66,7 +66,7 @@ def damaged(path: Path) -> Path:
 
 
 class Html(HTMLParser):
-    """The texts of a page, its ids and links; every tag must be closed in order."""
+    """The strings of a page, its ids and links; tags must be closed in order."""
 
     VOID = ("meta", "path", "rect", "br")
 
@@ -139,7 +139,7 @@ def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same keys are chosen by columns and by records."""
+    """Both ways of reading, by columns and by records, sample the same keys."""
     pytest.importorskip("pyarrow")
     monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 200)
     clock = ManualClock(START_MS)
@@ -195,7 +195,7 @@ def test_values_that_a_folder_lacks_are_unknown(tmp_path: Path) -> None:
     assert found.stores[0].is_sound is None
     html = render_page(found)
     assert "not checked" in html
-    assert ">unknown</td>" in section(html, "lag")  # the time to drain
+    assert ">unknown</td>" in section(html, "lag")  # when the backlog is consumed
     assert [one.kind for one in found.findings] == ["not-verified"]
 
 
@@ -301,14 +301,14 @@ def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:
     plots = [one for one in html.split("<svg")[1:] if "aria-hidden" not in one.partition(">")[0]]
     assert plots
     assert all('role="img"' in one and "<title>" in one.partition("</svg>")[0] for one in plots)
-    assert "<text" not in html  # text is the page's own
+    assert "<text" not in html  # the page's own elements show all text
     assert "g on orders: 26 messages wait in 3 of 3 queues; most in queue 1: 10" in html
     assert "prefers-color-scheme: dark" in html
 
 
 @pytest.mark.parametrize(("topics", "queues"), [(1, 10_000), (5_000, 2)])
 def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
-    """Built as values: to write so many queues takes longer than to show them."""
+    """The report is built from values, because writing so many queues takes longer than showing them."""
     row = ("g", 5 * queues, START_MS, 9.5, 0, 0, None, *(tuple(range(queues)),) * 3, (None,) * queues, (5,) * queues)
     one = {"store": "s", "path": "/s", "owner": None, "now_ms": START_MS, "is_sound": True, "error": None,
            "messages": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip

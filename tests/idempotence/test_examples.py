@@ -1,4 +1,4 @@
-"""The examples do what they say, on a file and on real servers."""
+"""The examples do what they claim, with SQLite and with real servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.programs import example
 
 @pytest.fixture
 def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engine]:
-    """``shop("mysql")``: an engine, with fresh tables of the example."""
+    """``shop("mysql")`` returns an engine with fresh tables of the example."""
 
     def make(base: str) -> sqlalchemy.Engine:
         place = database(base)
@@ -32,7 +32,7 @@ def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engi
 
 @pytest.mark.parametrize("base", DATABASES)
 def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
-    """A second of work, the duplicate 100 ms later."""
+    """The work takes a second, and the duplicate arrives after 100 ms."""
     ways, clock = example("idempotence"), ManualClock(0)
     assert ways.deliver_twice(shop(base), ways.check_then_act, 0, clock) == 2
     assert clock.now_ms() == 1100
@@ -49,16 +49,16 @@ def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engi
 def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     ways, clock = example("idempotence"), ManualClock(0)
     assert ways.deliver_twice(shop(base), ways.select_for_update_nowait, 0, clock) == 1
-    assert clock.now_ms() == 10_100  # the duplicate was refused and delivered again
+    assert clock.now_ms() == 10_100  # the duplicate was refused, and then delivered again
 
 
 @pytest.mark.parametrize("base", DATABASES[1:])
 def test_a_lock_that_waits_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
-    """The duplicate waits for the lock, or arrives when it is free: either way it finds the order paid."""
+    """Whether the duplicate waits for the lock or arrives after it is free, it finds the order paid."""
     ways, engine = example("idempotence"), shop(base)
     with engine.connect() as one, engine.connect() as two:
         first = ways.select_for_update(one, 0)
-        assert next(first) == 1.0  # it has the lock, and works
+        assert next(first) == 1.0  # the first one holds the lock and works
         duplicate = threading.Thread(target=lambda: list(ways.select_for_update(two, 0)))
         duplicate.start()
         assert list(first) == []

@@ -1,4 +1,4 @@
-"""How often an effect happens after any failure: each cell of the table in ``docs/dedup.md``."""
+"""How often an effect happens after each failure: every cell of the table in ``docs/dedup.md``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reference import CHECKOUT
 
 
 def table() -> dict[str, dict[str, str]]:
-    """The outcomes, by what happens and store."""
+    """The outcomes by event and store."""
     text = (
         (CHECKOUT / "docs" / "dedup.md").read_text("utf-8").partition("## What is guaranteed")[2].partition("\n## ")[0]
     )
@@ -33,7 +33,7 @@ TABLE: Final = table()
 
 
 class Died(BaseException):
-    """The process is dead, and does nothing more."""
+    """The process is dead and does nothing more."""
 
 
 def business_key(message: Delivery) -> str:
@@ -41,7 +41,7 @@ def business_key(message: Delivery) -> str:
 
 
 class World(Protocol):
-    """One message, its consumer, and where records and effects are."""
+    """One message, its consumer, and the places of records and effects."""
 
     clock: ManualClock
     key: Callable[[Any], str | None]
@@ -49,20 +49,20 @@ class World(Protocol):
     unique_key: str
 
     def deliver(self, fault: str = "", meanwhile: Callable[[], object] | None = None, ahead: float = 0) -> None:
-        """Deliver the message; raises unless it is acknowledged."""
+        """Deliver the message; raise an error unless it is acknowledged."""
         ...
 
     def forget(self) -> None:
-        """Let the store lose its last records, with their consequences."""
+        """Let the store lose its last records, and anything that is lost with them."""
         ...
 
     def effects(self) -> int:
-        """How often the effect has happened."""
+        """Return how often the effect has happened."""
         ...
 
 
 class Faulty:
-    """A store some of whose answers fail."""
+    """A store in which some calls fail."""
 
     blocking = False
 
@@ -103,7 +103,7 @@ class Faulty:
 
 
 class GuardedWorld:
-    """A guard in front of an effect that is elsewhere."""
+    """A guard in front of an effect in another system."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
@@ -139,14 +139,14 @@ class GuardedWorld:
         guard(Delivery("orders", b"x", unique_key=self.unique_key, keys=self.name))
 
     def forget(self) -> None:
-        self.forgotten += 1  # there is no record of that scope
+        self.forgotten += 1  # no record with that scope exists
 
     def effects(self) -> int:
         return self._effects
 
 
 class TransactionalWorld:
-    """An effect in the database of the message table."""
+    """An effect in the same database as the message table."""
 
     def __init__(self, place: Database, name: str) -> None:
         self.place = place
@@ -209,8 +209,8 @@ def one_fault(fault: str) -> Callable[[World], None]:
 
 def duplicate_meanwhile(world: World) -> None:
     def duplicate() -> None:
-        # In a database the duplicate waits at the record until the first has ended: another test's
-        # concern (test_a_second_delivery_waits_for_the_first).
+        # In a database the duplicate waits for the first one's record. Another test covers that
+        # (test_a_second_delivery_waits_for_the_first).
         if isinstance(world, GuardedWorld):
             with pytest.raises(ReconsumeLater):
                 world.deliver()

@@ -1,4 +1,4 @@
-"""Several processes at one store, killed at any moment; effects are counted in a database."""
+"""Several processes share one store and are killed at random moments; a database counts the effects."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _groups = itertools.count()
 
 
 def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int) -> int:
-    """Let some processes work, kill each at a different moment, and do the rest; return the number of kills.
+    """Let several processes work, kill each at a different moment, and finish their work; return the number of kills.
 
-    The rest is done in this process, by a clock that is ahead of all claims.
+    This process finishes the work with a clock past the end of all claims.
     """
     script = Path(__file__).with_name("worker.py")
     words = [mode, store, url, str(effects), group]
@@ -83,7 +83,7 @@ def names(effects: Path, group: str) -> list[str]:
 def test_each_kill_costs_at_most_one_effect_too_many(
     place: Callable[[str], Place], name: str, effects: Path, slow_budget: SlowBudget
 ) -> None:
-    """Each effect is there, and twice only if its process was killed between effect and mark."""
+    """Each effect happens; it happens twice only if its process was killed between the effect and the mark."""
     where = place(name)
     where.handle  # noqa: B018 (makes the table)
     url = where.server.url if where.server is not None else str(where.path)
@@ -111,7 +111,7 @@ def test_no_kill_costs_anything_in_one_transaction(
 def test_senders_that_are_killed_send_all_in_order(
     database: Callable[[str], Database], base: str, effects: Path, slow_budget: SlowBudget
 ) -> None:
-    """Each message of an outbox at least once, again at most once a kill, those of a key first in their order."""
+    """An outbox sends each message at least once, repeats at most one per kill, and keeps the order of a key."""
     where = database(base)
     for seed in slow_budget.rounds(20, "rounds of three killed senders"):
         group = f"kills_{base}_{next(_groups)}"

@@ -1,4 +1,4 @@
-"""The guard with real consumers, under the kit's clock, and under explored schedules."""
+"""The guard in front of real consumers, with the kit's clock and with explored schedules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_order_is_consumed_once(tmp_path: Path, kind: str, orderly: bool, i
 
 
 def test_a_retried_message_is_known_by_its_id() -> None:
-    """Redeliveries are other records, in another topic: the usual key and the scope are those of the first."""
+    """Redeliveries are other records in another topic, but keep the usual key and scope of the first delivery."""
     tries: list[str] = []
 
     def fail_twice(message: DeliveredMessage) -> None:
@@ -101,7 +101,7 @@ def test_a_batch_continues_where_it_stopped(in_bulk: bool) -> None:
 
 
 def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
-    """The claim of the dead process lasts ten minutes; retries come until it has expired."""
+    """The dead process has a claim for ten minutes; retries are delivered until it has expired."""
     seen: list[str] = []
     store = MemoryDedupStore()
     with Kit() as rmq:
@@ -131,7 +131,7 @@ def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
 def test_from_an_outbox_through_a_broker_to_a_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orderly: bool
 ) -> None:
-    """A sender dies after a send; the message is sent again with its unique id, and dropped by the usual key."""
+    """A sender dies after a send; the message is sent again with the same unique id, and the usual key drops it."""
     seen: list[bytes] = []
     path = tmp_path / "shop.db"
     with Kit() as rmq, closing(sqlite3.connect(path)) as shop:
@@ -175,11 +175,11 @@ def _die(*_: object) -> None:
     raise SystemExit
 
 
-# --- explored
+# --- explored schedules
 
 
 def book(rmq: Kit, guarded: bool) -> None:
-    """Looks whether an order is booked, and books it; each order is sent twice, and any process may die."""
+    """Let a listener check for an order and then book it. Each order is sent twice, and any process may die."""
     booked: list[str] = []
     store = MemoryDedupStore()
 
@@ -207,6 +207,6 @@ def test_explored_schedules_pass_with_the_guard() -> None:
 
 def test_explored_schedules_fail_without_it() -> None:
     with Kit() as rmq:
-        book(rmq, False)  # in the usual order it passes
+        book(rmq, False)  # passes in the default order
     with pytest.raises(AssertionError):
         explore(lambda rmq: book(rmq, False), runs=200)

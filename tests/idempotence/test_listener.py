@@ -1,4 +1,4 @@
-"""The guard in front of a listener: what it passes on, drops and logs."""
+"""A guard in front of a listener: what it passes on, drops and logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.idempotence.conftest import together
 
 
 class Delivery(Message):
-    """A message as a consumer would deliver it."""
+    """Return a message as a consumer would deliver it."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class BrokenStore(MemoryDedupStore):
 
 
 class Guarded:
-    """A listener behind a guard that records what it consumed; ``then`` is an additional action."""
+    """A guarded listener that records what it consumed; ``then`` is called in addition."""
 
     def __init__(self, store: MemoryDedupStore | None = None, **settings: Any) -> None:
         self.seen: list[str] = []
@@ -63,7 +63,7 @@ class Guarded:
         self.guard = self.another(**settings)
 
     def another(self, **settings: Any) -> DedupListener:
-        """One more guard on the same store, as another process has it."""
+        """Return another guard on the same store, like one in another process."""
         settings = {"group": "billing", "clock": self.clock, **settings}
         return DedupListener(self.consume, self.store, **settings)
 
@@ -118,7 +118,7 @@ def test_a_failure_releases(failure: Exception) -> None:
 
 
 def test_the_claim_of_a_crash_is_taken_over_when_it_expires(caplog: pytest.LogCaptureFixture) -> None:
-    """A crash leaves the claim which is taken over when it expires."""
+    """A crash leaves its claim, which another process takes over when it expires."""
     guarded = Guarded(consuming_timeout=timedelta(minutes=5))
 
     def crash() -> None:
@@ -174,7 +174,7 @@ def test_the_fate_of_a_lost_claim_is_logged(meanwhile: str, told: str, caplog: p
             results.append(other(delivery(1)))
 
     guarded.then = inner
-    assert guarded.guard(delivery(1)) == "done"  # the listener's result is kept
+    assert guarded.guard(delivery(1)) == "done"  # the listener's result is returned
     assert guarded.guard.counts == DedupCounts(lost=1)
     assert f"later than 10000 ms after its claim: {told}" in caplog.text
 
@@ -320,7 +320,7 @@ def test_an_async_listener_is_guarded_until_it_has_ended(tmp_path: Any) -> None:
 
 
 def test_a_coroutine_is_awaited_before_the_mark() -> None:
-    """A coroutine from a plain function is awaited before the mark."""
+    """If a plain function returns a coroutine, it is awaited before the mark."""
     store, clock = MemoryDedupStore(), ManualClock()
     seen = []
 
@@ -402,7 +402,7 @@ def test_a_list_is_consumed_one_by_one_up_to_the_first_failure() -> None:
 
 
 class Batches:
-    """A guarded listener of lists."""
+    """A guarded listener for lists of messages."""
 
     def __init__(self, **settings: Any) -> None:
         self.seen: list[list[str]] = []
@@ -417,12 +417,12 @@ class Batches:
         return "done"
 
     def hold(self, number: int) -> None:
-        """Let another consumer claim a message."""
+        """Claim a message for another consumer."""
         now_ms = self.clock.now_ms()
         self.store.claim(f":orders:billing:paid:ID{number}", "b1", now_ms, now_ms + 1000)
 
     def give(self, *numbers: int) -> int | None:
-        """How many were consumed, None for all."""
+        """Deliver messages; return how many were consumed, None for all."""
         try:
             result = self.guard([delivery(number) for number in numbers])
         except ReconsumeLater as later:
@@ -478,7 +478,7 @@ def test_a_list_may_be_consumed_in_part() -> None:
         raise ReconsumeLater("the rest later", delay_level=2, consumed=1)
 
     batches.then = part
-    assert batches.give(1, 2, 3, 4, 5) == 3  # 4 is the first that is delivered again
+    assert batches.give(1, 2, 3, 4, 5) == 3  # redelivery starts with 4
     batches.then = lambda: None
     assert batches.give(4, 5) is None
     assert batches.seen == [["ID1", "ID3"], ["ID2", "ID4", "ID5"], ["ID4", "ID5"]]
@@ -537,7 +537,7 @@ def test_an_async_list_is_claimed_together() -> None:
     assert guard.counts == DedupCounts(consumed=2)
 
 
-# --- results of a listener
+# --- a listener's results
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -577,7 +577,7 @@ def test_rolled_back_messages_are_released(batch: bool) -> None:
     assert guard.counts == DedupCounts(consumed=1, released=2)
 
 
-# --- making one
+# --- creating a guard
 
 
 def test_as_a_decorator() -> None:

@@ -44,7 +44,7 @@ class Ask(NamedTuple):
 
 @types.coroutine
 def paused(call: Callable[[], Any], of_store: bool = True) -> Generator[Ask, Any, Any]:
-    """Let the machine make or fail a call at any time, as a guard does with `asyncio.to_thread`."""
+    """Pause before a call, so that the machine decides when it is made and whether it fails."""
     return (yield Ask(call, of_store))
 
 
@@ -58,11 +58,11 @@ def _send(answer: object, flow: Any) -> Any:
 
 
 class Failed(Exception):
-    """What a listener raises."""
+    """The error that a listener raises."""
 
 
 class GuardMachine(RuleBasedStateMachine):
-    """The guard: each effect but the first has an excuse that the table of guarantees names."""
+    """The guard: each repeated effect has a reason that is in the table of guarantees."""
 
     store: DedupStore = MemoryDedupStore()
 
@@ -78,7 +78,7 @@ class GuardMachine(RuleBasedStateMachine):
         self.key_of: dict[int, int] = {}
         self.claimed_at: dict[int, int | None] = {}
         self.did: dict[int, bool] = {}
-        """Whether the worker has had its effect."""
+        """Return whether the worker's effect has happened."""
         self.consumed_at: dict[int, int] = {}
         self.acknowledged: set[int] = set()
         self.guards = [self._guard(worker) for worker in range(WORKERS)]
@@ -87,7 +87,7 @@ class GuardMachine(RuleBasedStateMachine):
         async def listener(message: Delivery) -> None:
             await paused(lambda: self._effect(worker), of_store=False)
 
-        self.store.blocking = True  # so that its calls may pause
+        self.store.blocking = True  # so that a worker can pause at each call
         return DedupListener(
             listener,
             self.store,
@@ -101,17 +101,17 @@ class GuardMachine(RuleBasedStateMachine):
         key = self.key_of[worker]
         claimed_at = self.claimed_at[worker]
         if claimed_at is None:
-            self.excuses[key] += 1  # without a guard
+            self.excuses[key] += 1  # the worker had no guard
         elif self.clock.now_ms() >= claimed_at + 1000 * TIMEOUT:
-            self.excuses[key] += 1  # later than its claim
+            self.excuses[key] += 1  # after its claim has expired
         self.effects[key] += 1
         self.did[worker] = True
 
     def _go_on(self, worker: int, take: Callable[[Any], Any]) -> None:
-        """Let the worker's flow continue to its next call."""
+        """Run the worker's flow until its next call."""
         try:
             self.asks[worker] = take(self.flows[worker])
-            self.asked_at[worker] = self.clock.now_ms()  # a worker may sleep between that and its call
+            self.asked_at[worker] = self.clock.now_ms()  # a worker may sleep between this and its call
         except StopIteration:
             self.acknowledged.add(self.key_of[worker])
             self._forget(worker)
@@ -136,7 +136,7 @@ class GuardMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.flows))
     @rule(worker=workers)
     def turn(self, worker: int) -> None:
-        """The next call of a worker is made, and answered."""
+        """Make a worker's next call, and give it the answer."""
         self._turn(self._active(worker))
 
     @precondition(lambda self: bool(self.flows))
@@ -159,7 +159,7 @@ class GuardMachine(RuleBasedStateMachine):
         if self._is_marking(worker):
             late = now_ms >= (self.claimed_at[worker] or 0) + 1000 * TIMEOUT
             if late:
-                self.excuses[key] += 1  # its mark comes later than its claim
+                self.excuses[key] += 1  # its mark comes after its claim has expired
             else:
                 self.consumed_at[key] = now_ms
         answer = ask.call()
@@ -167,14 +167,14 @@ class GuardMachine(RuleBasedStateMachine):
             if expired:
                 self.excuses[key] += 1  # the record has expired
                 self.consumed_at.pop(key, None)
-            # Taken over from those that have had their effect, and not got round to their mark.
+            # The claim may have been taken over from workers whose effects happened, but which did not set their mark.
             self.excuses[key] += sum(self.did[other] for other, its in self.key_of.items() if its == key)
         self._go_on(worker, lambda flow: flow.send(answer))
 
     @precondition(lambda self: bool(self.flows))
     @rule(worker=workers, after=st.booleans())
     def fail(self, worker: int, after: bool) -> None:
-        """The listener raises, before its effect or after it."""
+        """The listener raises an error, before or after its effect."""
         worker = self._active(worker)
         if self.asks[worker].of_store:
             return
@@ -182,10 +182,10 @@ class GuardMachine(RuleBasedStateMachine):
             self.asks[worker].call()
             self.excuses[self.key_of[worker]] += 1
         self._go_on(worker, lambda flow: flow.throw(Failed()))
-        if worker in self.flows:  # it is releasing
+        if worker in self.flows:  # the worker is releasing its claim
             answer = self.asks[worker].call()
             self._go_on(worker, lambda flow: flow.send(answer))
-            while worker in self.flows:  # and, too late for that, to say so
+            while worker in self.flows:  # if it is too late for that, it also makes a call to say so
                 answer = self.asks[worker].call()
                 self._go_on(worker, partial(_send, answer))
 
@@ -213,7 +213,7 @@ class GuardMachine(RuleBasedStateMachine):
     def die(self, worker: int) -> None:
         worker = self._active(worker)
         if self.did[worker]:
-            self.excuses[self.key_of[worker]] += 1  # between effect and mark
+            self.excuses[self.key_of[worker]] += 1  # died between effect and mark
         self._forget(worker)
 
     @rule(seconds=st.sampled_from([1, TIMEOUT - 1, TIMEOUT, KEEP]))
@@ -253,7 +253,7 @@ def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, c
 
 
 class Unfenced(MemoryDedupStore):
-    """A holder that is too late releases another's claim."""
+    """A holder whose claim has expired releases another worker's claim."""
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         record = self.look(key, now_ms)
@@ -261,7 +261,7 @@ class Unfenced(MemoryDedupStore):
 
 
 class Unchecked(MemoryDedupStore):
-    """Looks first and then claims, although another worker can claim in between."""
+    """Looks first and then claims, so another worker can claim in between."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         found = super().claim(key, owner, now_ms, expires_at_ms)
@@ -291,7 +291,7 @@ def the_first_gives_up_too_late(machine: GuardMachine) -> None:
 
 @pytest.mark.parametrize(("kind", "schedule"), [(Unfenced, the_first_gives_up_too_late), (Unchecked, both_claim)])
 def test_a_store_that_is_wrong_is_found(kind: type[MemoryDedupStore], schedule: Callable[[GuardMachine], None]) -> None:
-    """What the machine asserts fails for it, and does not fail for the real one under the same schedule."""
+    """The machine's assertions fail for a broken guard, and hold for the real one with the same schedule."""
     for store in (MemoryDedupStore(), kind()):
         machine = GuardMachine()
         machine.store = store
@@ -305,7 +305,7 @@ def test_a_store_that_is_wrong_is_found(kind: type[MemoryDedupStore], schedule: 
 
 
 class TransactionalMachine(RuleBasedStateMachine):
-    """The message table: once, under every schedule."""
+    """With the message table an effect happens once, in every schedule."""
 
     place: Database
 
@@ -319,7 +319,7 @@ class TransactionalMachine(RuleBasedStateMachine):
         self.acknowledged: set[int] = set()
 
     def _connect(self) -> Any:
-        """A connection that does not wait for others: a listener that would wait is repeated."""
+        """A connection that does not wait for others. A listener that would have to wait is repeated."""
         connection = self.place.connect()
         if self.place.name == "sqlite":
             connection.execute("PRAGMA busy_timeout = 0")
@@ -349,7 +349,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             first = block.__enter__()
             if first:
                 connection.cursor().execute(f"INSERT INTO effects (name) VALUES ('{self._name(key)}')")
-        except Exception:  # another has it: repeated
+        except Exception:  # another connection has it, so the listener is repeated
             with suppress(Exception):
                 connection.rollback()
             connection.close()

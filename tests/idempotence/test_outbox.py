@@ -1,4 +1,4 @@
-"""The outbox: committed messages are sent at least once, by one sender at a time, in order on request."""
+"""The outbox: committed messages are sent at least once, by one sender at a time, in order if requested."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Result:
 
 
 class Recorder:
-    """A producer that records its sends; ``then`` is called after each, and returns the status."""
+    """A producer that records its sends; ``then`` is called after each send and returns its status."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -72,7 +72,7 @@ class Post:
         return sender.run_due(self.clock.now_ms()) - self.clock.now_ms()
 
     def second_sender_meanwhile(self) -> Recorder:
-        """Let another sender run during each send of the first; return its producer."""
+        """Let another sender run during each send of the first one; return the other's producer."""
         second = Recorder()
         other = self.sender(second)
 
@@ -94,11 +94,11 @@ def post(request: pytest.FixtureRequest, database: Callable[[str], Database], na
 
 @pytest.fixture
 def embedded(database: Callable[[str], Database], name: str) -> Post:
-    """On SQLite alone, for tests that do not depend on the database."""
+    """SQLite only, for tests that do not depend on the database."""
     return Post(database("sqlite"), "box_" + name.replace("-", "_"))
 
 
-# --- adding
+# --- adding messages
 
 
 def test_only_committed_messages_are_sent(post: Post, name: str) -> None:
@@ -106,7 +106,7 @@ def test_only_committed_messages_are_sent(post: Post, name: str) -> None:
     with Session(post.engine) as session:
         session.execute(sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)"), {"name": name})
         post.outbox.add(session, Message("orders", b"kept"))
-        assert post.run(post.sender()) == 1000  # nothing yet; looks again after a second
+        assert post.run(post.sender()) == 1000  # no message yet, so it looks again after a second
         session.commit()
         post.outbox.add(session, Message("orders", b"undone"))
         session.rollback()
@@ -149,7 +149,7 @@ def test_a_unique_id_is_kept(embedded: Post) -> None:
 
 
 def test_adding_to_an_async_session(embedded: Post) -> None:
-    """With an order key, too: the second message of one waits for the first."""
+    """With an order key too, the second message of a key waits for the first."""
     refused = {"kept"}
     embedded.producer.then = lambda message: (
         SendStatus.FLUSH_DISK_TIMEOUT if message.body.decode() in refused else SendStatus.SEND_OK
@@ -212,7 +212,7 @@ def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.L
             post.clock.advance(seconds=1)
             seconds += 1
         waits.append(seconds)
-    assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first immediately
+    assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first attempt is immediate
     assert sender.failed == 8
     assert "row 1 to orders was not sent, attempt 8" in caplog.text
     post.producer.then = lambda message: SendStatus.SEND_OK
@@ -233,14 +233,14 @@ def test_a_sender_that_dies_after_sending_leaves_it_to_another(post: Post) -> No
     post.producer.then = lambda message: SendStatus.SEND_OK
     other = post.sender()
     post.run(other)
-    assert post.producer.bodies == ["one"]  # both are claimed
+    assert post.producer.bodies == ["one"]  # the first sender has claimed both
     post.clock.advance(ms=59_999)
     post.run(other)
     assert post.producer.bodies == ["one"]
     post.clock.advance(ms=1)
     post.run(other)
     assert post.producer.bodies == ["one", "one", "two"]
-    assert post.producer.sent[0] == post.producer.sent[1]  # its unique id too
+    assert post.producer.sent[0] == post.producer.sent[1]  # including its unique id
     assert other.sent == 2
 
 
@@ -257,7 +257,7 @@ def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytes
     post.add("one", "two")
     sender = post.sender()
     post.run(sender)
-    assert post.producer.bodies == ["one", "one", "two"]  # and the other sends what it had not begun
+    assert post.producer.bodies == ["one", "one", "two"]  # and the other sender sends what the first had not begun
     assert (sender.sent, sender.lost, other.sent) == (0, 1, 2)
     assert "row 1 was sent after its claim had expired" in caplog.text
 
@@ -270,7 +270,7 @@ def test_nothing_is_claimed_twice(post: Post) -> None:
     post.add(*map(str, range(150)))
     post.run(post.sender())
     assert sorted(map(int, post.producer.bodies + second.bodies)) == list(range(150))
-    assert second.bodies == list(map(str, range(100, 150)))  # of the first hundred none
+    assert second.bodies == list(map(str, range(100, 150)))  # none of the first hundred
 
 
 def test_of_senders_that_saw_the_same_rows_one_gets_each(post: Post) -> None:
@@ -376,11 +376,11 @@ def test_settings_that_make_no_sense_are_refused(embedded: Post) -> None:
         Outbox(table="a b")
 
 
-# --- the sender's life
+# --- start and shutdown of the sender
 
 
 def test_a_thread_sends(tmp_path: Path) -> None:
-    """On plain connections of a driver, made by a function; with the machine's clock."""
+    """A function returns plain driver connections, and the machine's clock is used."""
     path = tmp_path / "x.db"
     with closing(sqlite3.connect(path)) as connection:
         upgrade_tables(connection)

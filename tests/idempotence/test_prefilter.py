@@ -1,4 +1,4 @@
-"""A Bloom filter in front of a store: it saves statements where a claim takes several, and never decides."""
+"""A Bloom filter in front of a store: it saves statements where a claim takes several, and never decides the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW, UNTIL, KEPT = 1_000, 601_000, 9_000_000
 
 
 class Counted:
-    """A store with the portable statements, which it counts."""
+    """A store that uses the portable statements and counts them."""
 
     def __init__(self, path: Path, seen: SeenKeys | None) -> None:
         self.statements = 0
@@ -33,7 +33,7 @@ class Counted:
         self.statements += 1
 
     def claim(self, key: str, owner: str, now_ms: int = NOW) -> tuple[Claim, int]:
-        """What a claim came to, and the statements that it took."""
+        """Make a claim; return its result and the number of statements."""
         before = self.statements
         claim = self.store.claim(key, owner, now_ms, now_ms + UNTIL)
         return claim, self.statements - before
@@ -55,7 +55,7 @@ def test_a_prefilter_saves_statements(tmp_path: Path, filtered: bool) -> None:
 def test_other_processes_and_restarts_do_not_matter(tmp_path: Path) -> None:
     one, two = (Counted(tmp_path / "x.db", SeenKeys()) for _ in range(2))
     assert one.claim("k", "a1") == (Claim.NEW, 1)
-    assert two.claim("k", "b1") == (Claim.CONSUMING, 3)  # certainly new to this filter, but already in the store
+    assert two.claim("k", "b1") == (Claim.CONSUMING, 3)  # certainly new to this filter, but the store has it
     one.store.finish("k", "a1", NOW, KEPT)
     again = Counted(tmp_path / "x.db", SeenKeys())
     assert again.claim("k", "c1") == (Claim.CONSUMED, 3)
@@ -65,7 +65,7 @@ def test_other_processes_and_restarts_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_wrong_filter_costs_one_statement(tmp_path: Path) -> None:
-    """A filter that is wrong costs a statement and nothing else."""
+    """A filter that is wrong costs one statement and nothing else."""
 
     class Wrong(SeenKeys):
         def add(self, key: str) -> bool:
@@ -88,7 +88,7 @@ def test_where_it_saves_nothing_it_is_refused(tmp_path: Path) -> None:
 def test_its_memory_is_bounded() -> None:
     seen = SeenKeys(capacity=500, error_rate=0.01)
     fresh = [seen.add(f"k{number}") for number in range(5_000)]
-    assert sum(fresh) < 250  # at most one in twenty wrongly counts as seen
-    assert all(seen.add(f"k{number}") for number in range(4_600, 5_000))  # the last are known
+    assert sum(fresh) < 250  # at most one in twenty is wrongly recognised
+    assert all(seen.add(f"k{number}") for number in range(4_600, 5_000))  # the latest keys are known
     assert len(seen) <= 1_000
-    assert not all(seen.add(f"k{number}") for number in range(500))  # the first are forgotten
+    assert not all(seen.add(f"k{number}") for number in range(500))  # the oldest keys are forgotten

@@ -1,4 +1,4 @@
-"""The contract of every store, including those on real servers."""
+"""The contract of all stores, including those on real servers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str
 
 
 def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, key: str) -> None:
-    """Paused until the claim has expired, and resumed: before a successor, beside one, and after one."""
+    """The consumer pauses until its claim has expired, and resumes before, during or after another one's claim."""
     store.claim(key, "a1", NOW, UNTIL)
     assert not store.finish(key, "a1", UNTIL, KEPT)
     assert not store.release(key, "a1", UNTIL)
@@ -108,7 +108,7 @@ def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, ke
 def test_a_listener_paused_beyond_its_claim_fails_its_mark(
     store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A listener that is paused until its claim has expired fails its mark."""
+    """If a listener pauses until its claim has expired, its mark is refused."""
     clock, seen = ManualClock(), []
     settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
     successor = DedupListener(lambda message: seen.append("successor"), store, **settings)
@@ -126,14 +126,14 @@ def test_a_listener_paused_beyond_its_claim_fails_its_mark(
         assert seen == ["successor", "paused"]
         assert successor.counts == DedupCounts(consumed=1, taken_over=1)
         assert "another has consumed it too" in caplog.text
-        assert successor(delivery(1)) is True  # its mark counts
+        assert successor(delivery(1)) is True  # its mark is valid
         assert successor.counts.duplicates == 1
     else:
         assert "no other consumer has taken it over" in caplog.text
 
 
 def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, key: str) -> None:
-    """A call repeated because its answer was lost returns the same."""
+    """A call that is repeated because its answer was lost returns the same answer."""
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
     assert store.finish(key, "a1", NOW + 1, KEPT)
@@ -197,12 +197,12 @@ def test_of_many_that_claim_at_the_same_time_one_gets_it(place: Callable[[str], 
         assert sorted(together(*claims)) == [Claim.NEW, Claim.CONSUMING, Claim.CONSUMING, Claim.CONSUMING]
 
 
-# --- each call is one statement or script: the server says so
+# --- each call is one statement or script, according to the server
 
 
 @contextmanager
 def asked(place: Place, store: DedupStore, made: list[sqlite3.Connection]) -> Iterator[list[str]]:
-    """Collect the statements that the server has logged; the list is filled at the end of the block."""
+    """Collect the statements that the server logs; the list is filled at the end of the block."""
     seen: list[str] = []
     if place.name == "sqlite":
         made[-1].set_trace_callback(seen.append)
@@ -217,7 +217,7 @@ def asked(place: Place, store: DedupStore, made: list[sqlite3.Connection]) -> It
             store.client.echo("the end")
             for command in monitor.listen():
                 if command["client_type"] == "lua":
-                    continue  # calls within a script
+                    continue  # calls made by a script
                 if command["command"] == "ECHO the end":
                     return
                 seen.append(command["command"])
@@ -235,7 +235,7 @@ def test_each_call_is_one_statement_or_script(place: Callable[[str], Place], nam
     where = place(name)
     with connections() as made:
         store = where.open()
-    store.claim(key, "a0", NOW, UNTIL)  # connected, and its scripts loaded
+    store.claim(key, "a0", NOW, UNTIL)  # the store is connected, and its scripts are loaded
     store.finish(key, "a0", NOW, KEPT)
     store.release(key, "a0", NOW)
     calls: dict[str, Callable[[], object]] = {
@@ -357,7 +357,7 @@ def test_a_foreign_value_in_redis_is_reported(place: Callable[[str], Place], key
         store.claim(key, "a1", NOW, UNTIL)
 
 
-# --- each by itself
+# --- each kind of store
 
 
 def test_a_closed_handle_is_reported(tmp_path: Path, key: str) -> None:
@@ -371,7 +371,7 @@ def test_a_closed_handle_is_reported(tmp_path: Path, key: str) -> None:
 @pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
 @pytest.mark.platform
 def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
-    """Threads of the parent use the stores at each fork: a file's handle raises, a store in memory continues."""
+    """While other threads use the stores, a forked child gets an error from a file and can use a store in memory."""
     program = """if True:
     import os, sys, threading
     from librmq.idempotence import MemoryDedupStore, SqliteDedupStore
@@ -429,7 +429,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_redis_removes_expired_records(place: Callable[[str], Place], key: str) -> None:
-    """A minute after its time, so that clocks may differ: until then the time in the record decides."""
+    """Redis waits for an extra minute, because clocks may differ; until then the time in the record decides."""
     store = in_redis(place)
     store.claim(key, "a1", NOW, UNTIL)
     assert 600_000 < store.client.pttl(store.prefix + key) <= 660_000
@@ -452,7 +452,7 @@ def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Pl
 def test_a_list_costs_redis_two_round_trips(
     place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One for all claims and one for all marks; each call is as atomic as by itself."""
+    """One round trip is for all claims and one for all marks; each call stays atomic."""
     sends = []
     send: Any = redis.connection.AbstractConnection.send_packed_command
 
@@ -464,7 +464,7 @@ def test_a_list_costs_redis_two_round_trips(
     guard = DedupListener(
         lambda messages: None, store, group=name, key=lambda message: message.keys[0], batch=True, clock=ManualClock()
     )
-    guard([delivery(98), delivery(99)])  # connected, scripts loaded
+    guard([delivery(98), delivery(99)])  # connected, with the scripts loaded
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     assert guard([delivery(number) for number in range(20)]) is True
     assert len(sends) == 2
@@ -478,7 +478,7 @@ def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[st
     store.client.set(f"{store.prefix}{key}.x", "mine")
     store.claim(f"{key}.busy", "b1", NOW, UNTIL)
     store.client.script_flush()
-    for again in range(2):  # without the scripts, and with them
+    for again in range(2):  # first without the scripts, then with them
         answers = store.many(
             [
                 ("claim", (f"{key}.new", "a1", NOW, UNTIL)),
@@ -512,16 +512,16 @@ def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Pla
 
 @pytest.mark.parametrize("name", ["postgresql", "mysql"])
 def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], name: str, key: str) -> None:
-    """One that commits transactions, with a pool that resets its connections."""
+    """The engine commits transactions, and its pool resets connections."""
     where = place(name)
     assert where.server is not None
     engine = sqlalchemy.create_engine(where.server.url)
     store = SqlDedupStore(engine).create()
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert where.handle.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMING
-    store.close()  # which leaves the engine alone
+    store.close()  # does not close the engine
     assert store.finish(key, "a1", NOW, KEPT)
-    with engine.connect() as connection:  # and its connections commit transactions as before
+    with engine.connect() as connection:  # its connections still commit transactions
         connection.execute(sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key"), {"key": key})
         connection.rollback()
     assert store.look(key, NOW) == DedupRecord(True, "a1", KEPT)
@@ -607,7 +607,7 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
 def test_tables_are_brought_up_to_date_by_one_of_many(
     engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several start at the same time; a later version is reached from the present one."""
+    """Several processes may create the schema at the same time; a later version is reached from the present one."""
     names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
 
     def all_start() -> None:
@@ -631,7 +631,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 @pytest.mark.parametrize("call", ["claim", "finish", "release", "purge"])
 def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, call: str) -> None:
-    """Neither half a record nor a lock is left, and the error of the signal's handler is kept."""
+    """No partial record and no lock is left, and the error of the signal handler is raised."""
     kept: list[BaseException] = []
     came, number = True, 0
     while came:

@@ -1,4 +1,4 @@
-"""The record and the business change, in one transaction of the user's."""
+"""The record and the business change in one transaction of the caller's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def message_of(name: str) -> Delivery:
 
 
 def insert(session: Any, name: str) -> None:
-    """The business change."""
+    """Make the business change."""
     Link(session).execute("INSERT INTO effects (name) VALUES (:name)", name=name)
 
 
@@ -43,7 +43,7 @@ def suppressed(close: Callable[[], object]) -> None:
 
 @pytest.fixture
 def opener(database: Callable[[str], Database]) -> Iterator[Callable[[str, str], Any]]:
-    """``opener("mysql", "session")``: a new connection of that kind."""
+    """``opener("mysql", "session")`` returns a new connection of that kind."""
     with ExitStack() as stack:
 
         def make(name: str, kind: str) -> Any:
@@ -128,7 +128,7 @@ def test_a_second_delivery_waits_for_the_first(
             assert first
             thread.start()
             insert(session, name)
-            assert firsts == []  # nothing gets past the record
+            assert firsts == []  # the second delivery waits for the record
             if not ends_well:
                 raise ZeroDivisionError
     except ZeroDivisionError:
@@ -195,7 +195,7 @@ def test_synchronous_sessions_refuse_async_with(tmp_path: Path, name: str) -> No
 @everywhere
 def test_nothing_may_have_begun(opener: Callable[[str, str], Any], base: str, kind: str, name: str) -> None:
     if kind == "driver" and base != "sqlite":
-        return  # these drivers do not say so
+        return  # these drivers do not report an open transaction
     session = opener(base, kind)
     insert(session, name)
     with (
@@ -252,7 +252,7 @@ def test_other_errors_go_through(opener: Callable[[str, str], Any], base: str, k
     with pytest.raises(Exception, match=r"(?i)no such table|does not exist|doesn't exist") as raised:
         transactional(session, message_of(name), group="billing", table="nowhere").__enter__()
     assert isinstance(raised.value, SQLAlchemyError) == (kind != "driver")
-    with transactional(session, message_of(name), group="billing") as first:  # the session is of use
+    with transactional(session, message_of(name), group="billing") as first:  # the session can still be used
         assert first
 
 

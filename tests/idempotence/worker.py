@@ -1,4 +1,4 @@
-"""A process that is killed while it works; started by ``test_kills.py``. Imports nothing of the tests.
+"""A process that is killed while it works, started by ``test_kills.py``. It imports no test code.
 
     worker.py MODE STORE URL EFFECTS GROUP SEED COUNT
 
@@ -27,7 +27,7 @@ from librmq.message.message import Message
 
 
 class Delivery(Message):
-    """A message as a consumer would deliver it."""
+    """Return a message as a consumer would deliver it."""
 
     __slots__ = ()
 
@@ -51,14 +51,14 @@ def open_store(name: str, url: str) -> DedupStore:
 
 
 def effect(path: str, group: str, name: str) -> None:
-    """Add a row to a file that survives all processes."""
+    """Append a row to a file that survives all processes."""
     with closing(sqlite3.connect(path, 60, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("INSERT INTO effects VALUES (?, ?)", (group, name))
 
 
 class Guarded:
-    """Guarded effects in a file."""
+    """Writes guarded effects to a file."""
 
     def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
         self.guard = DedupListener(
@@ -78,7 +78,7 @@ class Guarded:
 
 
 class Transactional:
-    """Effects in the database of the message table."""
+    """Writes effects to the database of the message table."""
 
     def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
         self.engine = sqlalchemy.create_engine(url)
@@ -96,7 +96,7 @@ class Transactional:
 
 
 class Sender:
-    """Sends an outbox into the file."""
+    """Sends the messages of an outbox to the file."""
 
     def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
         self.effects = effects

@@ -1,4 +1,4 @@
-"""``librmq spark``, ``report --spark``, ``doctor``: on the shared session, in this process."""
+"""``librmq spark``, ``report --spark`` and ``doctor``, on the shared session in this process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_row_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.spark
 def test_the_report_is_the_same_with_spark(store: Path, tmp_path: Path) -> None:
-    """Of a damaged store too, and of a part of a store."""
+    """This includes a damaged store and a part of a store."""
     pytest.importorskip("jinja2")
     from librmq.diagnosis import Report
 

@@ -1,4 +1,4 @@
-"""The examples for Spark, run on the shared session."""
+"""The Spark examples, run on the shared session."""
 
 from __future__ import annotations
 

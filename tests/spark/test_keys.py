@@ -1,4 +1,4 @@
-"""A write by Spark indexes the same keys as a store."""
+"""Spark's writes index the same keys as a store does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipelines say of small stores made for the case."""
+"""Results of the pipelines for small stores that are made for the case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4096)
 
 
 def store(path: Path, messages: list[tuple[str, int, str]], offsets: str = "") -> Path:
-    """A store with messages (topic, queue, keys) a second apart, and the progress of groups."""
+    """Make a store of messages (topic, queue, keys) one second apart, with the progress of groups."""
     clock = ManualClock(START_MS)
     with MessageStore.open(path, CONFIG, clock=clock) as opened:
         for topic, queue_id, keys in messages:
@@ -37,7 +37,7 @@ def found(name: str, path: Path, *columns: str, **settings: str) -> set[tuple[An
 
 
 def test_a_queue_without_progress_counts_from_its_begin(tmp_path: Path) -> None:
-    """For the group's lag, the clients that would drain it, and what retention would take unread."""
+    """So do the group's lag, the clients that would drain it, and messages that retention would delete unread."""
     messages = [("T", n % 3, "") for n in range(30)] + [("Other", 0, "")]
     path = store(tmp_path / "s", messages, '"T@g":{0:4},"T@h":{0:10,1:10,2:10}')
     backlog = found("backlog", path, "group", "topic", "queueId", "offset", "lag", "lost")
@@ -107,7 +107,7 @@ def test_pipelines_take_topics_groups_times_and_offsets(tmp_path: Path) -> None:
 
 
 def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None:
-    """A damaged one behind it is nothing to it; the largest lag comes first."""
+    """A damaged message behind it does no harm, and the largest lag comes first."""
     path = store(tmp_path / "s", [("T", n % 2, "") for n in range(9)], '"T@g":{0:1,1:3}')
     with MessageStore.open(path, read_only=True) as opened:
         place = list(opened)[4].physical_offset

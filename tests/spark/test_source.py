@@ -1,4 +1,4 @@
-"""The data source: options, projection, filters, damage, and a store that is being written."""
+"""The data source: options, projection, filters, damage, and a store with a running writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNT = 300
 
 
 def fill(store: MessageStore, clock: ManualClock, count: int = COUNT, first: int = 0) -> None:
-    """Messages a second apart, over two topics of two queues, every tenth delayed."""
+    """Make a store with messages one second apart in two topics of two queues; every tenth message is delayed."""
     for number in range(first, first + count):
         clock.advance(ms=1000)
         store.append(
@@ -162,7 +162,7 @@ def test_no_store(tmp_path: Path) -> None:
 
 
 def test_damage(folder: Path, tmp_path: Path) -> None:
-    """A record's frame and another one's body, in a file that opening does not look into."""
+    """A record keeps its frame but gets another one's body, in a file that opening does not check."""
     path = tmp_path / "damaged"
     shutil.copytree(folder, path)
     with MessageStore.open(path, read_only=True) as store:
@@ -194,7 +194,7 @@ def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
         frame = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
         plan = frame._jdf.queryExecution().executedPlan().toString()
         left = plan.partition("Filter")[2].partition("\n")[0]
-        assert "tags" in left  # by its hash only
+        assert "tags" in left  # compared by its hash only
         assert not any(name in left for name in ("topic", "queueId", "queueOffset"))
         found = numbers(frame)
         moment = "timestamp_millis(1700000101000)"
@@ -210,7 +210,7 @@ def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
 
 
 def test_an_idle_topic_whose_messages_expired(tmp_path: Path) -> None:
-    """Its last queue file outlives its messages: earliest is where the log begins, for batches and streams."""
+    """Its last queue file outlives its messages, so earliest is where the log begins, for batches and streams."""
     path, clock = tmp_path / "store", ManualClock(START_MS)
     config = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
     with MessageStore.open(path, config, clock=clock) as store:
@@ -274,7 +274,7 @@ def test_a_stream_names_its_wrong_options(folder: Path, tmp_path: Path, options:
 
 
 def test_a_store_that_is_being_written(tmp_path: Path) -> None:
-    """Every acknowledged message is read, including those whose entries are in no file yet."""
+    """Every acknowledged message is read, even if no file has its queue entry yet."""
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "live", StoreConfig.tiny(), clock=clock) as store:
         fill(store, clock, 95)
@@ -286,7 +286,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
-    """Tasks alone: a damaged entry is reported with its file; one without a record is lost data."""
+    """Only tasks report it: a damaged entry with its file, an entry without a record as lost data."""
     from librmq.columns.parts import DataLossError, Part, Slice
     from librmq.columns.read import Reading, default_columns
     from librmq.consumequeue import ENTRY
@@ -319,7 +319,7 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
 
 
 def test_a_reader_needs_no_pandas(folder: Path) -> None:
-    """It takes longer to load than a part takes to be read."""
+    """Loading pandas takes longer than reading a part."""
     code = f"""
 import sys
 from librmq.spark.options import parse_read_options

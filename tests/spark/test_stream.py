@@ -1,4 +1,4 @@
-"""Streams: limits, restarts, later queues, lost data; each message once in an idempotent sink."""
+"""Streams: limits, restarts, new queues, lost data, and each message once in an idempotent sink."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fill(store: MessageStore, topic: str, first: int, count: int) -> None:
 
 
 class Sink:
-    """Batches into a folder by their number, so that a repeated batch replaces itself."""
+    """Writes each batch to a folder named by its number, so that a repeated batch replaces itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,10 +74,10 @@ def test_limits_restarts_and_later_messages(tmp_path: Path) -> None:
         run(path, sink, checkpoint, maxOffsetsPerTrigger="10")
         assert sink.sizes == [10, 10, 5]
         fill(store, "A", 25, 5)
-        fill(store, "B", 30, 3)  # a topic that was not there
+        fill(store, "B", 30, 3)  # a topic that did not exist
         run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
         assert sink.numbers() == list(range(33))
-    # An unfinished batch is requested again.
+    # Spark requests an unfinished batch again.
     last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda one: int(one.name))
     last.unlink()
     last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def test_loss_is_reported(tmp_path: Path) -> None:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_a_stream_that_is_killed_repeatedly(tmp_path: Path) -> None:
-    """Over a store with a running writer, each message is once in a sink that takes a batch once."""
+    """While a writer appends to the store, a sink that accepts each batch once gets each message once."""
     path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     dice = random.Random(7)
     clock = ManualClock(START_MS)

@@ -1,6 +1,6 @@
-"""Elsewhere than in a local session: through Spark Connect, and on workers that get librmq as a wheel.
+"""Outside of a local session: with Spark Connect, and on workers that get librmq as a wheel.
 
-Each in a process of its own, since a process has one session.
+Each test uses its own process, because a process has one session.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ assert spark.read.format("rocketmq").load(path).count() == 1
 
 
 def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
-    """The session finds the data source, and prints nothing, neither when a LIMIT ends a task nor at its end."""
+    """The session finds the data source and prints nothing, neither when a LIMIT ends a task nor at its own end."""
     assert "Traceback" not in run(tmp_path, QUIET, PATH=os.defpath)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
 @pytest.mark.parametrize("module", ["pyspark.worker", "pyspark.sql.worker.create_data_source"])
 def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
-    """Spark's own request for a worker of the session's Python, and its connection closed."""
+    """Make Spark's own request for a Python worker of the session, and close its connection."""
     shared_session()
     with tempfile.TemporaryDirectory() as folder:
         settings = {"PYTHON_UNIX_DOMAIN_ENABLED": "true", "PYTHON_WORKER_FACTORY_SOCK_DIR": folder}

@@ -1,4 +1,4 @@
-"""Writing: the stored messages, all or nothing, repeated jobs, failing tasks."""
+"""Writing: the stored messages, all or nothing, repeated jobs, failed tasks."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_task_that_is_retried_writes_once(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError):
         writer.write(failing())
-    writer.write(iter([batch]))  # an attempt whose message was lost
+    writer.write(iter([batch]))  # the driver never gets this attempt's message
     writer.commit([writer.write(iter([batch])), None])
     with MessageStore.open(path, read_only=True) as store:
         assert [message.body for message in store] == [b"one", b"two"]
@@ -175,7 +175,7 @@ def test_a_task_that_is_retried_writes_once(tmp_path: Path) -> None:
 
 
 def test_texts_with_wide_offsets_are_the_same_texts() -> None:
-    """As Spark gives them with spark.sql.execution.arrow.useLargeVarTypes."""
+    """Spark uses them with spark.sql.execution.arrow.useLargeVarTypes."""
     found = []
     for text, binary in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
         batch = pa.RecordBatch.from_pydict(
@@ -241,7 +241,7 @@ def stage(
 
 @pytest.mark.parametrize("died", [True, False])
 def test_a_job_repeated_after_its_records_expired(tmp_path: Path, died: bool) -> None:
-    """A job that died before it showed a record is not done, whatever was written and deleted at its place since."""
+    """A job that died before a record became visible is repeated, whatever was written and deleted there since."""
     path = new_store(tmp_path / "store")
     with MessageStore.open(path) as store:
         while store.log.end < 20_000:
@@ -270,7 +270,7 @@ def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
 
 
 def test_records_in_another_folder_are_not_committed(tmp_path: Path) -> None:
-    """Workers wrote them to another folder: nothing is added."""
+    """If workers wrote the files to another folder, the commit adds nothing."""
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 2, 10)
@@ -330,14 +330,14 @@ sys.exit(1)
 
 @pytest.mark.slow
 def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
-    """After each kill all or nothing is there, the store is sound, and the repeated job is there once."""
+    """After each kill the store is sound and has all messages or none, and the repeated job writes them once."""
     paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
     assert not run_program(KILLED, *paths).returncode
     ends = set()
     for path in paths:
         left = Path(job_folder(str(path), "job", None))
         if not left.parent.exists():
-            break  # enough calls were allowed before
+            break  # every call was allowed, so no kill
         with MessageStore.open(path) as store:
             there = sum(message.topic == "N" for message in store)
             ends.add(there)
@@ -368,7 +368,7 @@ def test_an_invalid_job_id_is_refused(tmp_path: Path, job: str) -> None:
 
 
 def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
-    """Neither other files in the staging folder nor the target of a link in its place."""
+    """Other files in the staging folder are kept, and so is the target of a link in its place."""
     path, shared = new_store(tmp_path / "store"), tmp_path / "shared"
     staging = Path(job_folder(str(path), "thesis", str(shared)))
     for kept in (shared / "thesis" / "chapter.log", shared / "t0.log", staging / "notes.txt", staging / "notes.log"):
@@ -401,7 +401,7 @@ def test_system_topics_and_null_bodies_are_refused(column: str, values: list[Any
 
 
 def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
-    """Sorted by a column, with nulls first and equal rows in the order of tasks; keys go along."""
+    """Rows are sorted by a column, with nulls first and equal rows in the order of tasks; their keys move with them."""
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 3, 50, order=lambda task, n: None if n == 7 else (n * 13 + task) % 50)

@@ -1,4 +1,4 @@
-"""Drills: each preset against what it promises, wrong scripts, and the figures that the docs show."""
+"""Drills: each preset keeps its promises, wrong scripts are refused, and the docs show the current figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exploring: its findings, their shortest schedules, and no findings without a fault."""
+"""Exploring: what it finds, the shortest schedules for that, and no findings without a fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LANES = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 
 
 def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseException | None]:
-    """As `explore` runs a test."""
+    """Run the test as `explore` does."""
 
     def run(explorer: Explorer) -> BaseException | None:
         kit = Kit(runner=explorer, check=False)
@@ -96,7 +96,7 @@ def test_the_result_of_the_schedule_on_disk_is_reported(on_disk: Exception | Non
     with pytest.raises(AssertionError) as raised:
         explore(test)
     assert said in raised.value.__notes__[-1]
-    assert len(folders) == 1  # the last run alone
+    assert len(folders) == 1  # only the folder of the last run
     assert not Path(folders[0]).exists()
 
 
@@ -116,7 +116,7 @@ def test_fixed_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudge
 
 
 def booking(rmq: Kit) -> list[bytes]:
-    """Book orders with a listener that checks first and can be interrupted after the check."""
+    """Book orders with a listener that first checks and can be interrupted after the check."""
     booked: list[bytes] = []
 
     @rmq.consumer("billing").subscribe("orders")
@@ -146,7 +146,7 @@ def test_a_bug_that_needs_a_fault_and_a_pause_is_found() -> None:
 
 
 def deliver_ten(rmq: Kit) -> None:
-    """Send ten messages; each must be consumed, more than once only after a failure."""
+    """Send ten messages; each must be consumed, and more than once only after a failure."""
     consumed: Counter[bytes] = Counter()
     unexplained: list[bytes] = []
 
@@ -219,7 +219,7 @@ def test_chance_depends_on_the_place_alone() -> None:
     first, second = at_random("7", 0.5).choose, at_random("7", 0.5).choose
     drawn = {place: first(place, labels) for place in places}
     assert {place: second(place, labels) for place in reversed(places)} == drawn
-    assert len(set(drawn.values())) in (1, 4)  # a kind is left alone or not
+    assert len(set(drawn.values())) in (1, 4)  # a kind of choice is either left alone or varied
 
 
 def test_at_most_two_faults() -> None:

@@ -1,4 +1,4 @@
-"""The kit without exploring: time, failures, what happened, faults on request, and a sound store at the end."""
+"""The kit without exploring: time, failures, history, requested faults, and a sound store at the end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_failing_charge_ends_in_dead_letters(rmq: Kit) -> None:
 
 
 def test_a_listeners_exception_fails_with_its_traceback() -> None:
-    """A listeners exception fails the test with its own traceback."""
+    """A listener's exception fails the test with its own traceback."""
     with pytest.raises(ValueError, match="no b'x'") as caught, Kit() as rmq:  # noqa: PT012
         rmq.consumer("billing").subscribe("orders")(always_fails)
         rmq.producer().send("orders", b"x")
@@ -125,7 +125,7 @@ def test_an_endless_loop_is_reported_with_its_cause() -> None:
     text = str(caught.value)
     assert "billing → payments" in text
     assert "shipping → orders" in text
-    assert "more" in caught.value.__notes__[-1]  # the history is cut
+    assert "more" in caught.value.__notes__[-1]  # the history is truncated
 
 
 def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
@@ -225,7 +225,7 @@ def test_a_coroutines_exception_fails_the_test() -> None:
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fails"
 
 
-# ---- what happened
+# ---- history
 
 
 def test_the_history_reads_well(rmq: Kit) -> None:
@@ -248,7 +248,7 @@ def test_batches_are_shown_message_by_message(rmq: Kit) -> None:
     assert [one.body for one in rmq.delivered("billing")] == [b"0", b"1", b"2"]
 
 
-# ---- faults on request
+# ---- requested faults
 
 
 def bodies(rmq: Kit, group: str = "billing") -> list[bytes]:
@@ -320,7 +320,7 @@ def test_a_crash_before_progress_was_saved_delivers_again(rmq: Kit) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "coroutine"])
 def test_a_crash_in_a_listener_ends_the_listener(rmq: Kit, is_async: bool) -> None:
-    """Its code does not run on, and a guard in front of it does not mark the message as consumed."""
+    """The listener's code does not continue, and a guard in front of it does not mark the message as consumed."""
     store = MemoryDedupStore()
     done: list[str] = []
 
@@ -391,7 +391,7 @@ def test_operations_that_a_process_refuses(rmq: Kit) -> None:
     with pytest.raises(ProcessStateError, match=r"within its own listener.*rmq\.crash"):
         rmq.run_until_idle()
     rmq.crash(shop)
-    rmq.crash(shop)  # the one that was started in its place
+    rmq.crash(shop)  # kills the process that was started in its place
     rmq.crash(shop, restart=False)
     assert [process.label for process in rmq.processes] == ["test", "shop", "shop~2", "shop~3"]
     with pytest.raises(ProcessStateError, match="shop has ended and was not restarted"):
@@ -531,7 +531,7 @@ def test_failures_fail_the_test_unless_switched_off() -> None:
 def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
     for _ in range(2):
         rmq.consumer("cache", model=MessageModel.BROADCASTING).subscribe("prices")(lambda message: None)
-    rmq.broker.create_topic("prices", queues=2)  # before: the first message of a new topic is not theirs
+    rmq.broker.create_topic("prices", queues=2)  # so that its first message is not missed
     rmq.producer().send("prices", b"x")
     rmq.advance(seconds=10)
     assert sorted(one.process for one in rmq.delivered("cache")) == ["cache", "cache-2"]
@@ -540,7 +540,7 @@ def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
 
 @pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
 def test_a_consumer_that_cannot_start_fails_the_test(rmq: Kit) -> None:
-    """The producer took the refusal for an answer to its send and tried again, so that it was lost (issue 14, 2.1)."""
+    """The producer took the refusal for its send's answer and sent again, so the refusal was lost (issue 14, 2.1)."""
     rmq.consumer("billing").subscribe("orders", lambda message: None, sql="amount > 3")
     with pytest.raises(ProcessStateError, match="can't start: topic 'orders': filters of type SQL92 are switched off"):
         rmq.producer().send("orders", b"x")
@@ -548,7 +548,7 @@ def test_a_consumer_that_cannot_start_fails_the_test(rmq: Kit) -> None:
 
 @pytest.mark.parametrize("again", [Kit.restart, Kit.crash])
 def test_a_broadcasting_process_keeps_its_id(rmq: Kit, again: Callable[[Kit, Process], object]) -> None:
-    """A restarted process had another client id, so that it began without its progress."""
+    """A restarted process used to get a new client id, so it began without its progress."""
 
     def cache(process: Process) -> PushConsumer:
         consumer = process.consumer("cache", instance_name="c1", model=MessageModel.BROADCASTING)
@@ -700,7 +700,7 @@ def test_a_subscription_that_matched_nothing(
 
 
 def test_messages_that_were_read_do_not_count_as_unread(rmq: Kit) -> None:
-    """Where a subscription matches some, the others are meant to be dropped; what applications send is their result."""
+    """Messages that filters drop do not count if some subscription matches, nor do those that applications send."""
     rmq.consumer("billing").subscribe("orders", tags="paid")(lambda message: None)
 
     def shop(process: Process) -> None:
@@ -721,7 +721,7 @@ def test_messages_that_were_read_do_not_count_as_unread(rmq: Kit) -> None:
     rmq.consumer("none").subscribe("orders", tags="none")(lambda message: None)
     rmq.run_until_idle()
     assert len(rmq.undelivered()) == 1
-    assert not rmq.delivered("none")  # so it is meant
+    assert not rmq.delivered("none")  # a filter dropped it on purpose
     assert not rmq.undelivered()
     assert len(reader.poll()) == 2
     reader.shutdown()

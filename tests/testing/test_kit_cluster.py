@@ -1,4 +1,4 @@
-"""The kit over several brokers and sites: faults of brokers, links and sites, and schedules over all of them."""
+"""The kit with several brokers and sites: faults of brokers, links and sites, and exploring all of them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_wrong_clusters_are_named(rmq: Kit) -> None:
 
 
 def lost_in_an_outage(rmq: Kit) -> None:
-    """An application that gives a send up at its first error, which only an outage shows: a planted bug."""
+    """An application with a planted bug: it gives up a send at its first error, which only an outage causes."""
     rmq.cluster(brokers=2).create_topic("orders", 1)
     rmq.consumer("billing").subscribe("orders")(lambda message: None)
     producer, missed = rmq.producer(), []
@@ -146,7 +146,7 @@ def test_a_schedule_lets_a_broker_fail() -> None:
 
 
 def at_least_once(rmq: Kit) -> None:
-    """What holds in every schedule over two brokers and two sites."""
+    """Check what holds in every schedule over two brokers and two sites."""
     rmq.cluster(brokers=1, sites=["hz", "sh"]).create_topic("orders", 1)
     seen: set[bytes] = set()
     for site in ("hz", "sh"):

@@ -60,19 +60,19 @@ def test_fixtures_of_the_test_were_fresh_and_wider_ones_kept(once):
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    explore(lambda rmq: None, runs=2)  # an inner run forgets what it imports, and some of it can be imported only once
+    explore(lambda rmq: None, runs=2)  # an inner run forgets its imports, and some modules can be imported only once
     return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
 def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytester) -> None:
-    """Exploring shows the shortest schedule and runs it again."""
+    """Exploring prints the shortest schedule, which can be run again."""
     pytester.makepyfile(TESTS)
     result = run(pytester, "--strict-markers")
     result.assert_outcomes(passed=2, failed=1)
     text = result.stdout.str()
     assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
     assert "the shortest schedule that fails so has 1 decision" in text
-    assert text.count("\none run\n") == 1  # the output of the failing run only
+    assert text.count("\none run\n") == 1  # only the output of the failing run
     result.stdout.fnmatch_lines(["*gets orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
         ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 40 runs,*"]
@@ -83,7 +83,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     assert file is not None
     assert json.loads(Path(file[1]).read_text("utf-8"))["test"].endswith("test_orders[False]")
 
-    # The test is edited: the schedule is still that one.
+    # After an edit of the test, the schedule is still valid.
     edited = TESTS.replace("for _ in range(2):", "rmq.producer().send('other', b'x')\n    for _ in range(2):")
     pytester.makepyfile(edited)
     for again in (seed[0], file[1]):

@@ -1,4 +1,4 @@
-"""The unmodified classic client, `rocketmq` 0.4.4 over C++: sends, receives, and gets a failed message again."""
+"""The unmodified classic client, `rocketmq` 0.4.4 over C++, sends, receives, and gets a failed message again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Official clients from their registries, each in a folder of its own that the runs of a checkout share.
+"""Official clients from their registries, each in its own folder, which all runs of a checkout share.
 
-A client that is installed beside librmq is used as it is. The others are fetched once by pip and npm.
+A client that is installed in librmq's environment is used directly. pip and npm fetch the others once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OfficialClient:
 
 
 def installed_version() -> str | None:
-    """Return the version of the Python client beside librmq; None if there is none."""
+    """Return the version of the Python client in librmq's environment; None if it is not installed."""
     try:
         return metadata.version(PYTHON)
     except metadata.PackageNotFoundError:
@@ -67,21 +67,21 @@ def installed_version() -> str | None:
 
 
 def python_client(version: str, cache: Path) -> OfficialClient:
-    """Return the client for Python, fetched if it is not installed; skip the test where that fails."""
+    """Return the client for Python, fetching it if it is not installed; skip the test if that fails."""
     beside = installed_version()
     if beside == version:
         return OfficialClient((sys.executable,), {})
     folder = cache / f"python-{version}-{sys.version_info.major}.{sys.version_info.minor}"
     words = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     if beside is not None:
-        words.append("--no-deps")  # what the other version needs, this one needs too
+        words.append("--no-deps")  # this version needs the same packages as the other
     _fetched(folder, [*words, "--no-compile", f"{PYTHON}=={version}", "--target"], f"{PYTHON} {version}")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return OfficialClient((sys.executable,), {"PYTHONPATH": path})
 
 
 def classic_client(cache: Path) -> OfficialClient:
-    """Return the client of 4.x for Python, fetched; skip the test where that fails."""
+    """Return the 4.x client for Python, fetching it if necessary; skip the test if that fails."""
     folder = cache / f"classic-{CLASSIC_VERSION}"
     words = [
         sys.executable,
@@ -100,7 +100,7 @@ def classic_client(cache: Path) -> OfficialClient:
 
 
 def node_client(cache: Path) -> OfficialClient:
-    """Return the client for Node, fetched by npm; skip the test where there is no Node or no registry."""
+    """Return the client for Node, fetching it with npm; skip the test without Node or the registry."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("needs Node and npm (Debian, Ubuntu: apt install nodejs npm)")
@@ -111,7 +111,7 @@ def node_client(cache: Path) -> OfficialClient:
 
 
 def _fetched(folder: Path, words: Sequence[str], name: str) -> None:
-    """Fetch a client into a folder, which is there once it is whole."""
+    """Fetch a client into a folder, which appears only when it is complete."""
     if folder.is_dir():
         return
     part = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""A served broker, and the official clients."""
+"""Fixtures for a served broker and the official clients."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def server(broker: Broker) -> Iterator[GrpcServer]:
 
 @pytest.fixture
 def stub(server: GrpcServer) -> Iterator[Stub]:
-    """Connect a bare client."""
+    """Connect a bare client to it."""
     with Stub(server.address) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def client_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the fetched clients."""
+    """Return the folder of the fetched clients."""
     cache = getattr(request.config, "cache", None)
     return Path(cache.mkdir("clients")) if cache is not None else tmp_path_factory.mktemp("clients")
 
 
 @pytest.fixture
 def python(client_cache: Path) -> OfficialClient:
-    """The current client for Python."""
+    """Return the current client for Python."""
     return python_client(PYTHON_VERSIONS[0], client_cache)
 
 
 @pytest.fixture
 def node(client_cache: Path) -> OfficialClient:
-    """The client for Node."""
+    """Return the client for Node."""
     return node_client(client_cache)
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """``librmq serve`` on a free port."""
+    """Start ``librmq serve`` on a free port."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
         yield made
@@ -68,7 +68,7 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(serving: subprocess.Popen[str]) -> str:
-    """Wait for the ready line of a serving process; return its address for gRPC."""
+    """Wait for the ready line of a serving process; return its gRPC address."""
     assert serving.stdout is not None
     row = json.loads(serving.stdout.readline())
     assert row["ready"] is True

@@ -1,6 +1,6 @@
 """Official clients that a test kills: ``load_client.py send HOST:PORT FIRST END`` and ``… work HOST:PORT``.
 
-Each prints a line a message: the sender once it was acknowledged, the worker when it has its listener's answer.
+Each prints one line per message: the sender when it was acknowledged, the worker when its listener has answered.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TOPIC, GROUP = "load", "workers"
 
 
 def tell(number: int) -> None:
-    os.write(1, b"%d\n" % number)  # in one piece, though many threads tell
+    os.write(1, b"%d\n" % number)  # one write, because many threads call this
 
 
 class Works(MessageListener):  # type: ignore[misc]
-    """Fails for one message in ten at its first attempt."""
+    """Fails one message in ten at its first attempt."""
 
     def consume(self, message: Any) -> Any:
         number = int(message.body)
@@ -49,7 +49,7 @@ def send(address: str, first: int, end: int) -> None:
             try:
                 producer.send(message)
                 break
-            except Exception as error:  # cut off: as an application that does not give up
+            except Exception as error:  # cut off; keep trying, like an application that does not give up
                 print(repr(error), file=sys.stderr)
                 threading.Event().wait(0.2)
         tell(number)
@@ -59,7 +59,7 @@ def send(address: str, first: int, end: int) -> None:
 def work(address: str) -> None:
     consumer = PushConsumer(ClientConfiguration(address, Credentials()), GROUP, Works(), {TOPIC: FilterExpression()})
     consumer.startup()
-    sys.stdin.read()  # until it is killed
+    sys.stdin.read()  # runs until it is killed
 
 
 if sys.argv[1] == "send":

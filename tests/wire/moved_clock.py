@@ -1,4 +1,4 @@
-"""The official Python client under a clock that is moved, in a process of its own; prints what it saw, as JSON."""
+"""The official Python client in its own process, while the test moves the clock; prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ checked = [at - sent for at in checks]
 
 
 def one_message() -> float:
-    """Return the seconds of a test with a producer, a simple consumer and a message."""
+    """Return the seconds that a test with a producer, a simple consumer and one message takes."""
     begin = clock.monotonic()
     small = Kit(now_ms=clock.now_ms(), broker_config=BrokerConfig(timers=TimerConfig()))
     with small, ServedKit(small) as served:

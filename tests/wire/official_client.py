@@ -1,6 +1,6 @@
-"""What the official Python client does, in a process of its own: ``official_client.py HOST:PORT [tls]``.
+"""Use the official Python client in its own process: ``official_client.py HOST:PORT [tls]``.
 
-It writes its log under HOME, and starts threads that end with the process.
+The client writes its log below HOME, and starts threads that end with the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Commits(TransactionChecker):  # type: ignore[misc]
 
 
 class Listens(MessageListener):  # type: ignore[misc]
-    """Fails for "bad" always, and for what ends in a question mark the first time."""
+    """Fails "bad" always, and bodies that end in a question mark at the first attempt."""
 
     def __init__(self, count: int) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -95,7 +95,7 @@ def main(address: str, *words: str) -> None:
     consumer.subscribe("orders", FilterExpression("odd"))
     found = received(consumer, 25)
     assert sorted(int(one.body) for one in found) == list(range(1, 50, 2))
-    if found[0].properties:  # clients before 5.1 drop them
+    if found[0].properties:  # clients before 5.1 drop these
         assert {one.properties["number"] for one in found} == {str(number) for number in range(1, 50, 2)}
 
     for number in range(10):

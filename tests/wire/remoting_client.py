@@ -1,4 +1,4 @@
-"""A bare client of the 4.x protocol: frames out, frames in."""
+"""A bare client of the 4.x protocol, which sends and receives frames."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class RawClient:
         return frame
 
     def asked(self, code: RequestCode) -> Frame:
-        """Return the server's next request of a kind."""
+        """Return the server's next request with that code."""
         while (frame := self._told.get(timeout=30)).code != code:
             pass
         return frame
 
     def has_ended(self) -> bool:
-        """Wait for the end of the connection; False if an answer comes first."""
+        """Wait until the connection ends; return False if an answer arrives first."""
         return self._answers.get(timeout=30) is None
 
     def call(self, code: RequestCode, body: object = b"", **fields: Any) -> Frame:
@@ -80,7 +80,7 @@ class RawClient:
         return answer
 
     def ask(self, code: RequestCode, body: object = b"", **fields: Any) -> Any:
-        """Return the JSON of a successful answer's body."""
+        """Return the JSON in the body of a successful answer."""
         answer = self.call(code, body, **fields)
         assert answer.code == 0, answer
         return java_json.loads(answer.body)

@@ -1,4 +1,4 @@
-"""A bare client: the service's calls with nothing done by themselves."""
+"""A bare client that makes the service's calls, and nothing by itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def producer_settings(*topics: str) -> Any:
 
 
 def consumer_settings(group: str, client_type: int = 3) -> Any:
-    """Make the settings of a simple consumer, or with 2 of a push consumer."""
+    """Make the settings of a simple consumer, or of a push consumer with 2."""
     settings = message_class("Settings")(client_type=client_type)
     settings.subscription.group.name = group
     return settings
@@ -74,7 +74,7 @@ class Stub:
         return self.call("SendMessage", messages=messages)
 
     def receive(self, topic: str, group: str = "g", wait_s: float = 0, **fields: Any) -> tuple[int, list[Any]]:
-        """Receive; return the status's code and the messages."""
+        """Receive; return the status code and the messages."""
         request = message_class("ReceiveMessageRequest")(batch_size=32, **fields)
         request.group.name = group
         request.message_queue.topic.name = topic
@@ -91,7 +91,7 @@ class Stub:
         return first.status.code, [one.message for one in found]
 
     def telemetry(self, settings: Any) -> Iterator[Any]:
-        """Open the stream with settings, or say nothing; return what the server tells."""
+        """Open the stream and send settings if there are any; yield what the server sends."""
         if settings is not None:
             self._told.put(message_class("TelemetryCommand")(settings=settings))
         command = message_class("TelemetryCommand")
@@ -102,19 +102,19 @@ class Stub:
         return answers
 
     def raw(self, name: str, data: bytes) -> bytes:
-        """Send bytes as a call."""
+        """Send bytes as a call with one response."""
         made = self._channel.unary_unary(f"/{SERVICE}/{name}", None, None)
         answer: bytes = made(data, timeout=20, metadata=self._headers)
         return answer
 
     def raw_stream(self, name: str, data: bytes, timeout: float) -> Iterator[bytes]:
-        """Send bytes as a call that is answered by a stream."""
+        """Send bytes as a call whose response is a stream."""
         made = self._channel.unary_stream(f"/{SERVICE}/{name}", None, None)
         answers: Iterator[bytes] = made(data, timeout=timeout, metadata=self._headers)
         return answers
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._told.put(None)
         self._channel.close()
 
@@ -126,7 +126,7 @@ class Stub:
 
 
 def wait_until(holds: Callable[[], bool], what: str = "", seconds: float = 15) -> None:
-    """Wait until ``holds()``; fail with ``what`` was expected if it takes too long."""
+    """Wait until ``holds()`` is true; if it takes too long, fail with the message ``what``."""
     clock, never = SystemClock(), threading.Event()
     deadline = clock.monotonic() + seconds
     while not holds():

@@ -1,4 +1,4 @@
-"""The classic client from its registry, unmodified, against a served broker."""
+"""The unmodified classic client from its registry, against a served broker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.wire.clients import HERE, classic_client
 )
 @pytest.mark.platform
 def test_classic_client_sends_receives_and_retries(client_cache: Path, tmp_path: Path) -> None:
-    """The first retry, of level 3, comes after a second here."""
+    """Here the first retry, of level 3, comes after a second."""
     client = classic_client(client_cache)
     listening = listen()
     config = StoreConfig(store_host=f"127.0.0.1:{listening.getsockname()[1]}", message_delay_level="1s 1s 1s")

@@ -1,4 +1,4 @@
-"""Frames of the 4.x protocol: recorded ones, any that can be made, and rubbish."""
+"""Frames of the 4.x protocol: recorded frames, arbitrary frames, and rubbish."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded() -> list[dict[str, Any]]:
 
 @given(st.lists(FRAMES, max_size=4), st.integers(1, 40))
 def test_frames_round_trip(frames: list[Frame], piece: int) -> None:
-    """Whatever pieces the connection brings."""
+    """A connection may split the frames at any place."""
     sent = b"".join(map(encode, frames))
     reader = FrameReader()
     pieces = [sent[at : at + piece] for at in range(0, len(sent), piece)]
@@ -46,7 +46,7 @@ def test_frames_round_trip(frames: list[Frame], piece: int) -> None:
 
 
 def test_recorded_headers_are_read_and_written_alike() -> None:
-    """What clients of three languages sent, and what the broker answered."""
+    """Recorded frames that clients in three languages sent, and the broker's answers."""
     for row in recorded():
         for side, cls in (("request", "header"), ("answer", "answer")):
             if row.get(side) is None:
@@ -77,7 +77,7 @@ def test_an_answer_has_the_form_and_number_of_its_request(request: Frame) -> Non
 
 @given(st.binary(max_size=200), st.booleans())
 def test_rubbish_is_refused_or_incomplete(raw: bytes, framed: bool) -> None:
-    """Nothing but one error comes of it."""
+    """Rubbish raises no error but `MalformedError`."""
     try:
         frames = list(FrameReader(max_frame=1000).feed(len(raw).to_bytes(4, "big") + raw if framed else raw))
     except MalformedError:
@@ -104,7 +104,7 @@ def test_a_lying_header_is_refused(header: bytes) -> None:
 
 @pytest.mark.parametrize("length", [-1, 0, 3, (16 << 20) + 1, 0x7FFFFFFF])
 def test_an_impossible_length_is_refused(length: int) -> None:
-    """Before anything of it is kept."""
+    """It is refused before any of the frame is kept."""
     with pytest.raises(MalformedError, match="expected 4 to"):
         list(FrameReader().feed(length.to_bytes(4, "big", signed=True)))
 

@@ -1,4 +1,4 @@
-"""Calls and connections of random bytes: the server refuses each, logs no traceback, and serves on."""
+"""Random bytes in calls and connections: the server refuses them, logs no traceback, and keeps serving."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def requests(stub: Stub) -> dict[str, bytes]:
-    """Return a sound request of each call."""
+    """Return a valid request for each call."""
     t, g = message_class("Resource")(name="t"), message_class("Resource")(name="g")
     stub.send(message("t", b"a"), message("t", b"b", tag="x", properties={"p": "1"}))
     (found, *_) = stub.receive("t")[1]
@@ -57,7 +57,7 @@ def requests(stub: Stub) -> dict[str, bytes]:
 
 
 def changed(data: bytes, chance: random.Random) -> bytes:
-    """Return bytes with some flipped, cut out, doubled or put in."""
+    """Return the bytes with some of them flipped, removed, doubled or inserted."""
     found = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(found) + 1)
@@ -84,7 +84,7 @@ def test_changed_requests_are_answered(server: GrpcServer, seed: int, caplog: py
                     list(stub.raw_stream(name, changed(sound[name], chance), timeout=0.5))
                 else:
                     stub.raw(name, changed(sound[name], chance))
-            except grpc.RpcError as error:  # no message of the call, or one that waits
+            except grpc.RpcError as error:  # the request cannot be decoded, or the call waits
                 codes.add(error.code())
         assert stub.send(message("t")).status.code == 20000
     assert codes <= {grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED}

@@ -1,4 +1,4 @@
-"""Clients of the service that come, go, and are cut off: what they cost, and what becomes of their messages."""
+"""Clients of the service that come, go or are cut off: what they cost, and what happens to their messages."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_silent_connection_is_ended(broker: Broker, monkeypatch: pytest.MonkeyPa
 
 
 class Call:
-    """A call as the service sees it, whose client may be gone."""
+    """A call as the service sees it, whose client may have gone."""
 
     def __init__(self, client_id: str = "c") -> None:
         self.is_there = True
@@ -193,7 +193,7 @@ def received(service: Service) -> list[tuple[bytes, int]]:
 @pytest.mark.parametrize("frames", [1, 2])
 def test_undelivered_messages_are_delivered_again(kit: Kit, service: Service, frames: int) -> None:
     answers: Any = service.receives.receive_message(receive_request(), Call())
-    for _ in range(frames):  # the status, then a message that is sent once the next is asked for
+    for _ in range(frames):  # the status, then a message that is sent when the next one is requested
         next(answers)
     answers.close()
     kit.advance(seconds=0.999)
@@ -215,7 +215,7 @@ def test_client_gone_in_its_receive_has_nothing_renewed(kit: Kit, service: Servi
     late: Any = service.receives.receive_message(receive_request(auto_renew=True), call)
     kit.advance(seconds=1)
     next(late)
-    assert len(service.receives.renewals) == 0  # no later end of the client would end them
+    assert len(service.receives.renewals) == 0  # the client has already ended, so nothing would end renewals later
 
 
 def test_closed_server_returns_messages_of_push_consumers(kit: Kit, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""The service of RocketMQ 5 over a broker, call by call."""
+"""The service of RocketMQ 5 in front of a broker, call by call."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_filters_by_tag_and_by_property(stub: Stub) -> None:
     assert [found.body for found in stub.receive("t", "g1", filter_expression=by_tag)[1]] == [b"b"]
     by_sql = message_class("FilterExpression")(type=2, expression="n < 1")
     code, found = stub.receive("t", "g2", filter_expression=by_sql)
-    assert (code, [one.body for one in found]) in ((OK, [b"a"]), (50001, []))  # switched off by the store's settings
+    assert (code, [one.body for one in found]) in ((OK, [b"a"]), (50001, []))  # the store's settings switch this off
     bad = message_class("FilterExpression")(type=2, expression="n >")
     assert stub.receive("t", "g3", filter_expression=bad)[0] in (40010, 50001)
 
@@ -117,7 +117,7 @@ def test_group_of_messages_keeps_to_a_queue(stub: Stub, broker: Broker) -> None:
 
 
 def test_queues_of_message_groups_are_those_of_the_service() -> None:
-    """By Guava's consistent hash: a queue more moves a group to that queue, or leaves it."""
+    """With Guava's consistent hash, one more queue either takes a group over or leaves it where it was."""
     for number in range(200):
         queues = [group_queue(f"group-{number}", count) for count in range(1, 20)]
         assert all(now in (before, count) for count, (before, now) in enumerate(pairwise(queues), 1))
@@ -151,7 +151,7 @@ def test_an_unknown_topic_is_created_for_every_type(stub: Stub, broker: Broker) 
 
 
 def test_a_topic_that_two_clients_request_is_created_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one makes it between the look at the route and the creation: its queues and type stay."""
+    """Another client creates it after the route was read, and the topic keeps that client's queues and type."""
     call = broker.call
 
     def another_first(request: Any) -> Any:
@@ -349,7 +349,7 @@ def test_node_gets_delays_that_it_knows(stub: Stub) -> None:
 
 
 def test_node_gets_its_settings_twice(stub: Stub) -> None:
-    """It drops them while it asks for the routes of its topics, and then waits for minutes."""
+    """The client drops them while it asks for the routes of its topics, and would then wait for minutes."""
     settings = producer_settings("t", "u")
     settings.user_agent.language = 8
     answers = stub.telemetry(settings)
@@ -377,7 +377,7 @@ def test_random_bytes_do_no_harm(stub: Stub, broker: Broker) -> None:
         for _ in range(draw.randrange(4)):
             if data:
                 data[draw.randrange(len(data))] = draw.randrange(256)
-        with suppress(grpc.RpcError):  # it could not be decoded
+        with suppress(grpc.RpcError):  # the request could not be decoded
             stub.raw(draw.choice(names), bytes(data))
     assert stub.send(message("u")).status.code == OK
 

@@ -1,4 +1,4 @@
-"""Clients of the 4.x server that stall, flood it, or ask for more than a frame holds."""
+"""Clients of the 4.x server that stall, flood it, or request more than a frame can hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(server: RemotingServer) -> Iterator[RawClient]:
 
 
 def shaken(server: RemotingServer) -> ssl.SSLSocket:
-    """Return a connection with TLS."""
+    """Return a TLS connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(socket.create_connection(("127.0.0.1", server.port), timeout=20))
@@ -55,7 +55,7 @@ def test_a_stalled_handshake_does_not_stop_the_end(broker: Broker) -> None:
 
 
 def test_part_of_a_tls_record_holds_up_no_answer(broker: Broker) -> None:
-    """A held pull is answered while the client's next record is on its way."""
+    """A held pull is answered while the client's next record is still arriving."""
     into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -95,7 +95,7 @@ def test_part_of_a_tls_record_holds_up_no_answer(broker: Broker) -> None:
         fields |= {"sysFlag": "2", "commitOffset": "0", "suspendTimeoutMillis": "15000", "subVersion": "0"}
         step(tls.write, encode(Frame(Code.PULL_MESSAGE, fields, opaque=2)))
         ask = Frame(Code.GET_MAX_OFFSET, {"topic": "t", "queueId": "0"}, opaque=3)
-        step(tls.write, encode(ask))  # so that the pull is held by now
+        step(tls.write, encode(ask))  # its answer shows that the pull is held
         assert answer().opaque == 3
         ask.opaque = 4
         tls.write(encode(ask))
@@ -118,7 +118,7 @@ def test_a_full_server_closes_only_who_fills_it(server: RemotingServer, monkeypa
 
 
 def test_large_answers_do_not_wait_for_each_other(client: RawClient) -> None:
-    """They are sent as they come: the rubbish behind the requests takes none back."""
+    """Answers are sent as soon as they are ready, so rubbish after the requests cannot take them back."""
     place = client.put("t", bytes(3 << 20)).fields
     offset = str(int(place["msgId"][16:], 16))
     requests = [encode(Frame(Code.VIEW_MESSAGE_BY_ID, {"offset": offset}, opaque=number)) for number in (7, 8)]
@@ -128,7 +128,7 @@ def test_large_answers_do_not_wait_for_each_other(client: RawClient) -> None:
 
 
 def test_what_no_frame_can_hold_is_an_error(client: RawClient, server: RemotingServer) -> None:
-    """The answer of another client has a code that the asking one's binary header can't name."""
+    """Another client answers with a code that the binary header of the requesting client cannot express."""
     client.beat("c1", "g", topics=("t",))
     with RawClient(server.port) as tool:
         fields = to_fields(ClientOfGroupHeader("g", "c1"))

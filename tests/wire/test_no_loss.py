@@ -23,7 +23,7 @@ _WAIT_S = 90
 
 
 class Reader:
-    """A client's process, and the numbers that it has told."""
+    """A client's process, and the numbers that it has printed."""
 
     def __init__(self, process: subprocess.Popen[str], told: set[int]) -> None:
         self.process = process
@@ -41,14 +41,14 @@ class Reader:
             self._told.add(self.last)
 
     def end(self) -> None:
-        """Kill the process, unless it has ended, and read what it has told."""
+        """Kill the process if it is still running, and read what it has printed."""
         self.process.kill()
         self.process.communicate()
         self._thread.join()
 
 
 class Scene:
-    """A served broker, its clients, and what they told."""
+    """A served broker, its clients, and the numbers that they have printed."""
 
     def __init__(self, client: OfficialClient, broker: Broker, home: Path) -> None:
         self.sent: set[int] = set()
@@ -67,13 +67,13 @@ class Scene:
         return Reader(self._client.started(SCRIPT, *words, home=self._home), self.sent)
 
     def cut(self) -> None:
-        """Cut all connections; the port serves again at once."""
+        """Cut all connections; the port is served again immediately."""
         port = self.server.port
         self.server.close()
         self.server = GrpcServer(self._broker, port=port)
 
     def run(self, number: int) -> None:
-        """Let some messages be sent, and do a harm to the clients in the middle."""
+        """Send some messages, and harm the clients in the middle."""
         begin, end = number * ROUND, (number + 1) * ROUND
         sender = self.send(begin, end)
         wait_until(lambda: sender.count > ROUND // 4, "a quarter is sent", _WAIT_S)

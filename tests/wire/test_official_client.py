@@ -1,4 +1,4 @@
-"""Official clients, unmodified, against a served broker."""
+"""Unmodified official clients against a served broker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = CHECKOUT / "examples"
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
-    """Its groups give up after one retry, and an open transaction is asked about in half a second."""
+    """Groups give up after one retry, and open transactions are checked after half a second."""
     config = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig(timeout_s=0, interval_s=0.5))
     with Broker.temporary(config) as made:
         made.set_group("workers", retry_max_times=1)
@@ -31,7 +31,7 @@ def broker() -> Iterator[Broker]:
 def check(
     broker: Broker, client: OfficialClient, script: str, home: Path, tls: tuple[bytes, bytes] | None = None
 ) -> None:
-    """It sends, receives, acknowledges, delays, recalls, ends transactions; push consumers retry, in order too."""
+    """It sends, receives, acknowledges, delays, recalls and ends transactions; push consumers retry, also in order."""
     with GrpcServer(broker, tls=tls) as server:
         words = [server.address] if tls is None else [server.address, "tls"]
         assert client.run(HERE / script, *words, home=home) == "done\n"
@@ -65,7 +65,7 @@ def test_official_node_client_works(broker: Broker, client_cache: Path, tmp_path
 
 @pytest.mark.slow
 def test_example_of_a_worker_passes_its_tests(python: OfficialClient, tmp_path: Path) -> None:
-    """It is written against the official client alone."""
+    """The example uses only the official client."""
     for name in ("mail_worker.py", "test_mail_worker.py"):
         (tmp_path / name).write_text((EXAMPLES / name).read_text("utf-8"), "utf-8")
     said = python.run("-m", "pytest", "-q", "--rootdir", tmp_path, "test_mail_worker.py", home=tmp_path)

@@ -1,4 +1,4 @@
-"""Recorded requests of Java, Go and C++ clients and ``mqadmin``, asked again: the answers have equal fields."""
+"""Recorded requests of Java, Go and C++ clients and ``mqadmin``, sent again: the answers have the same fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIFFERENT: Final = {
 """Requests whose answers differ, with the reason."""
 SIGNED: Final = {"AccessKey", "Signature", "OnsChannel"}
 MISSING: Final = {1, 17, 206}
-"""Codes for topics, groups and clients that are not there."""
+"""Codes for topics, groups and clients that do not exist."""
 OFFSET_FIELDS: Final = ("offset", "commitLogOffset")
 TOPICS: Final = ("T4", "TG", "TJ", "TO", "NEW")
 
@@ -39,7 +39,7 @@ def recorded() -> list[Mapping[str, Any]]:
 
 
 def header_of(row: Mapping[str, Any], offset: int) -> dict[str, Any]:
-    """Return a recorded header, with a place of this store, and a pull that does not wait."""
+    """Return a recorded header, changed to a place in this store and to a pull that does not wait."""
     header: dict[str, Any] = json.loads(json.dumps(row["request"]["header"]))
     fields = header.get("extFields") or {}
     if header["code"] in (Code.VIEW_MESSAGE_BY_ID, Code.CONSUMER_SEND_MSG_BACK, Code.END_TRANSACTION):
@@ -55,7 +55,7 @@ def raw_of(header: Mapping[str, Any], body: bytes) -> bytes:
 
 
 def shape(value: object) -> object:
-    """Return the form of a body: names, and kinds of values."""
+    """Return the form of a body: its names, and the types of its values."""
     if isinstance(value, dict):
         plain = {key: each for key, each in value.items() if isinstance(key, str) and key.isidentifier()}
         if plain.keys() != value.keys() or not value:
@@ -80,12 +80,12 @@ def broker() -> Any:
 
 
 def difference(row: Mapping[str, Any], answer: Frame) -> object:
-    """Return what an answer has otherwise than the recorded one; None if nothing."""
+    """Return how an answer differs from the recorded one; None if it does not."""
     expected, is_pull = row["answer"]["header"], row["request"]["header"]["code"] == Code.PULL_MESSAGE
     if answer.code == 0 and expected["code"] in MISSING:
-        return None  # there it did not exist yet
+        return None  # the recording was made before this existed
     if is_pull and answer.code != expected["code"]:
-        return None  # other messages are stored here
+        return None  # this store has other messages
     if (answer.code == 0) != (expected["code"] == 0):
         return expected["code"], answer
     if answer.code == 0 and set(answer.fields) != set(expected.get("extFields") or {}) - SIGNED:
@@ -119,14 +119,14 @@ def prepare(broker: Broker, client: RawClient) -> int:
 
 
 def test_answers_have_equal_fields(broker: Broker) -> None:
-    """Code, names of fields, and the form of JSON bodies; `DIFFERENT` lists what differs."""
+    """The code, the field names and the form of JSON bodies are equal, except where `DIFFERENT` gives a reason."""
     compared = 0
     found: dict[tuple[str, str], object] = {}
     with RemotingServer(broker) as server, RawClient(server.port) as client:
         offset = prepare(broker, client)
         for row in recorded():
             code = Code(row["request"]["header"]["code"])
-            if row["answer"] is None or code is Code.GET_CONSUMER_RUNNING_INFO:  # relayed to a client
+            if row["answer"] is None or code is Code.GET_CONSUMER_RUNNING_INFO:  # not answered, or relayed to a client
                 continue
             header = header_of(row, offset)
             client.write(raw_of(header, row["request"].get("body", "").encode()))

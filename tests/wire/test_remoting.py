@@ -1,4 +1,4 @@
-"""The server of the 4.x protocol: each request, held pulls, callbacks, administration, and hostile clients."""
+"""The server of the 4.x protocol: every request, held pulls, callbacks, administration, and hostile clients."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_empty_pull_says_why(client: RawClient, offset: int, code: int, remar
 
 
 def test_a_held_pull_is_answered_by_a_message(client: RawClient, server: RemotingServer) -> None:
-    """Other requests of the connection are answered meanwhile."""
+    """Meanwhile other requests on the connection are answered."""
     client.beat("c1", "g", topics=("t",))
     with RawClient(server.port) as other:
         other.put("t", b"first")
@@ -156,7 +156,7 @@ def test_a_held_pull_ends_with_its_time(client: RawClient, broker: Broker) -> No
 
 
 def test_a_pull_brings_its_subscription_and_progress(client: RawClient, broker: Broker) -> None:
-    """As a pull consumer's, whose group the broker may not know."""
+    """Pull consumers send both, because the broker may not know their group."""
     client.put("t", b"one", "TAGS\1a")
     client.put("t", b"two", "TAGS\1b")
     client.beat("c1", "g", topics=("t",))
@@ -235,7 +235,7 @@ def test_members_are_notified_of_each_other(client: RawClient, server: RemotingS
 
 
 def test_a_heartbeat_of_numbers_is_understood(client: RawClient, broker: Broker) -> None:
-    """As the C++ client sends it."""
+    """The C++ client sends numbers where others send names."""
     row = {"groupName": "g", "consumeType": 1, "messageModel": 0, "consumeFromWhere": 4}
     row["subscriptionDataSet"] = [{"subString": "*", "subVersion": "12", "topic": "t"}]
     client.call(Code.HEART_BEAT, {"clientID": "c1", "consumerDataSet": [row], "producerDataSet": [{"groupName": "p"}]})
@@ -331,7 +331,7 @@ def test_a_reset_reaches_the_clients(client: RawClient, broker: Broker) -> None:
 
 
 def test_a_client_answers_a_tool_through_the_server(client: RawClient, server: RemotingServer) -> None:
-    """The tool's request goes to the client, and its answer back."""
+    """The server relays the tool's request to the client, and the answer back."""
     client.beat("c1", "g", topics=("t",))
     with RawClient(server.port) as tool:
         number = tool.send(Code.GET_CONSUMER_RUNNING_INFO, consumer_group="g", client_id="c1")
@@ -349,7 +349,7 @@ def test_what_is_unknown_is_answered_as_unsupported(client: RawClient) -> None:
 
 
 def test_other_machines_administrate_only_if_allowed(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address of a connection from elsewhere is imitated."""
+    """The test makes the connection look like one from another machine."""
     monkeypatch.setattr(server_module, "_is_local", lambda host: False)
     with RemotingServer(broker) as server, RawClient(server.port) as client:
         assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic="t").code == 16
@@ -380,7 +380,7 @@ def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingS
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
-    """The connection survives any request."""
+    """No request ends the connection."""
     draw = random.Random(seed)
     values = ["", "x", "-1", "0", "1", "9223372036854775807", "true", "\0", "😀" * 100, "%RETRY%g", "t"]
     for code, form in REQUESTS.items():

@@ -1,4 +1,4 @@
-"""``librmq serve`` as a process, whose lines a program reads."""
+"""``librmq serve`` as a process whose output a program reads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_files_that_are_not_a_pair_are_refused(broker: Broker) -> None:
 
 
 def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
-    """Clients that check certificates trust the file that the ready line names; the key is in no file."""
+    """Clients that check certificates trust the file that the ready line names; no file has the key."""
     pytest.importorskip("cryptography")
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--tls"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
@@ -131,13 +131,13 @@ def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) ->
 
 def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str]) -> None:
     address = ready(serving)
-    for number in range(130):  # more lines than a pipe takes
+    for number in range(130):  # prints more lines than a pipe holds
         connect(address, f"{number}-" + "c" * 250)
     end(serving, signal.SIGTERM)
 
 
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
-    """Each message carries the address of the classic port; the next start names a change of the port."""
+    """Each message has the address of the classic port, and the next start reports that the port has changed."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]
     for is_first in (True, False):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:

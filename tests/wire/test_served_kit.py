@@ -1,4 +1,4 @@
-"""Served kits: clients under a clock that the test moves."""
+"""Served kits: clients of a broker whose clock the test moves."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_explored_test_is_refused(pytester: pytest.Pytester) -> None:
 def test_official_client_keeps_up_with_a_moved_clock(
     python: OfficialClient, tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
-    """Each retry of a push consumer comes to the millisecond; an open transaction is checked and committed."""
+    """A push consumer's retries come at the exact millisecond; an open transaction is checked and committed."""
     seen = json.loads(python.run(HERE / "moved_clock.py", home=tmp_path))
     assert seen["attempts"] == [[at, number] for number, at in enumerate(accumulate((0, *RETRY_DELAYS_S)), 1)]
     assert seen["dead"] == ["x"]
