@@ -1,4 +1,4 @@
-"""A store as a dataset: pushed-down filters select the same rows as filtering afterwards."""
+"""A store as a dataset: filters that are pushed down select the same rows as filters applied afterwards."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_polars_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> N
                    "is not null": "is_not_null"}  # fmt: skip
         return getattr(column, methods[operator])(*([] if value is None else [value]))
 
-    # Polars itself takes ``NOT IN`` of a null for true where it pushes it down, for any dataset.
+    # When Polars pushes down ``NOT IN``, it counts a null as a match, for any dataset.
     found, wanted = (
         polars.scan_pyarrow_dataset(one).filter(of(tree)).select("physicalOffset").collect().to_arrow()
         for one in (dataset(path, columns=COLUMNS), ds.dataset(table))
@@ -190,7 +190,7 @@ def test_a_dataset_is_read_repeatedly(path: Path, table: pa.Table) -> None:
 
 
 def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> None:
-    """Though nothing but Arrow or DuckDB holds the read by then."""
+    """The read continues even when only Arrow or DuckDB still refers to it."""
     shared = dataset(path, columns=COLUMNS, processes=2)
     assert shared.to_table().equals(table)
     duckdb = pytest.importorskip("duckdb")

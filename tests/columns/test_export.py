@@ -1,4 +1,4 @@
-"""Messages as Parquet, CSV and JSON lines: their content, and an export that continues where it was."""
+"""Messages as Parquet, CSV and JSON lines: their content, and exports that continue from the previous one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = StoreConfig.tiny()
 
 
 def fill(folder: Path, numbers: range) -> None:
-    """Messages of an hour each in two topics of two queues; every seventh body is not text."""
+    """Append messages an hour apart to two topics of two queues; every seventh body is not valid UTF-8."""
     clock = ManualClock(START_MS + 3_600_000 * numbers.start)
     with MessageStore.open(folder, CONFIG, clock=clock) as store:
         for number in numbers:
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """What an export holds, in the order of the log."""
+    """Return the rows of an export in the order of the log."""
     if out.suffix == ".jsonl":
         found = [json.loads(line) for line in out.read_text().splitlines()]
     elif out.suffix == ".csv":
@@ -129,7 +129,7 @@ for left[0] in range(5):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Exports in five processes, the first of which dies at the first lasting call, the second at the second, …"""
+"""Runs an export in five processes: the first dies at its first write, rename or flush, the second at its second, …"""
 
 
 @pytest.mark.parametrize("name", OUTS)

@@ -1,4 +1,4 @@
-"""A store as a stream of record batches: what settings select, which files are read, and by which processes."""
+"""A store as a stream of record batches: the rows that settings select, the files read, and the processes used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Messages a second apart in two topics of two queues, every tenth delayed; some 90 bytes a body."""
+    """Return a store of messages a second apart in two topics of two queues; every tenth message is delayed."""
     folder = tmp_path_factory.mktemp("stores") / "s"
     clock = ManualClock(START_MS)
     with MessageStore.open(folder, CONFIG, clock=clock) as store:
@@ -156,7 +156,7 @@ def test_several_stores(path: Path, tmp_path: Path) -> None:
 
 
 class CountingFiles(DiskFiles):
-    """Files on disk that count the bytes of the log's files that were opened."""
+    """Files on disk that note which log files were opened, and add up their sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class CountingFiles(DiskFiles):
     ],
 )
 def test_unneeded_records_are_not_read(path: Path, tmp_path: Path, settings: Any) -> None:
-    """A file of the log that holds no wanted row is at most opened to look up a time."""
+    """A log file without wanted rows is opened at most to look up a time."""
     store = tmp_path / "s"
     shutil.copytree(path, store)
     with MessageStore.open(store, CONFIG, clock=ManualClock(moment(COUNT + 10))) as opened:
@@ -206,7 +206,7 @@ def test_unneeded_records_are_not_read(path: Path, tmp_path: Path, settings: Any
 
 
 def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) -> None:
-    """A damaged body is not an error for a read without bodies."""
+    """A damaged body is not an error if a filter excludes its row."""
     shutil.copytree(path, tmp_path / "s")
     place = reader(path, filter=pc.field("tags") == "t1").read_all().column("physicalOffset")[5].as_py()
     file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"
@@ -223,7 +223,7 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) ->
 
 
 def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: Path) -> None:
-    """Damage in them is no error; in one that is wanted it is."""
+    """Damage in a record of another queue is no error; damage in a record that is wanted is one."""
     shutil.copytree(path, tmp_path / "s")
     place = reader(path, topic="A", queue=0).read_all().column("physicalOffset")[9].as_py()
     file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"
@@ -257,7 +257,7 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
-    """To release pages that were read would lose what no file holds."""
+    """A reader must not release the pages of memory files, which have no other copy of their contents."""
     files = in_memory(from_disk(path))
     for _ in range(2):
         assert numbers(reader(ROOT, files=files)) == USER
@@ -319,7 +319,7 @@ def test_children_die_with_a_killed_parent(path: Path) -> None:
 @linux
 @pytest.mark.platform
 def test_closing_ends_the_children_at_once(path: Path) -> None:
-    """Though the reader and a batch of it are still held, and as the end of a block."""
+    """`close` and the end of a ``with`` block end the children, even while the reader and a batch are still held."""
     before = children_of(os.getpid())
     batches = reader(path, processes=3)
     kept = next(batches)
@@ -336,7 +336,7 @@ def test_closing_ends_the_children_at_once(path: Path) -> None:
 @linux
 @pytest.mark.platform
 def test_no_read_leaves_anything_behind(path: Path, tmp_path: Path) -> None:
-    """Read to its end, dropped half-way, never begun, refused, failed: no process and no open file stays."""
+    """No process and no open file is left by a read that ends, is dropped half-way, is never begun, or fails."""
 
     def held() -> tuple[list[int], int]:
         gc.collect()
@@ -371,7 +371,7 @@ def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
 
 
 def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
-    """More of them than a child can share at a time, and larger ones than it can share at all."""
+    """There are more batches than a child can share at a time, and some are too large to be shared at all."""
     with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:
         for number in range(130):
             store.append(Message("T", bytes([number]) * 900_000))

@@ -1,4 +1,4 @@
-"""Starts of records, found by chains in lock step, compared with a single chain."""
+"""Compare record starts found by chains in lock step with those found by a single chain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def record(size: int, body: bytes = b"") -> bytes:
 LOOKALIKE = b"1234" + MESSAGE_MAGIC.to_bytes(4, "big")
 PIECES = st.one_of(
     st.integers(100, 3000).map(record),
-    st.integers(100, 900).map(lambda size: record(size, PAD + LOOKALIKE)),  # a record in a body
+    st.integers(100, 900).map(
+        lambda size: record(size, PAD + LOOKALIKE)
+    ),  # a body that contains the beginning of a record
     st.integers(100, 900).map(lambda size: record(size, LOOKALIKE)),
     st.integers(100, 300).map(lambda size: encode_record(Record(topic="T", body=bytes(size), magic=MESSAGE_MAGIC_V2))),
     st.just(b"no record"),
@@ -32,7 +34,7 @@ PIECES = st.one_of(
 
 
 def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
-    """Return the starts, and whether there are other bytes."""
+    """Return the starts of records, and whether bytes that are no record follow them."""
     found: list[int] = []
     at = 0
     while at < end:

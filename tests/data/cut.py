@@ -1,4 +1,4 @@
-"""Cuts ``tests/data`` out of a whole folder of reference data; the same folder yields the same bytes.
+"""Cut ``tests/data`` from a complete folder of reference data; the same folder always yields the same bytes.
 
 ``python -m tests.data.cut ../shared/golden tests/data``
 """
@@ -41,7 +41,7 @@ def spread_each(rows: list[T], group: Callable[[T], Hashable], wanted: int) -> l
 
 def cut_encoding(document: dict[str, Any]) -> dict[str, Any]:
     cut = {name: spread(part, ENCODING_ROWS) if isinstance(part, list) else part for name, part in document.items()}
-    # These two are one case: a list, and the same list sorted.
+    # These two lists belong together: the second is the first one sorted.
     unsorted = document["message_queue_sort_input"][:ENCODING_ROWS]
     left = list(unsorted)
     ordered = [left.pop(left.index(queue)) for queue in document["message_queue_order"] if queue in left]
@@ -49,7 +49,7 @@ def cut_encoding(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut_bloom(document: dict[str, Any]) -> dict[str, Any]:
-    # What a filter answers depends on all that was added to it: a few stay whole.
+    # A filter's answers depend on everything that was added to it, so keep a few filters whole.
     smallest = sorted(document["filters"], key=lambda case: (case["m"], case["f"], case["n"]))[: FILTERS - 1]
     usual = [case for case in document["filters"] if (case["f"], case["n"]) == (20, 32)]
     kept = [case for case in document["filters"] if case in smallest or case in usual]
@@ -61,12 +61,12 @@ def cut_allocate(rows: list[Row]) -> list[Row]:
 
 
 def cut_filter(rows: list[Row]) -> list[Row]:
-    """One case of every group and result."""
+    """Return one case for each group and result."""
     return spread_each(rows, lambda row: (row.get("group"), str(row["result"])), 1)
 
 
 def cut_expected(rows: list[Row]) -> list[Row]:
-    """The rows that describe the store stay whole; of the questions put to it some stay."""
+    """Keep all rows that describe the store, but only some of the queries."""
     questions = ("index_query", "get_message")
     return spread_each(
         rows, lambda row: row["type"] if row["type"] in questions else (row["type"], id(row)), STORE_QUESTIONS
@@ -87,7 +87,7 @@ def write(path: Path, text: str) -> None:
 
 
 def sections_text(document: dict[str, Any]) -> str:
-    """A JSON object of lists with a row a line, so that differences can be read."""
+    """Return a JSON object of lists with one row per line, so that diffs are readable."""
     parts = []
     for name, part in document.items():
         if isinstance(part, list):
@@ -99,7 +99,7 @@ def sections_text(document: dict[str, Any]) -> str:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """The folder as ``.tar.xz``: members sorted, without times, owners and modes of this machine."""
+    """Pack the folder as ``.tar.xz``, with sorted members and without this machine's times, owners and modes."""
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     contents[folder / "expected.jsonl"] = jsonl_text(cut_expected(read_jsonl(folder / "expected.jsonl"))).encode()
     with tarfile.open(archive, "w:xz", format=tarfile.PAX_FORMAT, preset=9) as tar:

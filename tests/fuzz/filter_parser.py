@@ -1,8 +1,8 @@
-"""A fuzzer on the parser of filter expressions, and its properties for any text.
+"""A fuzzer of the parser of filter expressions, and the properties that hold for any string.
 
-From the root of the checkout: ``python -m tests.fuzz.filter_parser [libFuzzer options]``, such as
-``-max_total_time=60``; it needs the package ``atheris``, which leads it by what the code covers. Without atheris
-`mutants` changes expressions blindly; the slow tests run that.
+Run ``python -m tests.fuzz.filter_parser [libFuzzer options]`` from the root of the checkout, for example with
+``-max_total_time=60``. This needs the package ``atheris``, which guides the fuzzer by code coverage. Without atheris,
+`mutants` changes expressions blindly; the slow tests do so.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ MESSAGES: tuple[dict[str, str] | None, ...] = (
 
 
 def check(text: str, dialect: Dialect = "4.9") -> bool:
-    """Whether ``text`` compiles; ``AssertionError`` where anything does not hold of it that holds of all texts."""
+    """Return whether ``text`` compiles; raise ``AssertionError`` if a property of all strings does not hold."""
     try:
         selector = parse(text, dialect)
     except FilterSyntaxError as error:
         _check_fault(error, text)
         return False
     nodes = list(postorder(selector.root))
-    assert len(nodes) <= 3 * len(text) + 3, "the tree grows faster than the text"  # BETWEEN has its operand twice
+    assert len(nodes) <= 3 * len(text) + 3, "the tree grows faster than the text"  # BETWEEN doubles its operand
     assert all(0 <= node.start <= node.end <= len(text) for node in nodes)
     if selector.ignored_from is not None:
         assert 0 < selector.ignored_from < len(text)
@@ -75,7 +75,7 @@ def _check_fault(fault: FilterSyntaxError, text: str) -> None:
 
 
 def mutants(random: Random) -> Iterator[tuple[str, Dialect]]:
-    """Texts near to expressions, without end."""
+    """Yield strings that resemble expressions, without end."""
     while True:
         dialect: Dialect = random.choice(("4.9", "5.3"))
         text = expression(random, dialect, random.choice((0, 1, 2, 4)))
@@ -87,19 +87,19 @@ def mutants(random: Random) -> Iterator[tuple[str, Dialect]]:
 def _changed(random: Random, text: str, dialect: str) -> str:
     at, to = sorted(random.randrange(len(text) + 1) for _ in range(2))
     match random.randrange(7):
-        case 0:  # a piece comes in
+        case 0:  # insert a piece
             return f"{text[:at]}{random.choice(PIECES)}{text[at:]}"
-        case 1:  # a part falls out
+        case 1:  # delete a part
             return text[:at] + text[min(to, at + 9) :]
-        case 2:  # a part occurs twice
+        case 2:  # repeat a part
             return text[:to] + text[at:]
-        case 3:  # a part is put in parentheses
+        case 3:  # put a part in parentheses
             return f"{text[:at]}({text[at:to]}){text[to:]}"
-        case 4:  # the end is another expression's
+        case 4:  # replace the end with that of another expression
             return text[:at] + expression(random, dialect, 1)[at % 7 :]
-        case 5:  # a text of the wrong kind
+        case 5:  # put in a string literal of the wrong kind
             return f"{text[:at]}'{random.choice(TEXTS)}'{text[to:]}"
-        case _:  # a long row of the same
+        case _:  # repeat a piece many times
             return text[:at] + random.choice(PIECES) * random.choice((2, 30, 3000)) + text[at:]
 
 

@@ -1,9 +1,9 @@
-"""A fuzzer of everything that decodes bytes: any bytes lead to an error of librmq or a value, soon.
+"""A fuzzer of everything that decodes bytes: any bytes must quickly give a value or an error of librmq.
 
-From the root of the checkout: ``python -m tests.fuzz.formats TARGET [libFuzzer options] [folders]``, such as ``record
--max_total_time=60``; it needs the package ``atheris``, which leads it by what the code covers. It begins with the
-files in ``tests/fuzz/corpus/TARGET``, those among them that once did harm. Without atheris `mutants` changes them
-blindly. A target is a function of bytes that raises where something does not hold.
+Run ``python -m tests.fuzz.formats TARGET [libFuzzer options] [folders]`` from the root of the checkout, for example
+with ``record -max_total_time=60``. This needs the package ``atheris``, which guides the fuzzer by code coverage. It
+begins with the files in ``tests/fuzz/corpus/TARGET``, which include inputs that once did harm. Without atheris,
+`mutants` changes these files blindly. A target is a function that takes bytes and raises if something does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST: Final = 8192
 
 
 def record(data: bytes) -> None:
-    """Bytes as a record, as properties, and as a batch of a client."""
+    """Decode bytes as a record, as properties, and as a client's batch."""
     from librmq.errors import MessageIllegalError, RecordError, RmqError
     from librmq.message.batch import decode_batch
     from librmq.message.message import StoredMessage
@@ -42,7 +42,9 @@ def record(data: bytes) -> None:
     if size:
         message = StoredMessage(data[:size])
         _look_at(message)
-        with suppress(RecordError, MessageIllegalError):  # a topic that is not UTF-8 can be too long as UTF-8
+        with suppress(
+            RecordError, MessageIllegalError
+        ):  # a topic of invalid UTF-8 can become too long when it is encoded again
             found = decode_record(data[:size])
             assert decode_record(encode_record(found)) == found or not found.topic.isascii()
     with suppress(RecordError):
@@ -54,7 +56,7 @@ def record(data: bytes) -> None:
 
 
 def _look_at(message: Any) -> None:
-    """All attributes of a message."""
+    """Read all attributes of a message."""
     from librmq.errors import RecordError
 
     assert message.size == len(message.raw)
@@ -68,7 +70,7 @@ def _look_at(message: Any) -> None:
 
 
 def log(data: bytes) -> None:
-    """Bytes as the files of a log."""
+    """Open bytes as the files of a log."""
     from librmq.commitlog import CommitLog
     from librmq.errors import StoreError
 
@@ -88,7 +90,7 @@ def log(data: bytes) -> None:
 
 
 def queue(data: bytes) -> None:
-    """Bytes as the files of a queue: of an even length with extension, of an odd one without."""
+    """Open bytes as the files of a queue, with an extension if their length is even."""
     from librmq.consumequeue import ConsumeQueue
     from librmq.errors import StoreError
 
@@ -116,7 +118,7 @@ def queue(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """Bytes as a file of the key index."""
+    """Open bytes as a file of the key index."""
     from librmq.errors import StoreError
     from librmq.store.format.index_flaw import find_flaw
     from librmq.store.format.index_layout import file_length
@@ -139,7 +141,7 @@ def index(data: bytes) -> None:
 
 
 def ext(data: bytes) -> None:
-    """Bytes as the files of a queue's extension."""
+    """Open bytes as the files of a queue's extension."""
     from librmq.consumequeue_ext import ConsumeQueueExt
     from librmq.errors import StoreError
 
@@ -157,7 +159,7 @@ def ext(data: bytes) -> None:
 
 
 def checkpoint(data: bytes) -> None:
-    """Bytes as a checkpoint, and as the state that librmq keeps of a store that it closed."""
+    """Open bytes as a checkpoint, and as the state that librmq saves when it closes a store."""
     from librmq.errors import StoreError
     from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint
     from librmq.store.recovery.clean_shutdown import _path, read_closed_state
@@ -175,7 +177,7 @@ def checkpoint(data: bytes) -> None:
 
 
 def json(data: bytes) -> None:
-    """Bytes as the broker's JSON, and as each of its tables."""
+    """Parse bytes as the broker's JSON, and as each of its tables."""
     from librmq.errors import MalformedError, RmqError
     from librmq.java import json as java_json
     from librmq.store.format.broker_tables import BrokerTables
@@ -197,7 +199,7 @@ def json(data: bytes) -> None:
 
 
 def store(data: bytes) -> None:
-    """Bytes as changes to a small store: which store, then again and again a file, a place, a length and new bytes."""
+    """Change a small store: the first byte selects it; each change is a file, a place, a length and new bytes."""
     from librmq.errors import ConfigError, StoreError
     from librmq.store.recovery.verify import verify
     from tests.stores import ROOT, contents, in_memory, opened
@@ -259,7 +261,7 @@ def _read_everything(opened: Any) -> None:
 
 @cache
 def _stores() -> list[tuple[Any, Contents]]:
-    """Plain, with extension, and one left by a process that died."""
+    """Return a plain store, one with extension files, and one left by a process that died."""
     from tests.stores import SMALL, SMALL_EXT, filled
 
     return [
@@ -280,7 +282,7 @@ def _spoilt(found: Contents, changes: bytes) -> Contents:
         at += 4
         if content is None:
             continue
-        if length == 255:  # cut there
+        if length == 255:  # truncate the file there
             found[path] = content[:place]
         elif length == 254:
             found[path] = content + bytes(place % 300)
@@ -295,7 +297,7 @@ def _spoilt(found: Contents, changes: bytes) -> Contents:
 
 
 def _files(folder: str, data: bytes, file_size: int) -> Any:
-    """Files in memory, ``data`` in a row of files of one length in ``folder``, the last one filled with zeros."""
+    """Return memory files with ``data`` split into files of one size in ``folder``; zeros fill up the last one."""
     from librmq.files.memory import MemoryFiles
 
     files = MemoryFiles()
@@ -311,16 +313,16 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------- beginnings
+# --------------------------------------------------------------------------------------------------------- the fuzzer
 
 
 def seeds(target: str) -> list[bytes]:
-    """What is kept of the target."""
+    """Return the corpus of a target."""
     return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
 
 
 def mutants(target: str, random: Random) -> Iterator[bytes]:
-    """Bytes similar to the kept ones, without end."""
+    """Yield random changes of the target's corpus, without end."""
     kept = seeds(target)
     while True:
         data = bytearray(random.choice(kept))
@@ -346,11 +348,11 @@ def mutants(target: str, random: Random) -> Iterator[bytes]:
 
 
 def main(arguments: list[str]) -> None:
-    """Fuzz one target; ends the process."""
+    """Fuzz one target; atheris ends the process."""
     import atheris  # type: ignore[import,unused-ignore]
 
     target = TARGETS[arguments[1]]
-    with atheris.instrument_imports(include=["librmq"]):  # before anything of it is imported
+    with atheris.instrument_imports(include=["librmq"]):  # librmq must not be imported earlier
         for name in ("store.format.broker_tables", "store.store", "store.recovery.verify", "store.upkeep.snapshot"):
             importlib.import_module(f"librmq.{name}")
     logging.disable()

@@ -1,4 +1,4 @@
-"""The fuzzer on filter expressions, for as long as slow tests may take."""
+"""Run the fuzzer on filter expressions for as long as the time of slow tests allows."""
 
 from __future__ import annotations
 

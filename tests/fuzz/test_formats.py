@@ -1,4 +1,4 @@
-"""The fuzzer on all that decodes bytes: what is kept, a little blindly, and for as long as slow tests may take."""
+"""Fuzz every decoder: with the corpus, with a few blind changes, and for as long as the time of slow tests allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUND = 20
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Damage can be reported any number of times."""
+    """Silence logging, because damage can be reported any number of times."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -54,7 +54,7 @@ def test_a_few_mutants_do_no_harm(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_bytes_do_harm(target: str, slow_budget: SlowBudget, tmp_path: Path) -> None:
-    """Led by coverage where atheris is installed, blindly elsewhere."""
+    """Fuzz by coverage if atheris is installed, and blindly if not."""
     if importlib.util.find_spec("atheris") is None:
         for number in slow_budget.rounds(2_000, f"rounds of {ROUND} changed {target} inputs", at_least=2):
             for data in islice(mutants(target, Random(number)), ROUND):

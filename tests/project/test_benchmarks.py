@@ -1,4 +1,4 @@
-"""The benchmarks run, at a tiny size; their results do not matter here."""
+"""The benchmarks run at a tiny size; their results do not matter here."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ PARTS: dict[str, dict[str, Paths]] = {
     "diagnosis": {"lags": None, "loops": None, "reports": None},
     "spark": {"decoding": None, "starts": None, "writing": None},
 }
-"""The paths of each part's rows, None where they go without saying."""
-OPTIONAL = {"queue, mapped and resident"}  # where the system tells
+"""The paths of each part's rows, or None if any paths will do."""
+OPTIONAL = {"queue, mapped and resident"}  # on systems that report it
 LIMITS = {
     "raw write, unbuffered",
     "raw slices of records",
@@ -61,7 +61,7 @@ LIMITS = {
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """A module of ``benchmarks``, found after all installed modules."""
+    """Import a module of ``benchmarks``; installed modules come first on the path."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(CHECKOUT)])
     return importlib.import_module(f"benchmarks.{name}")
 

@@ -1,4 +1,4 @@
-"""What README and docs show is run: every Python snippet, every command with its output, every example, every link."""
+"""Run what the README and the docs show: Python snippets, commands with their output, examples and links."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def blocks(document: Path) -> list[Block]:
 
 
 def commands(block: Block) -> list[tuple[str, str]]:
-    """The commands of a console block, each with the output that is shown for it."""
+    """Return the commands of a console block, each with the output shown for it."""
     parts = re.split(r"^\$ (.*)\n", block.text, flags=re.MULTILINE)
     assert not parts[0], f"line {block.line}: output before the first command"
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def shows(shown: str, real: str) -> bool:
-    """Return whether output is as shown: an ellipsis matches anything, blank lines and ends of lines match nothing."""
+    """Return whether output is as shown. An ellipsis matches anything; blank lines and trailing spaces are ignored."""
 
     def plain(text: str) -> str:
         return "\n".join(line.rstrip() for line in text.split("\n") if line.strip())
@@ -69,7 +69,7 @@ def shows(shown: str, real: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a broker's store in ``store``, and the ``librmq`` under test as command."""
+    """Work in a new folder with a broker's store in ``store``, and with the ``librmq`` under test as a command."""
     assert librmq.__file__ is not None
     unpack_compact(COMPACT, tmp_path / "data")
     work = tmp_path / "work"
@@ -98,7 +98,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what a command of the shell prints; ``librmq`` runs in this process, which saves most of the time."""
+    """Return what a shell command prints. ``librmq`` runs in this process, which saves most of the time."""
     given, first, rest = "", *(f"{command} | ".split(" | ")[:2])
     if first.startswith("echo '"):
         given, first, rest = shlex.split(first)[1] + "\n", rest, ""
@@ -123,7 +123,7 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
         if block.kind == "python":
-            place = "\n" * (block.line - 1)  # so that an error names the document's line
+            place = "\n" * (block.line - 1)  # so that errors name the line in the document
             exec(compile(place + block.text, str(document), "exec"), names)
 
 
@@ -136,7 +136,7 @@ def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypat
         if block.kind == "console":
             for command, shown in commands(block):
                 if command.startswith(("librmq spark", "librmq doctor")) and find_spec("pyspark") is None:
-                    continue  # the quick check has no Spark; the whole one runs them
+                    continue  # the quick check has no Spark; the whole check runs them
                 real = run_command(command, monkeypatch)
                 if not shows(shown, real):
                     wrong.append(f"{document.name}:{block.line}\n$ {command}\n{real}\nshown is\n{shown}")
@@ -179,7 +179,7 @@ def test_every_document_is_listed() -> None:
 
 
 def test_the_map_is_that_of_the_folder() -> None:
-    """Each room is in one row, and the rows are in the order of the layers that import-linter checks."""
+    """Each room is in one row, and the rows follow the order of the layers that import-linter checks."""
     text = (CHECKOUT / "docs" / "design.md").read_text("utf-8")
     table = text.partition("| room |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""`close` of file holders returns None; `shutdown` of running objects returns whether everything has ended."""
+"""`close` of objects with open files returns None; `shutdown` of running objects returns whether everything ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts are in plain English: words that read as translated, found often enough to come back, occur nowhere."""
+"""All prose is plain English: words that read as translated, and that came back in the past, occur nowhere."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import librmq.testing.plugin  # an inner run of pytest forgets its imports
+import librmq.testing.plugin  # keeps it loaded when the inner run of pytest restores the modules
 from librmq.testing import Kit
 from tests.programs import example
 from tests.reference import CHECKOUT
@@ -53,7 +53,7 @@ def test_order_and_stock_agree_though_the_shop_dies(tmp_path: Path, capsys: pyte
 
 
 def test_a_checked_transaction_that_never_ran_cannot_run(tmp_path: Path) -> None:
-    """The check puts a row where there is none, so that a late transaction can't commit."""
+    """The check inserts the missing row, so that a late transaction can't commit."""
     module = example("order_stock")
     with Kit() as rmq:
         shops = [rmq.app(name, lambda broker: module.Shop(broker, tmp_path / "shop.db")) for name in ("one", "two")]
@@ -79,7 +79,7 @@ def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFi
 
 
 def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
-    """It opens and closes the broker with its lifespan: the next one finds the stored messages."""
+    """The application's lifespan opens and closes the broker, and the next lifespan finds the stored messages."""
     module = example("fastapi_app")
 
     async def life() -> None:
@@ -94,7 +94,7 @@ def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_fastapi_application_is_tested_by_the_kit() -> None:
-    """Under the clock of the test, which decides when the consumer runs."""
+    """The application runs under the test's clock, and the test decides when the consumer runs."""
     module = example("fastapi_app")
 
     async def scenario() -> None:
@@ -111,7 +111,7 @@ def test_a_fastapi_application_is_tested_by_the_kit() -> None:
 
 
 def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
-    known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # the plugin is loaded already, by this very run
+    known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # this run has already loaded the plugin
     result = pytester.runpytest_inprocess(
         *known, "-p", "pytest_librmq", "-p", "no:asyncio", str(EXAMPLES / "test_message_logic.py")
     )

@@ -1,4 +1,4 @@
-"""The names that packages export are pinned here, beside those of the root in `test_public_api`."""
+"""Pin the names that packages export; `test_public_api` pins those of `librmq` itself."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_package_exports_the_pinned_names(package: str) -> None:
 
 
 def test_a_lower_layer_asks_for_a_public_name() -> None:
-    """`Broker.consume` makes a consumer, which a broker's modules do not know."""
+    """`Broker.consume` returns a consumer, although the broker's modules do not import one."""
     import_module("librmq")
     assert exported("librmq", "PullConsumer") is import_module("librmq.consumer").PullConsumer
     with pytest.raises(AttributeError, match="no attribute 'Member'"):

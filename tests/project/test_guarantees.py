@@ -1,4 +1,4 @@
-"""Each guarantee has an existing test."""
+"""Each guarantee in the docs names a test that exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMED = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", DOCUMENT.read
 
 
 def rows() -> list[list[str]]:
-    """The cells of all tables, without titles."""
+    """Return the rows of all tables as lists of cells, without the title rows."""
     lines = [line for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [

@@ -1,4 +1,4 @@
-"""docs/logging.md lists every log line of librmq."""
+"""``docs/logging.md`` lists every log line of librmq."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELD: Final = re.compile(r"%\((\w+)\)[.\d]*[sdfr]")
 
 
 class Line(NamedTuple):
-    """A line of the log: its logger, its level (``log``: chosen at run time), its text and its further fields."""
+    """A log line: its logger, its level (``LOG`` if chosen at run time), its text and its additional fields."""
 
     logger: str
     level: str
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 
 def _constants(tree: ast.Module) -> dict[str, str]:
-    """Return the texts that a module gives names to."""
+    """Return the string constants of a module by name."""
     found = {}
     for node in tree.body:
         match node:
@@ -35,7 +35,7 @@ def _constants(tree: ast.Module) -> dict[str, str]:
 
 
 def _calls() -> Iterator[Line]:
-    """Yield the line of each call that writes one."""
+    """Yield the log line of each call in librmq that writes one."""
     for path in sorted((_ROOT / "librmq").rglob("*.py")):
         relative = path.relative_to(_ROOT / "librmq")
         if relative.name == "event_log.py":
@@ -62,7 +62,7 @@ def _calls() -> Iterator[Line]:
 
 
 def _rows() -> Iterator[Line]:
-    """Yield the lines of the page."""
+    """Yield the log lines that the page lists."""
     logger = ""
     for line in (_ROOT / "docs/logging.md").read_text("utf-8").splitlines():
         if line.startswith("### `"):
@@ -74,7 +74,7 @@ def _rows() -> Iterator[Line]:
 
 
 def test_the_page_lists_every_line() -> None:
-    """A level that is chosen at run time stands in the page with an ``or``."""
+    """The page writes a level that is chosen at run time with an ``or``."""
     written = {line._replace(level="LOG") if " or " in line.level else line for line in _rows()}
     called = set(_calls())
     assert called - written == set(), "lines that the page lacks"
@@ -82,6 +82,6 @@ def test_the_page_lists_every_line() -> None:
 
 
 def test_every_logger_has_named_fields() -> None:
-    """A plain logger would write lines without fields, which the page does not know."""
+    """A plain logger would write lines without named fields, which the page does not cover."""
     plain = [path for path in (_ROOT / "librmq").rglob("*.py") if "getLogger(" in path.read_text("utf-8")]
     assert [path.name for path in plain] == ["event_log.py"]

@@ -1,4 +1,4 @@
-"""One process owns a store: a forked child can't use its parent's handles, and does not touch their files."""
+"""One process owns a store: a forked child can't use its parent's open stores, and does not touch their files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ broker.close()
 
 
 def test_a_consumer_in_a_forked_child_shuts_down_immediately(tmp_path: Path) -> None:
-    """A listener that was at work at the fork never ends in the child; waiting for it would take an hour here."""
+    """A listener that was running at the fork never ends in the child; here, waiting for it would take an hour."""
     run(
         """
 broker = Broker.open(sys.argv[1], store_config=StoreConfig.tiny())
@@ -114,7 +114,7 @@ broker.close()
 
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
 def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
-    """As in Celery or gunicorn, the parent has opened and closed a store, and forks; each worker opens a free
+    """As in Celery or gunicorn, the parent opens and closes a store and then forks; each worker opens a free
     directory.
     """
     run(
@@ -255,7 +255,7 @@ broker.close()
 
 
 def test_a_forked_child_leaves_a_temporary_store_alone() -> None:
-    """A forked child that ends leaves a temporary store alone."""
+    """A forked child that exits does not delete its parent's temporary store."""
     run(
         """
 broker, store = Broker.temporary(), MessageStore.temporary()

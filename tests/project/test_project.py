@@ -1,4 +1,4 @@
-"""The checkout itself: its commands, its part of the reference data, and the common parts of the tests."""
+"""The checkout itself: its commands, its part of the reference data, and the code that tests share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shel
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """``tools("screen")``: a module of ``tools/``, imported as the commands do."""
+    """Import a module of ``tools/`` as the commands do, as in ``tools("screen")``."""
     monkeypatch.syspath_prepend(CHECKOUT / "tools")
     return importlib.import_module
 
@@ -40,7 +40,7 @@ def run_check(*words: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
-    """A program that answers ``tools/python`` like such a Python, and then prints its name."""
+    """Write a program that answers ``tools/python`` as such a Python would, and then prints its own name."""
     script = folder / name
     script.write_text(
         "#!/bin/sh\n"
@@ -64,7 +64,7 @@ def run_finder(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests in a folder in a separate process without the environment of this run."""
+    """Run the tests in a folder in a separate process, without the pytest variables of this run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, "."],
@@ -79,7 +79,7 @@ def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.Comple
 @pytest.mark.platform
 def test_commands_can_be_started() -> None:
     for name in ("demo", "check", "tools/python", ".ci/run"):
-        if (CHECKOUT / name).exists():  # a source distribution is unpacked without the rest at times
+        if (CHECKOUT / name).exists():  # a source distribution lacks some of them
             assert os.access(CHECKOUT / name, os.X_OK), name
 
 
@@ -141,7 +141,7 @@ def test_only_the_quick_check_ends_at_a_failing_test(tools: Callable[[str], Modu
 def test_a_check_keeps_bytecode(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without it each process compiles every module again, and pytest rewrites it again."""
+    """Without bytecode each process would compile every module again, and pytest would rewrite its tests again."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert "PYTHONDONTWRITEBYTECODE" not in tools("environment").Environment(tmp_path).variables()
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleT
 
 
 class TestScreen:
-    """What a check shows while it runs: made from what pip and pytest print."""
+    """A running check turns the output of pip and pytest into a short display."""
 
     def test_without_a_terminal_a_step_is_one_line(self, tools: Callable[[str], ModuleType]) -> None:
         screen = tools("screen")
@@ -308,14 +308,14 @@ def test_slow_tests_share_the_remaining_time(tmp_path: Path) -> None:
     here, there = (SlowTime(tmp_path, 100, 4) for _ in range(2))  # two processes
     assert here.share("a") == 25
     assert there.share("b") == 25
-    here.note("a", 5)  # it was quicker, and the others have more
+    here.note("a", 5)  # it was quicker, so the others get more
     assert here.share("c") == 35
-    there.note("b", 90)  # longer than it should
+    there.note("b", 90)  # it took longer than its share
     assert there.share("d") == 0
 
 
 def test_notes_of_tests_come_from_all_processes(tmp_path: Path) -> None:
-    """Figures, how far slow tests came, and each reason of skips once."""
+    """The summary has figures, the progress of slow tests, and each reason for skips once."""
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
         "from tests.conftest import (\n"
@@ -383,7 +383,7 @@ def test_a_copy_of_a_store_can_be_spoilt(folder: Path, store_copy: StoreCopy) ->
 
 
 class TestCompactPart:
-    """``tests/data`` is what its README says, whichever reference data this run uses."""
+    """``tests/data`` matches its README, whichever reference data this run uses."""
 
     @pytest.fixture
     def unpacked(self, tmp_path: Path) -> Path:
@@ -422,7 +422,7 @@ class TestCompactPart:
         again = tmp_path / "again"
         cut(unpacked, again)
         for path in again.rglob("*"):
-            if path.is_file() and path.suffix != ".xz":  # how well xz packs is its version's affair
+            if path.is_file() and path.suffix != ".xz":  # the compressed size depends on the version of xz
                 assert path.read_bytes() == (COMPACT / path.relative_to(again)).read_bytes(), path.name
         with (
             tarfile.open(again / "store-basic.tar.xz") as new,

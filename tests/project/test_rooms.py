@@ -1,4 +1,4 @@
-"""What a reader may rely on in the layout: no circles between modules, one meaning a name, a top that fits a screen."""
+"""What readers can rely on in the layout: no import cycles, one meaning per name, a top folder that fits a screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trees() -> list[tuple[str, ast.Module]]:
 
 
 def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
-    """The modules among these that a module imports anywhere: in a function and under ``TYPE_CHECKING`` too."""
+    """Yield those of ``modules`` that a module imports, including inside functions and under ``TYPE_CHECKING``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from modules & {alias.name for alias in node.names}
@@ -36,7 +36,7 @@ def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Return one circle of modules, which ends with the first one again; empty if there is none."""
+    """Return one import cycle, which begins and ends with the same module, or an empty list if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -52,7 +52,7 @@ def edges() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_modules_of_a_room_import_each_other(room: str, edges: dict[str, set[str]]) -> None:
-    """Imports under ``TYPE_CHECKING`` and inside functions count. A package's ``__init__``, which is lazy, does not."""
+    """Imports under ``TYPE_CHECKING`` and inside functions count; those of a package's lazy ``__init__`` do not."""
     inside = {name for name in edges if name.startswith(f"librmq.{room}.")}
     assert not circle({name: edges[name] & inside for name in inside})
 
@@ -86,7 +86,7 @@ def test_the_contract_of_the_layers_fits_on_a_screen() -> None:
 
 
 def test_names_of_tests_are_below_60_characters() -> None:
-    """The docstring says what such a name does not."""
+    """What does not fit into the name belongs in the docstring."""
     too_long = [
         f"{path.relative_to(CHECKOUT)}: {name}"
         for path in sorted((CHECKOUT / "tests").rglob("*.py"))

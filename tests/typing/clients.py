@@ -1,7 +1,7 @@
-"""User-style code of producers and consumers that only type checkers read.
+"""User-style code with producers and consumers, which only type checkers read.
 
-Correct code must pass. Wrong code carries an ignore: both checkers report an unneeded ignore, so each of these lines
-proves that the mistake is found.
+Correct code must pass. Wrong code carries an ignore. Both checkers report an ignore that is not needed, so each of
+these lines proves that the mistake is found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What README and docs show type-checks as a user's own program does: under mypy strict, and under pyright."""
+"""The programs in the README and the docs pass strict mypy and pyright, as a user's own programs would."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.reference import CHECKOUT
 from tests.typing.test_pyright import errors_of_pyright
 
 UNTYPED = ("columns.md", "spark.md")
-"""They are about packages that have no types, or need not be installed."""
+"""These pages use packages that have no types or may not be installed."""
 AS_ON_A_PAGE = (
     *("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-untyped-decorators"),
     *("--allow-redefinition-new", "--local-partial-types", "--disable-error-code=var-annotated"),
 )
-"""A short example may leave its own functions and empty lists without types, and use a name again."""
+"""A short example may leave its own functions and empty lists untyped, and may reuse a name."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The Python of each page as one module, each line where it is in the page."""
+    """Write the Python of each page to a module, with each line at its place in the page."""
     folder = tmp_path_factory.mktemp("pages")
     made = []
     for document in DOCUMENTS:

@@ -1,4 +1,4 @@
-"""pyright, the checker of many editors, agrees with mypy on what users write."""
+"""pyright, which many editors use, agrees with mypy on user-style code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference import CHECKOUT
 
 
 def errors_of_pyright(files: Iterable[Path], folder: Path, **settings: object) -> list[str]:
-    """Return pyright's output about files as a separate project; skip if it can't be set up."""
+    """Return the errors that pyright reports for files, checked as a separate project; skip if it can't be set up."""
     config = folder / "pyrightconfig.json"
     include = [os.path.relpath(file, folder) for file in files]
     fixed = {"include": include, "extraPaths": [str(CHECKOUT), str(CHECKOUT / "examples")], "pythonVersion": "3.11"}
