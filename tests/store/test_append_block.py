@@ -1,4 +1,4 @@
-"""Much data written without the mapping reads back the same as by `append`."""
+"""A large block written around the mapping reads back the same as one written by `append`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_log_of_blocks_is_that_of_records(tmp_path: Path) -> None:
             log.append_block(data)
             plain.append(data)
             assert (log.end, log.last_write) == (plain.end, plain.last_write)
-        assert log.end > SIZE  # on into another file
+        assert log.end > SIZE  # the block continued in another file
         log.flush()
         plain.flush()
     files = {path.name: path.read_bytes() for path in (tmp_path / "plain").iterdir()}

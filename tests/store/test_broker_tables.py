@@ -1,4 +1,4 @@
-"""The broker's tables: made, changed, written, read back, and damaged."""
+"""The broker's tables: created, changed, written, read back, and damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def persisted(folder: Path) -> BrokerTables:
-    """Tables with one row of each kind, written at 7 ms."""
+    """Return tables with one row of each kind, written at 7 ms."""
     config = BrokerTables.open(str(folder))
     config.set_topic("T", read_queues=4, write_queues=2, permission=6)
     config.set_group("G", retry_max_times=3)
@@ -130,7 +130,7 @@ def test_the_backup_stands_in_for_a_damaged_file(folder: Path, text: str) -> Non
     assert again.consumer_offset("T", "G", 2) == 7
     again.persist(9)
     assert read(folder, "consumerOffset").encode() == backup
-    assert (folder / "consumerOffset.json.bak").read_bytes() == backup  # not the damaged content
+    assert (folder / "consumerOffset.json.bak").read_bytes() == backup  # not replaced by the damaged content
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -169,7 +169,7 @@ def test_in_memory() -> None:
 
 
 def test_equal_rows_are_written_each_as_it_is() -> None:
-    """Rows that are equal but of different types are each written as they are."""
+    """Rows that compare equal but differ in type are each written as they are."""
     files = MemoryFiles()
     tables = BrokerTables.open("/config", files=files)
     for number, order in enumerate([True, 1, 1.0, [True], None]):

@@ -1,4 +1,4 @@
-"""The checkpoint's bytes, and the abort marker."""
+"""The bytes of the checkpoint, and the abort marker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference import existing, rows, store_folders
 
 @pytest.fixture(params=["disk", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Files, str]:
-    """Files and an empty folder in them."""
+    """Return a file system with some files and an empty folder."""
     files: Files = DiskFiles() if request.param == "disk" else MemoryFiles()
     root = str(tmp_path)
     files.make_folder(root)
@@ -117,7 +117,7 @@ def test_abort_marker(place: tuple[Files, str]) -> None:
 
 @pytest.mark.parametrize("folder", store_folders())
 def test_as_rocketmq_reads_it(folder: Path) -> None:
-    """Without a recovery, memory agrees with the file."""
+    """If no recovery runs, the values in memory agree with the file."""
     (config,) = rows(folder, "config")
     if config["abort_file_present"]:
         assert has_abort(DiskFiles(), str(folder / "store"))

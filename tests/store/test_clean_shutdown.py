@@ -1,4 +1,4 @@
-"""The file of a clean close saves checks, and is trusted only if the store is as it was when it was closed."""
+"""The file written by a clean close saves checks, and is trusted only if the store has not changed since the close."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSED = "librmq/closed.json"
 
 
 def closed(count: int = 200) -> Contents:
-    """The contents of a store that librmq closed, all of it."""
+    """Return all files of a store that librmq closed."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
         fill(store, clock, random.Random(5), count)
@@ -66,7 +66,7 @@ def spoil(files: MemoryFiles, path: str, at: int = 0) -> None:
 
 
 def write_on(files: MemoryFiles) -> None:
-    """A writer that ignores the file uses the store and closes it."""
+    """Use the store and close it, like a writer that ignores the file."""
     kept = files.read(f"{ROOT}/{CLOSED}")
     clock = ManualClock(START_MS + 5000)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
@@ -75,7 +75,7 @@ def write_on(files: MemoryFiles) -> None:
 
 
 def write_one_on(files: MemoryFiles) -> None:
-    """One message that leaves all that the file knows of queues and index as it was, but for its own queue."""
+    """Append one message, then restore the earlier file except for its queues."""
     kept = json.loads(files.read(f"{ROOT}/{CLOSED}"))
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS + 5000)) as store:
         store.append(Message("TopicA", b"one"))
@@ -84,7 +84,7 @@ def write_one_on(files: MemoryFiles) -> None:
 
 
 def cut_off(files: MemoryFiles) -> None:
-    """The last record goes, as a recovery elsewhere may have decided."""
+    """Remove the last record, as a recovery by another program might."""
     state = json.loads(files.read(f"{ROOT}/{CLOSED}"))
     start = state["last_record"] - state["last_record"] % SMALL.commitlog_file_size
     buffer = files.open(f"{ROOT}/commitlog/{start:020d}", writable=True).buffer
@@ -131,7 +131,7 @@ def test_rubbish_is_ignored(text: bytes) -> None:
 
 
 def test_a_queue_changed_since_closing_is_refused_when_asked() -> None:
-    """A queue that differs from its state at the close is refused at its first use."""
+    """A queue that differs from its state at the close is refused when it is first used."""
     files = in_memory(closed())
     folder = f"{ROOT}/consumequeue/TopicA/0"
     last = [entry.name for entry in files.list(folder)][-1]
@@ -151,7 +151,7 @@ def test_a_queue_that_is_gone_is_rebuilt() -> None:
 
 
 def test_a_lost_queue_is_rebuilt_however_old() -> None:
-    """A deleted queue is rebuilt, for messages of any age."""
+    """A deleted queue is rebuilt, whatever the age of its messages."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
         store.append(Message("Old", b"body"))
@@ -173,7 +173,7 @@ def test_after_a_kill_the_file_is_ignored() -> None:
 
 
 def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
-    """A store on a disk without room for the file still closes cleanly."""
+    """A store closes cleanly even if the disk has no room for the file."""
     memory = in_memory(closed())
     before = contents(memory)
     for call in ("write", "make_folder"):

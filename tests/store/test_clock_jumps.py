@@ -1,4 +1,4 @@
-"""Stores whose clock is before 1970, or was set back."""
+"""Stores whose clock is before 1970 or has been set back."""
 
 from __future__ import annotations
 

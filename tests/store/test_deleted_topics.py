@@ -1,6 +1,6 @@
-"""A topic that was deleted on a broker, and perhaps created again, stays deleted.
+"""A topic that was deleted on a broker, and possibly created again, stays deleted.
 
-A broker deletes the queue folders of a topic and leaves the records in the log. A recreated topic counts from 0.
+A broker deletes a topic's queue folders but leaves its records in the log. A topic that is created again counts from 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ CONFIG = StoreConfig.tiny()
 
 
 def as_a_broker_left_it(folder: Path) -> None:
-    """Four queues with ten messages each, deleted; three messages since in three queues, and a topic besides."""
+    """Store ten messages in each of four queues, delete the queues, then store three more in three of them.
+
+    A second topic is left alone.
+    """
     with MessageStore.open(folder, CONFIG, background=False) as store:
         for number in range(40):
             store.append(Message("T", b"before %d" % number, keys=f"k{number}"), number % 4)
@@ -47,7 +50,7 @@ def test_a_recreated_topic_has_only_new_messages(tmp_path: Path) -> None:
     as_a_broker_left_it(tmp_path)
     before = derived(from_disk(tmp_path))
     assert messages(tmp_path) == SINCE
-    for _ in range(2):  # as a broker closed it, then as librmq did
+    for _ in range(2):  # first as a broker closed it, then as librmq did
         with MessageStore.open(tmp_path, CONFIG, background=False) as store:
             assert store.recovered == []
         assert messages(tmp_path) == SINCE
@@ -80,7 +83,7 @@ def test_a_lost_folder_of_a_store_that_librmq_closed_is_damage(tmp_path: Path) -
 
 @pytest.mark.parametrize("last", ["T", "Other"])
 def test_a_deletion_after_a_close_of_librmq_stays(tmp_path: Path, last: str) -> None:
-    """A topic deleted on a broker, which stored nothing else since librmq closed the store, does not come back."""
+    """A topic that a broker deletes after librmq closed the store does not come back."""
     tables = BrokerTables.open(str(tmp_path / "config"))
     for topic in ("T", "Other"):
         tables.make_topic(topic)
@@ -104,7 +107,7 @@ def test_a_deletion_after_a_close_of_librmq_stays(tmp_path: Path, last: str) -> 
 
 
 def test_a_snapshot_leaves_deleted_topics_deleted(tmp_path: Path) -> None:
-    """A snapshot of a closed store leaves deleted topics deleted."""
+    """Deleted topics stay deleted in a snapshot of a closed store."""
     as_a_broker_left_it(tmp_path / "store")
     snapshot(str(tmp_path / "store"), str(tmp_path / "copy"), CONFIG)
     assert messages(tmp_path / "copy") == SINCE

@@ -1,4 +1,4 @@
-"""The kind of store in a folder, the settings that its files show, and its queues."""
+"""What a folder shows: its kind of store, its settings, and its queues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNLIMITED: dict[str, Any] = {"max_total_size": None, "file_reserved_hours": None
 
 
 def files_with(*names: str, sizes: dict[str, int] | None = None) -> MemoryFiles:
-    """A store folder with some files of no bytes (a name that ends in / is a folder), and some of a size."""
+    """Return a store folder with empty files (or folders, if a name ends in /) and files of given sizes."""
     files = MemoryFiles()
     files.make_folder(ROOT)
     for name in [*names, *(sizes or {})]:
@@ -191,7 +191,7 @@ def test_settings_of_rocketmq(folder: Path) -> None:
 def test_a_new_store_has_embedded_sizes() -> None:
     assert directory.infer_config(ROOT, MemoryFiles()) == StoreConfig()
     told = directory.infer_config(ROOT, files_with(sizes=log_files(0, size=64 << 20)))
-    assert told == StoreConfig(**UNLIMITED)  # another tool's store, whose owner may want all of it
+    assert told == StoreConfig(**UNLIMITED)  # another tool created the store, and its owner may want to keep everything
 
 
 def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
@@ -221,12 +221,12 @@ def test_each_setting_is_inferred_from_its_files() -> None:
 @pytest.mark.parametrize(
     ("sizes", "length"),
     [
-        (log_files(0, 1000, 2000) | log_files(3000, size=500), 1000),  # cut short
-        (log_files(0, 1000) | log_files(2000, size=0), 1000),  # a crash before it had a length
-        (log_files(0, 1000, size=0), 1000),  # names show it
-        (log_files(0, size=700), 700),  # nothing else shows it
+        (log_files(0, 1000, 2000) | log_files(3000, size=500), 1000),  # the last file is cut short
+        (log_files(0, 1000) | log_files(2000, size=0), 1000),  # a crash before the last had a length
+        (log_files(0, 1000, size=0), 1000),  # the distance between the names shows it
+        (log_files(0, size=700), 700),  # the only hint is the file's own length
         (log_files(0, size=0), StoreConfig.broker().commitlog_file_size),
-        (log_files(700, size=1000), StoreConfig.broker().commitlog_file_size),  # no file of that length starts there
+        (log_files(700, size=1000), StoreConfig.broker().commitlog_file_size),  # no file of that length starts at 700
         (log_files(0, size=100), StoreConfig.broker().commitlog_file_size),  # shorter than any record
     ],
 )
@@ -269,7 +269,7 @@ def test_settings_that_disagree_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_another_ratio_of_slots_with_the_same_length() -> None:
-    """Another ratio of slots to entries is taken if it leads to the same length."""
+    """A different ratio of slots to entries is accepted if the file length stays the same."""
     files = files_with("commitlog/", sizes={"index/20240101000000000": 40 + 84 * 10})
     directory.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)
 
@@ -296,7 +296,7 @@ def test_any_names_and_lengths_lead_to_settings(sizes: dict[str, int]) -> None:
 
 
 def properties(text: str) -> dict[str, str]:
-    """As ``java.util.Properties`` reads ASCII lines without other escapes (but \\uXXXX and \\\\)."""
+    """Read ASCII lines as ``java.util.Properties`` does, if their only escapes are \\uXXXX and \\\\."""
     text.encode("ascii")
     pairs = (line.split("=", 1) for line in text.splitlines())
     return {name: json.loads(f'"{value}"') for name, value in pairs}

@@ -1,4 +1,4 @@
-"""Derived data is written in parts: by which call, when, and with what state after a failure."""
+"""How derived data is written: by which call, when, and what is left after a failure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_reading_a_queue_writes_entries_and_no_keys(store: MessageStore) -> None
 
 
 def test_keys_behind_a_batch_are_written_in_two_parts(store: MessageStore) -> None:
-    """Keys are written in two parts by the appends after a batch."""
+    """The appends that follow a batch write its keys in two steps."""
     send(store, 0, BATCH + 1)
     assert indexed(store) == 0, "the first part works them out"
     send(store, BATCH + 1, BATCH + 2)
@@ -104,8 +104,8 @@ def test_an_interrupted_wait_for_the_writer_frees_the_lock(store: MessageStore) 
 
 @pytest.mark.parametrize("records", [2, 20])
 def test_keys_in_two_files_survive_a_disk_that_is_often_full(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record with keys in two files loses none, however often the disk is full."""
-    config = StoreConfig.tiny(max_index_num=2 * records)  # one key less
+    """A record whose keys fall into two files keeps all of them, however often the disk is full."""
+    config = StoreConfig.tiny(max_index_num=2 * records)  # room for one key less
     with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as store:
         send(store, 0, 1)
         assert len(store.find_by_key("T", "k0")) == 1

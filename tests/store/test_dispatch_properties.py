@@ -1,4 +1,4 @@
-"""After any refusals for lack of space, queues and index have each record once, and in order."""
+"""However often the disk was full, queues and index hold each record exactly once and in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACTS = st.one_of(
 
 
 class Filling(MemoryFiles):
-    """A disk with room for a few more files and blocks, on request."""
+    """A disk that can be limited to a few more files and blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def message(number: int, keys: str) -> Message:
 def test_a_disk_full_now_and_then_costs_no_entry_or_key(
     acts: list[tuple[tuple[str, int, str], int | None]], keys_a_file: int
 ) -> None:
-    """A disk that is full now and then costs no entry and no key."""
+    """A disk that is full for a while loses no entry and no key."""
     files = Filling()
     config = StoreConfig.tiny(max_index_num=keys_a_file, max_hash_slot_num=50, consumequeue_file_size=320)
     with MessageStore.open(ROOT, config, files=files, background=False) as store:

@@ -1,4 +1,4 @@
-"""What an append promises: async, sync, pipelined; and the outcome when a flush fails or a store is released."""
+"""What an append promises in async, sync and pipelined mode, also when a flush fails or a store is released."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SYNC_SMALL = replace(SMALL, durability="sync")
 ASYNC = replace(SMALL, commitlog_file_size=1 << 20, consumequeue_file_size=20_000)
 SYNC = replace(ASYNC, durability="sync")
 AT_ONCE = replace(ASYNC, flush_interval_s=0, flush_thorough_interval_s=0, flush_least_bytes=1)
-"""The store's thread flushes the log whenever it is woken."""
+"""The store's thread flushes the log each time it is woken."""
 
 
 def message(number: int = 0, size: int = 50) -> Message:
@@ -38,7 +38,7 @@ def message(number: int = 0, size: int = 50) -> Message:
 
 
 class HeldFiles(MemoryFiles):
-    """Counts the flushes of the log, and holds them up on request."""
+    """Files that count flushes of the log and can hold them up."""
 
     def __init__(self, part: str = "/commitlog/") -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class HeldFiles(MemoryFiles):
 def open_store(
     files: Files, config: StoreConfig = ASYNC, clock: ManualClock | None = None, **more: Any
 ) -> MessageStore:
-    """With a flushed message, so that the files of the log exist."""
+    """Open a store and flush one message, so that the files of the log exist."""
     store = MessageStore.open(ROOT, config, files=files, clock=clock or ManualClock(START_MS), **more)
     if store.log.end == 0:
         store.append(Message("First", b""))
@@ -70,7 +70,7 @@ def open_store(
         store._handle.thread.stop()
         if more.get("background"):
             store._handle.thread.allow()
-        store._handle.housekeeping.alarm = -1  # as before the first
+        store._handle.housekeeping.alarm = -1  # as it was before the first append
     if isinstance(files, HeldFiles):
         files.flushes = 0
         files.flushed = threading.Semaphore(0)
@@ -150,7 +150,7 @@ def test_a_message_is_flushed_with_the_blank_before_it() -> None:
 
 
 def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one flush is held up, eight producers append: two flushes in all."""
+    """Eight producers append while one flush is held up; two flushes serve them all."""
     files = HeldFiles()
     with open_store(files, SYNC) as store:
         files.held = True
@@ -162,7 +162,7 @@ def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def reach(physical_offset: int) -> None:
             if physical_offset > stood:
-                appended.wait()  # so that all eight are in the log
+                appended.wait()  # all eight messages are now in the log
             take(physical_offset)
 
         monkeypatch.setattr(store._handle.durability.commit, "reach", reach)
@@ -287,7 +287,7 @@ def test_queues_index_and_checkpoint_are_flushed_periodically() -> None:
 
 
 def failing_store(config: StoreConfig = SYNC) -> tuple[MessageStore, FailingFiles, list[AppendResult]]:
-    """A store with ten messages that reached the device; the next flush fails."""
+    """Return a store with ten durable messages whose next flush fails."""
     files = FailingFiles(MemoryFiles())
     store = open_store(files, config)
     results = [store.append(message(number)) for number in range(10)]
@@ -349,7 +349,7 @@ def test_a_failed_periodic_flush_refuses_the_next_append() -> None:
 
 @pytest.mark.parametrize(("number", "part"), [(2, "consumequeue"), (3, "index"), (4, "checkpoint")])
 def test_a_failed_flush_of_queues_or_index_sticks(number: int, part: str) -> None:
-    """A later flush can't know what the kernel dropped; messages are still accepted, because they are sound."""
+    """A later flush can't know what the kernel dropped. Messages are still accepted because they are sound."""
     files = FailingFiles(MemoryFiles())
     store = open_store(files)
     store.append(message(10))
@@ -449,7 +449,7 @@ def test_a_sync_append_during_abandon_is_not_acknowledged() -> None:
     reach = store._handle.durability.commit.reach
 
     def meet(physical_offset: int) -> None:
-        store.abandon()  # in another thread, between the append and its flush
+        store.abandon()  # called in another thread, between the append and its flush
         reach(physical_offset)
 
     store._handle.durability.commit.reach = meet  # type: ignore[method-assign]
@@ -469,7 +469,7 @@ def test_a_store_that_was_closed_promises_nothing(call: str) -> None:
 
 
 def test_a_flush_waits_for_the_one_that_flushes_the_queues() -> None:
-    """Two callers: the second takes no empty list of queues for a sign that they have reached the device."""
+    """A second caller does not take an empty list of dirty queues to mean that they are durable."""
     files = HeldFiles("/consumequeue/")
     with open_store(files) as store:
         store.append(message())
@@ -502,13 +502,13 @@ def test_a_flush_waits_for_the_one_that_flushes_the_queues() -> None:
 
 
 def test_opening_after_a_kill_flushes_unflushed_data() -> None:
-    """The page cache survived it; a checkpoint may vouch for that only once it has reached the device."""
+    """The page cache survived the kill. The checkpoint may cover that data only once it has reached the device."""
     dead = open_store(MemoryFiles(), SMALL)
     for number in range(150):
         dead.append(message(number), number % 2)
     dead.abandon()
     found = contents(dead.files)
-    # A process that died by itself leaves the checkpoint as it was last flushed.
+    # A process that dies leaves the checkpoint as it was last flushed.
     found["checkpoint"] = bytes(4096)
     files = RecordingFiles()
     for path, data in in_memory(found)._files.items():
@@ -563,7 +563,7 @@ def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> No
     assert len(store_threads()) == 1
     end(store)
     assert store_threads() == []
-    store._handle.thread.wake()  # an append that was in the log before the end
+    store._handle.thread.wake()  # wakes it for an append made before the store ended
     assert store_threads() == []
 
 
@@ -585,7 +585,7 @@ def test_recovering_waits_for_the_thread_that_flushes() -> None:
     with open_store(files, config, background=True) as store:
         files.held = True
         store.append(message())
-        files.begun.acquire()  # the thread flushes queues
+        files.begun.acquire()  # the thread is flushing queues
         recovered = threading.Thread(target=store.recover)
         recovered.start()
         files.held = False
@@ -636,7 +636,7 @@ def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str)
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) -> None:
-    """Locks that other threads of the parent held at the fork block nothing."""
+    """A lock that another thread of the parent held at the fork blocks nothing."""
     done = run_program(
         """
         import os, sys, threading
@@ -698,7 +698,7 @@ def test_errors_of_durability_are_errors_of_the_store() -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
 def test_a_closed_store_holds_no_descriptor(tmp_path: Path) -> None:
-    """Nor waits for a garbage collection to release them."""
+    """The descriptors are released at the close, without waiting for a garbage collection."""
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

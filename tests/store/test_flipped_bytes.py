@@ -1,4 +1,4 @@
-"""Any bytes of a log are changed: what recovery and salvage leave is sound, and consumers come to its end."""
+"""After any bytes of a log change, recovery and salvage leave a sound store, and consumers reach its end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TOPIC = "Topic"
 
 @dataclass(frozen=True)
 class Case:
-    """A damaged store: of each queue the numbers of the messages that no change touched, and where they are."""
+    """A damaged store, with number and place of each message that no change touched, by queue."""
 
     folder: Path
     untouched: dict[int, dict[int, int]]
 
     def before(self, log_end: int) -> dict[int, list[int]]:
-        """The numbers of those before the log's end, by queue."""
+        """Return the numbers of the untouched messages before the log's end, by queue."""
         return {
             queue_id: [number for number, place in places.items() if place < log_end]
             for queue_id, places in self.untouched.items()
@@ -41,7 +41,7 @@ class Case:
 
 
 def damaged(folder: Path, rng: random.Random) -> Case:
-    """Write 500 to 2,000 messages into some queues, and change some bytes of the log."""
+    """Write 500 to 2,000 messages into some queues, then change some bytes of the log."""
     size, records, queues = CONFIG.commitlog_file_size, [], rng.randint(2, 6)
     with MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)) as store:
         for number in range(rng.randint(500, 2000)):
@@ -65,7 +65,7 @@ def damaged(folder: Path, rng: random.Random) -> Case:
 
 
 def consumed(folder: Path, queues: int) -> dict[int, list[int]]:
-    """The numbers that a new group is given, by queue."""
+    """Return the numbers that a new group receives, by queue."""
     runner, seen = ManualRunner(ManualClock(START_MS + 10**9)), defaultdict[int, list[int]](list)
     with Broker.open(folder, runner=runner) as broker:
         broker.create_topic(TOPIC, queues)
@@ -78,7 +78,7 @@ def consumed(folder: Path, queues: int) -> dict[int, list[int]]:
 
 
 def check_consumers(folder: Path, wanted: dict[int, list[int]]) -> None:
-    """Compare what is consumed, by librmq and as a broker reads, with the messages that must be there, in order."""
+    """Check that librmq and a broker's way of reading both give the untouched messages in order."""
     seen = consumed(folder, 1 + max(wanted))
     everything = [number for numbers in seen.values() for number in numbers]
     assert len(everything) == len(set(everything))
@@ -90,7 +90,7 @@ def check_consumers(folder: Path, wanted: dict[int, list[int]]) -> None:
 
 
 def check_case(folder: Path, rng: random.Random) -> None:
-    """Salvage a damaged store into another, recover it in place, and consume both."""
+    """Salvage a damaged store into another, recover it in place, and consume from both."""
     case = damaged(folder / "old", rng)
     rescue(str(folder / "old"), str(folder / "new"), CONFIG)
     verdict = verify(folder / "new", CONFIG)

@@ -1,4 +1,4 @@
-"""Foreign content in the folder of a store: foreign names, links, pipes, files for folders."""
+"""Foreign content in a store's folder: unknown names, links, pipes, and files in place of folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.stores import SMALL, filled, served
 
 
 def refused(path: Path) -> str:
-    """Opening is refused by an error of librmq, and nothing is changed; return the message."""
+    """Check that opening raises an error of librmq and changes nothing; return the error's message."""
     before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
     for more in ({}, {"read_only": True}, {"thorough": True}):
         with pytest.raises(StoreError) as told:
@@ -33,7 +33,7 @@ def refused(path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound store on disk."""
+    """Return a sound store on disk."""
     path = tmp_path / "store"
     for name, data in filled(SMALL, 40, seed=8).items():
         if data is None:
@@ -82,7 +82,7 @@ LINKS = (
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS, *LINKS])
 def test_foreign_files_in_a_store_are_refused(folder: Path, name: str) -> None:
-    """Files and folders of wrong names, and links that lead nowhere."""
+    """Files and folders with wrong names, and dangling links."""
     path = folder / name
     if name in FILES:
         path.write_bytes(bytes(4096))

@@ -1,4 +1,7 @@
-"""Group commit: which caller flushes for which, and what is never acknowledged. Flushes wait for events."""
+"""Group commit: which caller flushes for which others, and what is never acknowledged.
+
+Flushes wait for events instead of time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def no_space() -> StoreIOError:
 
 
 class Device:
-    """A log that grows and whose flushes can be held up. ``flushes`` lists the end of each."""
+    """A log that grows and whose flushes can be held up. ``flushes`` lists the position that each one reached."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -53,7 +56,7 @@ class Device:
 
 
 class Waiters:
-    """Threads that wait for a place of the log, and their outcomes."""
+    """Threads that each wait for a position of the log, and their outcomes."""
 
     def __init__(self, commit: GroupCommit) -> None:
         self._commit = commit
@@ -100,7 +103,7 @@ def device() -> Device:
 
 @contextmanager
 def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
-    """The first flush has begun, for 100 bytes, and is held up."""
+    """Start the first flush, for 100 bytes, and hold it up."""
     row = device.commit._row = CountedRow()
     device.held = True
     waiters = Waiters(device.commit)
@@ -133,7 +136,7 @@ def test_appends_during_a_flush_share_the_next_one(device: Device) -> None:
         for _ in range(20):
             row.waiting.acquire()
         assert device.flushes == []
-        device.go_on.release()  # the first flush ends: one of the twenty leads the second
+        device.go_on.release()  # when the first flush ends, one of the twenty leads the second
         device.begun.acquire()
         assert device.commit.flushed == 100
         device.go_on.release()
@@ -198,7 +201,7 @@ def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
 
 
 def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
-    """A flushed waiter continues and wakes the next; later callers queue after them."""
+    """A waiter whose data is flushed continues and wakes the next; later callers queue behind them."""
     turns: list[int] = []
     commit = device.commit
     leave = commit._leave
@@ -244,7 +247,7 @@ def test_an_acknowledgement_completes_with_the_watermark(device: Device) -> None
     acknowledgements = [Acknowledgement(number, device.commit, device.append()) for number in range(5)]
     assert not any(one.done for one in acknowledgements)
     assert acknowledgements[2].result == 2
-    device.end = 300  # a flush that began when the log was so long
+    device.end = 300  # a flush that began when the log had this length
     device.commit.reach(300)
     device.end = 500
     assert [one.done for one in acknowledgements] == [True, True, True, False, False]

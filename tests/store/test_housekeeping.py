@@ -1,4 +1,4 @@
-"""Scheduled work of a store: a pure step under a manual clock, and the thread that calls it."""
+"""Scheduled work of a store: a pure step under a manual clock, and the thread that runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = StoreConfig.broker()
 
 
 class TouchedFiles(MemoryFiles):
-    """Files in memory that record preparations."""
+    """Files in memory that record which files were prepared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Subject:
     config: StoreConfig = CONFIG
     entries: int = 0
     flushes: list[tuple[float, int]] = field(default_factory=list)
-    """When and up to where the log was flushed."""
+    """Times at which the log was flushed, and up to which position."""
     derived: list[float] = field(default_factory=list)
     """Times at which derived data was flushed."""
     expired: list[float] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Subject:
         return None if self.expire_next is None else now_ms + self.expire_next
 
     def append(self, size: int, entries: int = 1) -> bool:
-        """Append this many bytes; return whether the caller of the step must be woken."""
+        """Append this many bytes; return whether the thread must be woken."""
         self.log.claim(size)
         self.log.append(b"x" * size)
         self.entries += entries
@@ -114,12 +114,12 @@ class Subject:
         return woken
 
     def run(self) -> float | None:
-        """One step now; when the next is due."""
+        """Run one step now; return when the next is due."""
         due = self.step.run_due(self.clock.now_ms())
         return None if due is None else (due - NOW) / 1000
 
     def run_until(self, seconds: float) -> None:
-        """Run everything due, like a thread that nothing wakes."""
+        """Run everything that is due, like a thread that is never woken early."""
         for _ in range(10_000):
             due = self.run()
             if due is None or due > seconds:
@@ -218,7 +218,7 @@ def test_appends_during_a_flush_need_another(subject: Subject) -> None:
 
 
 def test_changes_during_retention_are_not_forgotten(subject: Subject) -> None:
-    subject.appended_during_expire = 100  # its append checked the alarm while it was off
+    subject.appended_during_expire = 100  # its append checked the alarm while the alarm was off
     due = subject.run()
     assert subject.wakes == 0
     assert due == subject.at
@@ -230,7 +230,7 @@ def test_exactly_enough_while_the_alarm_is_off_is_flushed_soon() -> None:
     subject = Subject(StoreConfig(flush_least_bytes=100))
     subject.append(60)
     subject.appended_during_expire = 40
-    assert subject.run() == 0  # immediately, to check that it is enough now
+    assert subject.run() == 0  # runs immediately, to check that there is enough space now
     subject.run_until(1)
     assert subject.flushes == [(0.5, 100)]
 
@@ -308,7 +308,7 @@ def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
 
 def test_an_entry_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> None:
     subject.commit.flushed = 100
-    subject.append(100, 0)  # its entry is counted a little later
+    subject.append(100, 0)  # its entry is counted a little later than the record
     counts = iter([0, 1, 1])
     step = Housekeeping(
         CONFIG,
@@ -429,7 +429,7 @@ def test_a_failed_preallocation_is_not_a_failure(subject: Subject, caplog: pytes
 
 
 def test_any_order_of_appends_is_flushed_in_time() -> None:
-    """If the step is called whenever it asks, nothing older than 10 s stays unflushed."""
+    """If the step runs whenever it asks to, nothing stays unflushed for more than 10 s."""
     for seed in range(30):
         rng = random.Random(seed)
         subject = Subject(StoreConfig(commitlog_file_size=1 << 20, max_message_size=1 << 12))
@@ -456,7 +456,7 @@ def test_any_order_of_appends_is_flushed_in_time() -> None:
 
 
 class Calls:
-    """A step that says when it runs."""
+    """A step that reports when it runs."""
 
     def __init__(self, due: int | None = None) -> None:
         self.due = due
@@ -469,7 +469,7 @@ class Calls:
 
 
 class WaitingClock(SystemClock):
-    """Records the wait, and waits until woken."""
+    """Records each wait, and waits until woken."""
 
     def __init__(self) -> None:
         self.waits: list[float | None] = []
@@ -526,14 +526,14 @@ def test_a_wake_during_the_step_is_not_lost(clock: WaitingClock) -> None:
     def step(now_ms: int) -> None:
         made.wait()
         assert background is not None
-        if not ran._value:  # the first time
+        if not ran._value:  # the first run
             background.wake()
         ran.release()
 
     background = Background(step, clock, "housekeeping-test")
     made.set()
     clock.waiting.acquire()
-    clock.waiting.acquire()  # it ran a second time
+    clock.waiting.acquire()  # the second run
     background.stop()
     assert ran._value == 2
 
@@ -544,7 +544,7 @@ def test_a_stop_just_before_the_signal_is_cleared_counts(clock: WaitingClock) ->
 
     class Slow(threading.Event):
         def clear(self) -> None:
-            background._stopping = True  # as `stop` does, between the end of a wait and this
+            background._stopping = True  # as `stop` does, between the end of a wait and this call
             self.set()
             super().clear()
 
@@ -594,7 +594,7 @@ def test_a_background_thread_keeps_no_process_alive(clock: WaitingClock) -> None
 
 
 def test_the_alarm_costs_a_comparison(subject: Subject) -> None:
-    """An append compares integers; nothing is called unless something is due."""
+    """An append only compares integers; it calls nothing unless something is due."""
     subject.append(ENOUGH)
     subject.run()
     assert isinstance(subject.step.alarm, int)

@@ -1,4 +1,4 @@
-"""Index files by themselves: bytes, limits, damage, the view of a reader or a successor between two writes."""
+"""Index files on their own: bytes, limits, damage, and what a reader or successor sees between two writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.stores import in_memory
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC
 BEGIN = 1_700_000_000_000
 TOPIC = "TopicTest"
-# The hash of the first is 0: at the start of the log its entry is all zeros.
+# The first key has hash 0: at the start of the log its entry is all zeros.
 KEYS = ["zp1Axdzf", *(f"k{n}" for n in range(5))]
 HASHES = [index_key_hash(TOPIC, key) for key in KEYS]
 
@@ -82,7 +82,7 @@ def test_a_fresh_file_is_all_zeros_and_counts_from_one() -> None:
         (0, BEGIN, 0),
         (-5, BEGIN, 0),
         (2**63 - 1, -(2**63), 0),  # the difference overflows to 1
-        (BEGIN, -(2**63), 2**31 - 1),  # to a large one
+        (BEGIN, -(2**63), 2**31 - 1),  # the difference overflows to a large number
     ],
 )
 @pytest.mark.parametrize("as_block", [False, True])
@@ -103,7 +103,7 @@ def test_times_are_clamped(begin: int, timestamp: int, seconds: int, as_block: b
         (-3, [0], [0]),
         (99, [0], [0]),
         (1, [0], [1]),
-        (2, [0], [2]),  # its own number passes, as in 4.9
+        (2, [0], [2]),  # an entry's own number is accepted, as in 4.9
         (3, [0], [0]),
         (3, [1, 0], [0, 3]),
         (4, [1, 0], [0, 0]),
@@ -192,7 +192,7 @@ def test_read_only_and_closed_handles_refuse() -> None:
 
 
 def entry(file: IndexFile, number: int, **changes: int) -> None:
-    """Change an entry of a file in place."""
+    """Change fields of an entry in its file."""
     at = 40 + 4 * file.max_slots + 20 * number
     stored = dict(
         zip(
@@ -210,9 +210,9 @@ def entry(file: IndexFile, number: int, **changes: int) -> None:
         ({"previous": 0}, [4, 3]),
         ({"previous": -1}, [4, 3]),
         ({"previous": 99}, [4, 3]),
-        ({"previous": 3}, [4, 3]),  # itself
+        ({"previous": 3}, [4, 3]),  # points to itself
         ({"previous": 1}, [4, 3, 1]),
-        ({"previous": 5}, [4, 3, 0]),  # the one to come, still zero, is followed as 4.9 does
+        ({"previous": 5}, [4, 3, 0]),  # 4.9 follows a pointer to the next entry, which is still zero
         ({"time": -1}, [4]),
         ({"hash": 2}, [4, 2, 1]),
     ],
@@ -310,14 +310,14 @@ def test_an_empty_folder() -> None:
 
 @pytest.fixture
 def three_files() -> KeyIndex:
-    """Three files of seven, seven and two entries; the places are 0, 10, 20, …, the times a second apart."""
+    """Return an index of three files with seven, seven and two entries, at places 0, 10, 20, … and one second apart."""
     index = open_index(memory())
     index.append_many([(10 * n, BEGIN + 1000 * n, (HASHES[0],)) for n in range(16)])
     return index
 
 
 def test_a_search_ends_at_a_file_that_begins_before(three_files: KeyIndex) -> None:
-    # Times that went back: the oldest file would match, the search does not reach it.
+    # The clock was set back: the oldest file would match, but the search does not reach it.
     middle = three_files.files[1]
     middle.file.buffer[:8] = struct.pack(">q", BEGIN - 10_000)
     assert three_files.query(TOPIC, KEYS[0], BEGIN) == [150, 140]
@@ -335,7 +335,7 @@ def test_files_are_deleted_by_place(three_files: KeyIndex) -> None:
 def test_files_are_deleted_by_name(three_files: KeyIndex) -> None:
     paths = [file.path for file in three_files.files]
     assert [three_files.delete(file.name) for file in reversed(three_files.files[1:])] == [paths[2], paths[1]]
-    three_files.append(55, BEGIN, [1])  # before the end of what is left
+    three_files.append(55, BEGIN, [1])  # before the end of the remaining files
     assert three_files.end_physical_offset == 60
     assert [file.header.index_count for file in three_files.files] == [8, 1]
     with pytest.raises(ValueError, match="no index file"):
@@ -405,7 +405,7 @@ def test_few_files_are_mapped_at_a_time(tmp_path: Path) -> None:
 
 
 class CountingFiles(MemoryFiles):
-    """Counts flushes, and refuses to allocate or flush on request."""
+    """Files that count flushes, and refuse to allocate or flush on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +440,7 @@ def test_flush_covers_exactly_what_was_written() -> None:
         index.flush()
     files.fails = False
     index.flush()
-    assert files.flushed == ["/store", *paths, "/store/index"]  # the folder's own name once, before its first file
+    assert files.flushed == ["/store", *paths, "/store/index"]  # the folder's name once, before its first file
     index.flush()
     index.append(9, BEGIN, [])
     index.append(9, BEGIN, [1])
@@ -475,7 +475,7 @@ def test_a_full_disk_leaves_nothing_behind() -> None:
 
 
 class WatchedBuffer(mmap.mmap):
-    """A buffer that calls ``before_write`` before each slice assignment."""
+    """A buffer that calls ``before_write`` before each assignment to a slice."""
 
     before_write: Callable[[], None]
 
@@ -505,7 +505,7 @@ def copy_of(found: dict[str, bytes]) -> MemoryFiles:
 
 
 def batches(sizes: Sequence[int]) -> list[list[Record]]:
-    """Records with none to three keys, some of them in one slot; every place and time is another."""
+    """Return records with none to three keys each; some keys share a slot, and every place and time differs."""
     result, number = [], 0
     for size in sizes:
         batch = []
@@ -523,7 +523,7 @@ def append_all(index: KeyIndex, batches: Iterable[Sequence[Record]]) -> None:
 
 
 def append_from(index: KeyIndex, records: Iterable[Record]) -> None:
-    """Continue as a recovery does: from the last indexed record, without its keys that are already indexed."""
+    """Continue as a recovery does: from the last indexed record, skipping its keys that are already indexed."""
     physical, keys = index.last_record()
     for record in records:
         if record[0] == physical:
@@ -628,7 +628,7 @@ def test_readers_miss_nothing_between_two_writes(slots: int, entries: int) -> No
 
 @pytest.mark.usefixtures("_both_ways")
 def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader has seen its slot, and the header as it was before."""
+    """The reader sees the new slot but the header from before the write."""
     at_header, go_on = threading.Semaphore(0), threading.Semaphore(0)
     writes = 0
     last = -1
@@ -649,7 +649,7 @@ def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.Monke
 
     two_more = [(300, BEGIN, HASHES[1:2]), (400, BEGIN, HASHES[1:2])]
     with_two().append_many(two_more)
-    writes, last = 0, writes  # the header is the last of these
+    writes, last = 0, writes  # the header is written last
     index = with_two()
     (file,) = index.files
     header = IndexFile.header
@@ -671,7 +671,7 @@ def test_a_write_that_ends_during_a_read_hides_nothing(monkeypatch: pytest.Monke
 
 
 def test_a_wrong_count_loses_nothing() -> None:
-    """A damaged header that counts too few: entries after it are not the rest of a write that died."""
+    """A damaged header counts too few entries; those after it are not taken for an interrupted write."""
     files = memory()
     with open_index(files, entries=64) as index:
         index.append_many([(n, BEGIN, HASHES) for n in range(8)])

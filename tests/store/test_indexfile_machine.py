@@ -1,4 +1,4 @@
-"""Index files against a model that does what 4.9.4's code says, one key at a time; and any bytes at all."""
+"""Index files against a model that does what the code of 4.9.4 says, one key at a time; and files of random bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.budget import examples
 
 START = 1_700_000_000_000
 TOPIC = "TopicTest"
-# The first has the hash that has no absolute value; the next two share one.
+# The first key has the hash without an absolute value; the next two share a hash.
 KEYS = ["zp1Axdzf", "Aa", "BB", *(f"k{n}" for n in range(7))]
 HASHES = {key: index_key_hash(TOPIC, key) for key in KEYS}
 NEWEST = (1 << 63) - 1
@@ -37,7 +37,7 @@ Record = tuple[int, int, list[int]]
 
 @dataclass
 class ModelFile:
-    """One file, in plain lists."""
+    """A model of one file, made of plain lists."""
 
     slots: int
     entries: int
@@ -46,7 +46,7 @@ class ModelFile:
     begin_physical: int = 0
     end_physical: int = 0
     lists: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
-    """By slot: number, hash, place and seconds of its entries."""
+    """For each slot the number, hash, place and seconds of its entries."""
     count: int = 1
 
     def put(self, key_hash: int, physical: int, timestamp: int) -> None:
@@ -79,7 +79,7 @@ class ModelFile:
 
 
 class Model:
-    """All files of a folder."""
+    """A model of all files of a folder."""
 
     def __init__(self, slots: int, entries: int) -> None:
         self.slots = slots
@@ -120,7 +120,7 @@ class Model:
         return found
 
 
-# Steps of place and time from one record to the next: some go back, some keep still.
+# Differences of place and time between consecutive records: some are negative, some zero.
 STEPS = st.tuples(
     st.one_of(st.integers(0, 300), st.sampled_from([-200, 0, 0, 1 << 40])),
     st.one_of(st.integers(0, 5_000), st.sampled_from([-10_000, -1, 0, 0, 1 << 42])),
@@ -224,7 +224,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class DiskIndexMachine(IndexMachine):
-    """The same with real files."""
+    """The same machine with real files."""
 
     def make_files(self) -> tuple[Files, str]:
         self.home = tempfile.mkdtemp(prefix="librmq-test-")
@@ -261,7 +261,7 @@ damage = st.lists(
 
 @contextmanager
 def damage_told(file: str, *kinds: str) -> Iterator[None]:
-    """Whatever happens inside may end with a `CorruptionError` of this file and a kind, no other."""
+    """Check that what happens inside raises only a `CorruptionError` that names this file and a kind."""
     try:
         yield
     except CorruptionError as error:
@@ -270,7 +270,7 @@ def damage_told(file: str, *kinds: str) -> Iterator[None]:
 
 
 def use_all(data: bytes, writable: bool) -> None:
-    """Do everything that is possible with an index whose newest file holds ``data``."""
+    """Call everything that can be called on an index whose newest file holds ``data``."""
     files = MemoryFiles()
     files.make_folder("/index")
     files.write("/index/20231114221320000", SOUND.files[0].data())

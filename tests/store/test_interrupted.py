@@ -1,4 +1,4 @@
-"""A signal whose handler raises, at each call that the store makes; random moments are in ``tests/crash``."""
+"""A signal handler raises at each call that the store makes. ``tests/crash`` covers random moments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def taken(store: MessageStore) -> list[StoredMessage]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
-    """Messages appended before and after are there once, consecutively; the store closes cleanly and is sound."""
+    """Messages appended before and after are there once and without a gap; the store closes cleanly and is sound."""
     number, came = 0, True
     while came and number < 400:
         files = MemoryFiles()
@@ -94,7 +94,7 @@ def test_an_interrupted_open_leaves_no_lock() -> None:
         came = next(at_each_call(act, first=number))
         if came:
             while opened:
-                opened.pop().close()  # the signal came after the open
+                opened.pop().close()  # the signal arrived after the open had finished
             MessageStore.open("/s", files=files).close()
         number += 1 + number // 10
     opened.pop().close()
@@ -114,7 +114,7 @@ FROM_A_HANDLER: dict[str, Callable[[MessageStore], object]] = {
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")
 @pytest.mark.parametrize("name", FROM_A_HANDLER)
 def test_a_signal_handler_that_calls_the_store_does_not_hang(name: str) -> None:
-    """It calls at each place of an append, is served or gets an error that says what to do, and all is sound."""
+    """A handler calls the store anywhere in an append. The call works or its error says what to do; all is sound."""
     refused, came, place = 0, True, 0
     before = signal.getsignal(signal.SIGUSR1)
     while came:

@@ -1,4 +1,4 @@
-"""A store keeps the settings that its files do not show."""
+"""A store remembers the settings that its files do not show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEVELS = "1s 1h"
 @pytest.mark.parametrize(("slots", "entries"), [(64, 100), (5, 1000), (1000, 10), (64, 256), (63, 251)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_any_index_sizes_are_inferred(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:
-    """By the file that the store keeps, or by header and length of an index file."""
+    """They come from the file that the store keeps, or from header and length of an index file."""
     config = StoreConfig.tiny(max_hash_slot_num=slots, max_index_num=entries)
     with MessageStore.open(tmp_path, config) as store:
         for number in range(60):
@@ -55,7 +55,7 @@ def test_delay_levels_are_kept(tmp_path: Path) -> None:
         found = infer_config(str(tmp_path / name), DiskFiles())
         assert found.message_delay_level == LEVELS
         assert f"messageDelayLevel={LEVELS}" in broker_conf(str(tmp_path / name), found)
-    (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # the store opens with any content
+    (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # the store opens whatever the file contains
     assert infer_config(str(tmp_path / "store"), DiskFiles()).message_delay_level == StoreConfig().message_delay_level
 
 
@@ -70,7 +70,7 @@ def test_broker_conf_has_all_needed_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_file_sizes_do_not_make_a_store_delete_files(kept: bool) -> None:
-    """Neither by a broker's 72 hours nor by the total size of a new store: retention is its owner's, or none."""
+    """Neither a broker's 72 hours nor a new store's total size applies: only its owner sets a retention."""
     files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
     config = StoreConfig.tiny(max_total_size=None)
     with MessageStore.open("/store", config, files=files, clock=clock) as store:
@@ -87,7 +87,7 @@ def test_file_sizes_do_not_make_a_store_delete_files(kept: bool) -> None:
 
 
 def test_a_store_reopens_with_its_own_sizes_and_retention() -> None:
-    """Before its first message too, when no file shows its sizes."""
+    """This holds before the first message too, when no file shows the sizes."""
     files = MemoryFiles()
     config = StoreConfig.tiny(max_total_size=1 << 20, file_reserved_hours=5, enable_consumequeue_ext=True)
     for path, given in (("/told", config), ("/new", None)):
@@ -102,7 +102,7 @@ def test_a_store_reopens_with_its_own_sizes_and_retention() -> None:
 
 
 def test_a_total_size_below_one_file_is_ignored() -> None:
-    """Kept by a store whose files have been replaced by larger ones."""
+    """The store keeps settings although larger files have replaced its own."""
     files = MemoryFiles()
     MessageStore.open("/store", StoreConfig.tiny(max_total_size=1 << 20), files=files).close()
     files.write("/store/commitlog/00000000000000000000", bytes(2 << 20))
@@ -132,7 +132,7 @@ SIZES: dict[str, Any] = {
 )
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_store_keeps_settings_that_are_not_named(given: StoreConfig, kept: bool) -> None:
-    """Sizes, delay levels and retention: 72 hours or 4 GiB would delete what the store kept before."""
+    """Sizes, delay levels and retention are kept: 72 hours or 4 GiB would delete what the store kept before."""
     files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
     config = StoreConfig(**SIZES, max_total_size=None, keep_unconsumed=True, message_delay_level=LEVELS)
     with MessageStore.open("/store", config, files=files, clock=clock) as store:
@@ -154,7 +154,7 @@ def test_a_store_keeps_settings_that_are_not_named(given: StoreConfig, kept: boo
 
 
 def test_named_settings_replace_the_kept_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """A stricter retention is logged once; sizes that the files show cannot be replaced."""
+    """A stricter retention is logged once. Sizes that the files show cannot be replaced."""
     files = MemoryFiles()
     given = StoreConfig(**SIZES, max_total_size=1 << 20, keep_unconsumed=True)
     with MessageStore.open("/store", given, files=files) as store:

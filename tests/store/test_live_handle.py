@@ -1,4 +1,4 @@
-"""What a handle says and does beside other writers, threads that can't be started, and retention."""
+"""How a handle copes with other writers, with threads that can't be started, and with retention."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_open_waits_for_another_writer(tmp_path: Path) -> None:
 
     def lock(self: DiskFiles, path: str) -> FileLock:
         if closing.ident is None:
-            closing.start()  # only now: the lock is held when it is first tried, or just released
+            closing.start()  # starts only now, so the lock is still held at the first attempt or was just released
         return tried(self, path)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_the_repr_shows_the_state_of_a_handle() -> None:
 
 
 def test_a_deletion_by_retention_does_not_count_as_a_write() -> None:
-    """A producer waits meanwhile for the deletion; a broker does not consider the store stuck."""
+    """A producer waits for the deletion, but a broker does not consider the store stuck."""
     seen: list[bool] = []
 
     class Watched(MemoryFiles):
@@ -119,7 +119,7 @@ def test_a_deletion_by_retention_does_not_count_as_a_write() -> None:
 
 
 class MeanwhileFiles(MemoryFiles):
-    """Files that let another thread run when a folder is listed, until it has ended or waits."""
+    """Files that let another thread run when a folder is listed, until that thread ends or waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class MeanwhileFiles(MemoryFiles):
 
 
 def test_two_threads_open_one_queue_at_once() -> None:
-    """One reads; before its queue is open, another has opened it and appended."""
+    """One thread reads. Before its queue is open, another has opened the queue and appended to it."""
     files = MeanwhileFiles()
     with MessageStore.open("/s", StoreConfig.tiny(), files=files, background=False) as store:
         for _ in range(5):

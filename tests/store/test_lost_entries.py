@@ -1,4 +1,4 @@
-"""Recovery of a queue with a record of another queue, or an entry without a record."""
+"""Recovery of a queue that has a record of another queue, or an entry without a record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def change(folder: Path, physical_offset: int, data: bytes, config: StoreConfig 
 
 
 def filled(folder: Path, config: StoreConfig = CONFIG, count: int = 300) -> list[int]:
-    """Messages in turn in three queues; where they are."""
+    """Append messages to three queues in turn; return their places."""
     with MessageStore.open(folder, config) as store:
         return [
             store.append(Message("Topic", b"%d" % n, tags=f"t{n % 5}", keys=f"k{n}"), n % 3).physical_offset
@@ -41,7 +41,7 @@ def bodies(folder: Path, queue_id: int) -> list[int]:
 
 
 def broker_gives(folder: Path, queue_id: int, config: StoreConfig = CONFIG) -> list[int]:
-    """Return a broker's pulls of 32: without a record it skips all entries below the next file."""
+    """Return what a broker's pulls of 32 give. At an entry without a record it skips to the next file."""
     given: list[int] = []
     with MessageStore.open(folder, read_only=True) as store:
         queue, size = store.queues["Topic", queue_id], config.commitlog_file_size
@@ -91,9 +91,9 @@ def test_a_changed_header_byte_loses_no_message(
     verdict = verify(tmp_path, config)
     assert verdict.sound, verdict.damage
     if queues == "gone" and number > 290:
-        return  # it was the last of its queue, so its queue is unknown
+        return  # it was the queue's last record, so its queue is unknown
     assert sorted(path.name for path in (tmp_path / "consumequeue").iterdir()) == ["Topic"]
-    if queues == "gone" and field == "other queue":  # which of two that name one place is the other queue's?
+    if queues == "gone" and field == "other queue":  # which of two records with one queue offset is wrong is unknown
         assert sorted(body for queue_id in range(3) for body in bodies(tmp_path, queue_id)) == list(range(300))
         return
     for queue_id in range(3):
@@ -103,7 +103,7 @@ def test_a_changed_header_byte_loses_no_message(
 
 @pytest.mark.parametrize("number", [60, 100, 250])
 def test_a_hole_is_skipped(tmp_path: Path, number: int) -> None:
-    """A record with a changed queue offset and queue, and without an entry, leaves a hole."""
+    """A record whose queue offset and queue changed, and whose entry is gone, leaves a hole."""
     places = filled(tmp_path)
     queue_id = number % 3
     change(tmp_path, places[number] + QUEUE_ID_AT, (9).to_bytes(4, "big") + bytes(4) + (5).to_bytes(8, "big"))

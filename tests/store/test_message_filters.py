@@ -1,4 +1,4 @@
-"""Filters on a store: bitmaps when messages arrive; reads that check entries first, and messages only if necessary."""
+"""Filters on a store: bitmaps are made when messages arrive; reads check entries first, then messages if necessary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUPS = {
 
 
 def registered(*topics: str) -> Registrations:
-    """All `GROUPS` on each topic."""
+    """Register all `GROUPS` on each topic."""
     registrations = Registrations()
     for topic in topics:
         for group, expression in GROUPS.items():
@@ -55,7 +55,7 @@ def priced(price: object, region: str | None = None, tags: str | None = None) ->
 
 
 def read_all(store: MessageStore, matching: MessageFilter | None) -> list[int]:
-    """Return the queue offsets of all messages for a reader that continues where each read ends."""
+    """Return the queue offsets that a reader gets if it continues where each read ends."""
     found: list[int] = []
     queue_offset = 0
     while True:
@@ -68,7 +68,7 @@ def read_all(store: MessageStore, matching: MessageFilter | None) -> list[int]:
 
 
 def unit_of(store: MessageStore, message: StoredMessage) -> ExtUnit:
-    store.read(message.topic, message.queue_id, 0, 1)  # writes collected entries to the queues
+    store.read(message.topic, message.queue_id, 0, 1)  # writes the collected entries to the queues
     queue = store.queues[message.topic, message.queue_id]
     entry = queue.entry(message.queue_offset)
     assert entry is not None
@@ -83,7 +83,7 @@ def units(store: MessageStore) -> list[ExtUnit]:
 
 @pytest.fixture
 def log_reads(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often a record was read from a log since the last call."""
+    """Count the records read from a log since the last call."""
     count = 0
     read = CommitLog.read
 
@@ -154,7 +154,7 @@ def test_no_bitmaps(config: StoreConfig, filters: Registrations | None) -> None:
 
 
 def test_groups_register_and_leave_while_messages_arrive() -> None:
-    """Threads register, bury and forget; no append fails, and every bitmap is one of those that were possible."""
+    """Threads register groups, mark them dead and remove them. No append fails, and every bitmap is a possible one."""
     filters = registered("T")
     wrong: list[BaseException] = []
     done = threading.Event()
@@ -194,7 +194,7 @@ def test_groups_register_and_leave_while_messages_arrive() -> None:
 
 
 def filled(filters: Registrations | None) -> MemoryFiles:
-    """A store left by a process that died; only the content of the files was flushed."""
+    """Return a store whose process died; only flushed content survived."""
     files = MemoryFiles()
     store = opened(files, filters)
     for number in range(40):
@@ -250,7 +250,7 @@ def test_the_bitmap_is_looked_at_before_the_log(log_reads: Counter) -> None:
         ):
             assert read_all(store, store.matching(registration=("T", group))) == list(expected)
             assert log_reads() == len(expected), group
-        # The same expressions without the bits: every message is evaluated.
+        # The same expressions without bitmaps: every message is evaluated.
         for group in ("cheap", "failing"):
             read_all(store, store.matching(sql=GROUPS[group]))
             assert log_reads() == 100
@@ -267,7 +267,7 @@ def test_a_read_continues_after_messages_excluded_by_bitmaps(log_reads: Counter)
 
 
 def test_a_false_maybe_is_checked_exactly(log_reads: Counter) -> None:
-    """Bits of other groups may cover a group's own: then the message itself decides."""
+    """If bits of other groups cover all bits of a group, the message itself decides."""
     filters = registered("T")
     bits = set(filters.bloom.positions("mine#T"))
     others = iter(range(10**6))
@@ -294,7 +294,7 @@ def test_a_message_older_than_a_registration_is_checked_exactly(log_reads: Count
         store.append(priced(7))
         clock.advance(ms=10)
         filters.register("T", "late", "price < 50", SQL92, 1, clock.now_ms())
-        store.append(priced(7))  # in the same millisecond: as good as older
+        store.append(priced(7))  # stored in the millisecond of the registration, so it counts as older
         clock.advance(ms=1)
         store.append(priced(7))
         store.append(priced(70))
@@ -318,7 +318,7 @@ def test_a_changed_filter_is_not_judged_by_new_bits() -> None:
         assert read_all(store, old) == [0]
         new = store.matching(registration=("T", "cheap"))
         assert read_all(store, new) == [1]
-        assert not filters.register("T", "cheap", "price >", SQL92, 3, clock.now_ms())  # ends the former registration
+        assert not filters.register("T", "cheap", "price >", SQL92, 3, clock.now_ms())  # ends the previous registration
         store.append(priced(95))
         assert read_all(store, new) == [1, 2]
 
@@ -379,7 +379,7 @@ def test_tags_exactly_and_by_code() -> None:
 
 
 def test_32_bits_of_a_code_are_compared() -> None:
-    """As in RocketMQ, also with a delivery time in place of a code."""
+    """As in RocketMQ, and also when a delivery time takes the place of a code."""
     by_code = ByTags(TagFilter("C"), exact=False)
     codes = np.array([67, 67 + (5 << 32), 68, 67 - (1 << 32)], np.int64)
     assert by_code.match_entries(codes, None).tolist() == [True, True, False, True]

@@ -1,4 +1,4 @@
-"""A read-only store and its writer: everything acknowledged is visible, nothing partially."""
+"""A read-only store and its writer: the reader sees everything acknowledged, and nothing in part."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ from tests.stores import (
 
 
 def shown(store: MessageStore) -> tuple[object, ...]:
-    """What a store shows of itself; of queues where the first message is, as 4.9 may begin them at one that is gone."""
+    """Return what a store shows: ends, messages, and each queue's first message.
+
+    The first message stands for the queue's begin, because 4.9 may begin a queue at a message that is gone.
+    """
     queues = {
         name: (first_message(store, queue), queue.max_offset, queue.max_physic_offset)
         for name, queue in store.queues.items()
@@ -62,8 +65,8 @@ def first_message(store: MessageStore, queue: ConsumeQueue) -> int | None:
 
 
 def agree(reader: MessageStore, writer: MessageStore) -> None:
-    """The reader agrees with the writer, and serves its messages."""
-    writer.find_by_key("T", "k")  # updates its queues
+    """Check that the reader shows and serves the same as the writer."""
+    writer.find_by_key("T", "k")  # updates the writer's queues
     reader.refresh()
     assert shown(reader) == shown(writer)
     assert served(reader) == served(writer)
@@ -121,7 +124,7 @@ def test_each_message_is_seen_when_it_is_acknowledged(config: StoreConfig) -> No
 
 
 class Course:
-    """A store that is written, trimmed, closed, abandoned and reopened at random."""
+    """A store that is written, trimmed, closed, abandoned and reopened in random order."""
 
     def __init__(self, seed: int, files: Files, root: str) -> None:
         self.rng = random.Random(seed)
@@ -185,7 +188,7 @@ def test_a_reader_follows_its_writer_on_disk(seed: int, tmp_path: Path) -> None:
 def test_nothing_is_changed(pair: Pair) -> None:
     fill(pair.writer, pair.clock, random.Random(3), 200)
     before = contents(pair.files)
-    agree(pair.reader, pair.writer)  # which updates the writer's queues
+    agree(pair.reader, pair.writer)  # updates the writer's queues
     changed = contents(pair.files)
     assert {path for path in before.keys() | changed.keys() if before.get(path) != changed.get(path)} <= {
         path for path in changed if path.startswith(("consumequeue", "index"))
@@ -206,7 +209,7 @@ def test_there_is_nothing_new_without_a_change(pair: Pair) -> None:
     assert pair.reader.refresh()
     assert not pair.reader.refresh()
     pair.writer.close()
-    assert pair.reader.refresh()  # there is no writer any more
+    assert pair.reader.refresh()  # the writer is gone
     assert not pair.reader.refresh()
     pair.writer = pair.open_writer()
     assert pair.reader.refresh()
@@ -226,7 +229,7 @@ def test_changes_of_a_finished_writer_are_seen(pair: Pair) -> None:
 
 
 def test_an_iteration_ends_at_the_current_end(pair: Pair) -> None:
-    """Not to the known end, with which the first messages came."""
+    """An iteration does not stop at the end that was known when the first messages came."""
     for number in range(3):
         pair.writer.append(Message("TopicA", b"%d" % number))
         assert [message.body for message in pair.reader.messages("TopicA")] == [b"0", b"1", b"2"][: number + 1]
@@ -273,7 +276,7 @@ def test_only_repeated_requests_are_read_again(pair: Pair) -> None:
 @configs
 @pytest.mark.parametrize("told", [True, False], ids=["with settings", "without"])
 def test_a_reader_that_is_there_first(config: StoreConfig, told: bool) -> None:
-    """Sizes that were not given are taken from the files when these appear."""
+    """A reader that was given no sizes takes them from the files as soon as these appear."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     writer = MessageStore.open(ROOT, config, files=files, clock=clock)
     reader = MessageStore.open(ROOT, config if told else None, files=files, clock=clock, read_only=True)
@@ -324,7 +327,7 @@ def test_a_wrong_length_is_reported(pair: Pair) -> None:
 
 
 def records() -> list[bytes]:
-    """Of every shape of text and hosts."""
+    """Return records with every shape of text and hosts."""
     pair = Pair()
     pair.writer.append(Message("TopicA", b""))
     pair.writer.append(Message("TopicA", b"body"))
@@ -337,7 +340,7 @@ def records() -> list[bytes]:
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_a_record_under_copy_is_not_served(number: int, fresh: bool) -> None:
-    """From its first byte to its last: a reader sees nothing, or all of it."""
+    """While a record is written byte by byte, a reader sees nothing or all of it."""
     pair = Pair()
     pair.writer.append(Message("TopicA", b"before", keys="k"))
     end = pair.writer.log.end
@@ -387,13 +390,13 @@ def test_rubbish_after_the_end_is_not_damage(pair: Pair) -> None:
 
 
 def lanes_only(pair: Pair) -> None:
-    """Give one queue its entries, but not yet the other queue and the index."""
+    """Write the entries of one queue, but not yet those of the other, nor the index."""
     lane = pair.writer.appender.lanes["TopicA", 0]
     lane.queue.append_many(lane.next_queue_offset - len(lane.pending), b"".join(lane.pending))
 
 
 def without_header(pair: Pair) -> None:
-    """Give the index entries and slots, but not yet its header."""
+    """Write entries and slots of the index, but not yet its header."""
     file = pair.writer.index.files[-1]
     header = file.file.buffer[:40]
     pair.writer.find_by_key("T", "k")
@@ -401,7 +404,7 @@ def without_header(pair: Pair) -> None:
 
 
 def half_an_entry(pair: Pair) -> None:
-    """Cut the last entry of a queue short; the index has nothing of the batch yet."""
+    """Cut the last entry of a queue short; nothing of the batch is in the index yet."""
     lanes_only(pair)
     queue = pair.writer.queues["TopicA", 0]
     path, at = queue.place_of(queue.max_offset - 1)
@@ -442,7 +445,7 @@ def test_in_the_middle_of_a_batch(config: StoreConfig, change: Callable[[Pair], 
 
 
 def late_entries(reader: MessageStore) -> int:
-    """How many entries and keys a reader holds in memory."""
+    """Count the entries and keys that a reader holds in memory."""
     assert isinstance(reader.index, LiveIndex)
     assert isinstance(reader.queues, LiveQueues)
     queues = [queue for queue in reader.queues.opened() if isinstance(queue, LiveQueue)]
@@ -490,7 +493,7 @@ def test_a_writer_whose_queues_lag_far_behind(pair: Pair) -> None:
 
 
 def test_a_queue_ahead_of_the_known_log(pair: Pair) -> None:
-    """It was not used before, and shows no message beyond the known log; none is skipped."""
+    """A queue not used before shows no message beyond the known log, and skips none."""
     for number in range(4):
         pair.writer.append(Message("TopicA", b"%d" % number))
     pair.reader.refresh()
@@ -515,7 +518,7 @@ def test_the_newest_come_first_where_the_number_is_bounded(pair: Pair) -> None:
 
 
 def test_a_topic_that_is_recreated(pair: Pair) -> None:
-    """A broker deletes a topic's queues, and counts from 0 again."""
+    """A broker deletes a topic's queues and counts from 0 again."""
     for number in range(30):
         pair.writer.append(Message("TopicA", b"old %d" % number))
     pair.reader.refresh()
@@ -559,7 +562,7 @@ def test_retention_is_survived(config: StoreConfig) -> None:
 
 
 class Meanwhile(MemoryFiles):
-    """Does something once, after a listing of a folder or before the opening of a file."""
+    """Files that do something once, after a folder is listed or before a file is opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -637,7 +640,7 @@ def test_files_that_vanish_during_the_walk_over_the_log(pair: Pair) -> None:
 
 
 def test_a_reader_that_slept_for_long(pair: Pair) -> None:
-    """All that it knew of is gone."""
+    """Everything that the reader knew of is gone."""
     pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     fill(pair.writer, pair.clock, random.Random(1), 10)
     pair.reader.refresh()
@@ -701,7 +704,7 @@ def test_a_reader_shows_the_result_of_a_recovery(config: StoreConfig, clean: boo
     found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
     folder = on_disk(found, tmp_path / "store")
     clock = ManualClock(START_MS + 86_400_000)
-    if what == "with an empty file":  # which `recover` clears away
+    if what == "with an empty file":  # `recover` clears the empty file away
         with pytest.raises(CorruptionError):
             MessageStore.open(folder, config, clock=clock, read_only=True)
         return
@@ -748,7 +751,7 @@ def test_a_damaged_store_is_shown_up_to_the_damage(tmp_path: Path) -> None:
 
 
 def test_reading_a_closed_store_costs_no_more_than_opening(tmp_path: Path) -> None:
-    """What was closed by librmq is believed: neither walked through nor recovered."""
+    """A reader trusts what librmq closed: it neither walks through the log nor recovers."""
     folder = tmp_path / "store"
     with MessageStore.open(folder, SMALL, clock=ManualClock(START_MS)) as store:
         fill(store, ManualClock(START_MS), random.Random(1), 300)
@@ -817,7 +820,7 @@ def test_lasting_corruption_during_writes_is_raised(pair: Pair) -> None:
 
 
 def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
-    """Each follows a queue independently: in order, without a hole, without a message twice."""
+    """Each thread follows its own queue: in order, without a hole, no message twice."""
     folder, count = str(tmp_path / "store"), 4000
     config = StoreConfig.tiny(max_total_size=64 << 20)
     failures: list[BaseException] = []
@@ -849,7 +852,7 @@ def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
 
 
 def test_a_separate_handle_is_enough(tmp_path: Path) -> None:
-    """Works alone: parts that follow a store, without the store's class."""
+    """The parts that follow a store work alone, without the store's class."""
     folder = str(tmp_path / "store")
     seen: list[ReadOnlyView] = []
     with MessageStore.open(folder, SMALL) as writer:

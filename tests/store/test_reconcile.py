@@ -1,4 +1,4 @@
-"""Queues and index compared with the log: differences are reported, and with ``mend`` rewritten."""
+"""Queues and index compared with the log: differences are reported, and fixed if ``mend`` is true."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Parts:
         )
 
     def record(self, queue_offset: int, topic: str = "T", queue_id: int = 0, **fields: object) -> int:
-        """Append a record; returns where it is."""
+        """Append a record; return its place."""
         self.stored += 700
         record = Record(
             topic=topic,
@@ -64,7 +64,7 @@ class Parts:
         return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, mend=mend))
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
-        """Queue offset and place in the log of the entries of a queue, those of lost messages left out."""
+        """Return queue offset and log position of each entry of a queue, without entries of lost messages."""
         queue = self.queues[topic, queue_id]
         rows = queue.entries().tolist()
         following = [place for place, _, _ in rows[1:]] + [-1]
@@ -75,7 +75,7 @@ class Parts:
         ]
 
     def settled(self) -> None:
-        """What was mended stays so."""
+        """Check that another run finds nothing to mend."""
         assert self.reconcile(mend=False) == []
         assert self.reconcile() == []
 
@@ -114,7 +114,7 @@ def test_a_queue_that_begins_above_0(parts: Parts) -> None:
 @pytest.mark.parametrize("wrong", [0, 3, 99, 1 << 60, -1, 7])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int) -> None:
-    """The records of a queue count on: a single one that does not is wrong, not the others."""
+    """Queue offsets are consecutive: a single record that breaks the sequence is wrong, not its neighbours."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
     if wrong == at:
@@ -133,7 +133,7 @@ def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int)
 
 @pytest.mark.parametrize("at", [0, 6])
 def test_the_queue_finds_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
-    """A misaddressed record at either end is found by the queue."""
+    """The queue's entries show that its first or last record has a wrong queue offset."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
     parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", 40))
@@ -219,7 +219,7 @@ def test_entries_of_deleted_messages_stay(parts: Parts) -> None:
     assert parts.entries() == list(enumerate(places))
     first = next(n for n, place in enumerate(places) if place >= LOG_SIZE)
     queue = parts.queues["T", 0]
-    for at in (0, first - 1):  # one that points into the log, at another's record
+    for at in (0, first - 1):  # an entry that points at another entry's record
         path, position = queue.place_of(at)
         parts.files.open(path, writable=True).buffer[position : position + 8] = struct.pack(">q", places[-1])
         damage = parts.reconcile(LOG_SIZE)
@@ -239,7 +239,7 @@ def test_entries_without_a_record_are_cut(parts: Parts) -> None:
 
 
 def test_zeros_in_a_queue_are_not_an_entry(parts: Parts) -> None:
-    """The first file of a queue that begins above 0 never reached the device; the log's first record is its."""
+    """The first file of a queue that begins above 0 never reached the device; the log's first record belongs in it."""
     places = [parts.record(n) for n in range(3, 10)]
     assert places[0] == 0
     parts.reconcile()
@@ -252,7 +252,7 @@ def test_zeros_in_a_queue_are_not_an_entry(parts: Parts) -> None:
 
 @pytest.mark.parametrize("what", ["tags code", "time", "one unit twice", "out of order"])
 def test_units_are_those_of_their_records(what: str) -> None:
-    """Records of one moment and one tag have equal units, which their order distinguishes."""
+    """Records with the same time and tag have equal units, and only their order tells them apart."""
     parts = Parts(ext=True)
     for n in range(4):
         parts.record(n, store_timestamp_ms=START_MS)
@@ -332,7 +332,7 @@ def test_a_wrong_index_is_rebuilt(parts: Parts, what: str) -> None:
 
 
 def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) -> None:
-    """Its header, made from that of the file before, says that older records were indexed."""
+    """The header was made from that of the file before, so it says that older records were indexed."""
     places = [parts.record(n) for n in range(20)]
     parts.reconcile()
     first, second = parts.index.files
@@ -347,7 +347,7 @@ def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) ->
 
 
 def test_an_index_file_that_is_not_full_though_another_follows(parts: Parts) -> None:
-    """Its last entries did not reach the device, nor did those of the next file, but its header."""
+    """The last entries of the file and those of the next never reached the device, but the next file's header did."""
     places = [parts.record(n) for n in range(20)]
     parts.reconcile()
     first, second = parts.index.files
@@ -382,7 +382,7 @@ def codec_hash(topic: str, key: str) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_mixture_can_be_repaired(parts: Parts, seed: int) -> None:
-    """Whatever the queues and index say, once mended there is nothing left to mend."""
+    """Whatever queues and index say, nothing is left to mend afterwards."""
     rng = random.Random(seed)
     counts: dict[tuple[str, int], int] = {}
     for _ in range(150):

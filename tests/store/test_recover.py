@@ -1,4 +1,4 @@
-"""Opening of a store that was not closed, or that lacks derived data."""
+"""Opening a store that was not closed, or that lacks derived data."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def last_log_file(found: Contents) -> str:
 
 
 def records_of(found: Contents, config: StoreConfig = SMALL) -> int:
-    """How many records its log has."""
+    """Count the records of a store's log."""
     with opened(in_memory(found), config, read_only=True) as store:
         return len(list(store))
 
 
 def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
-    """What was found wrong in which part."""
+    """Return the kinds of damage found in each part."""
     parts: dict[str, set[str]] = {}
     for cut in cuts:
         parts.setdefault(os.path.relpath(cut.file, ROOT).split("/")[0], set()).add(cut.kind)
@@ -74,7 +74,7 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 
 @configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
-    """Killed between any two writes, a store recovers every record that was whole, and continues."""
+    """A store killed between any two writes recovers every record that was written completely, and continues."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -100,7 +100,7 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
 
 
 def torn(found: Contents) -> tuple[Contents, int]:
-    """The contents with a further record, torn in its body, and where that begins."""
+    """Return the contents with one more record, torn in its body, and the record's place."""
     files = in_memory(found)
     store = opened(files)
     result = store.append(Message("TopicA", b"z" * 200))
@@ -187,7 +187,7 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
 
 @pytest.mark.parametrize("clean", [False, True])
 def test_a_checkpoint_ahead_of_the_log_is_mended_on_demand(clean: bool) -> None:
-    """A checkpoint later than the last record is put right on demand."""
+    """A checkpoint later than the last record is corrected on demand."""
     found = filled(SMALL, 80, clean=clean)
     found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
     files = in_memory(found)
@@ -197,7 +197,7 @@ def test_a_checkpoint_ahead_of_the_log_is_mended_on_demand(clean: bool) -> None:
 
 
 def test_after_a_recovery_the_checkpoint_covers_all() -> None:
-    """After a recovery the checkpoint vouches for all and no more."""
+    """After a recovery the checkpoint covers everything that there is and no more."""
     before = filled(SMALL, 80, clean=False)
     found, place = torn(before)
     files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
@@ -209,7 +209,7 @@ def test_after_a_recovery_the_checkpoint_covers_all() -> None:
 
 
 def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
-    """The contents with a stretch of zeros in the log."""
+    """Return the contents with a stretch of zeros in the log."""
     path = f"commitlog/{begin - begin % 4096:020d}"
     data, at = found[path], begin % 4096
     assert data is not None
@@ -217,7 +217,7 @@ def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
 
 
 def test_the_queues_show_that_the_log_continued() -> None:
-    """Zeros end it in its last file."""
+    """The log's last file seems to end at the zeros."""
     found = filled(SMALL, 80)
     with opened(in_memory(found), read_only=True) as store:
         records = [message.physical_offset for message in store]
@@ -229,7 +229,7 @@ def test_the_queues_show_that_the_log_continued() -> None:
 
 
 def test_later_files_show_that_the_log_continued() -> None:
-    """Zeros end the log before them, and there are no queues."""
+    """The log seems to end at zeros before its later files, and there are no queues."""
     found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
     with opened(in_memory(found), read_only=True) as store:
         records = [message.physical_offset for message in store]
@@ -241,7 +241,7 @@ def test_later_files_show_that_the_log_continued() -> None:
 
 
 def test_zeros_in_properties_are_not_damage_while_open() -> None:
-    """After a crash they would be: words that were not written."""
+    """After a crash they would count as words that were never written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
         place = store.append(Message("TopicA", b""), properties_raw=b"a\1b\2cc\1" + bytes(1000)).physical_offset
@@ -255,20 +255,20 @@ def test_zeros_in_properties_are_not_damage_while_open() -> None:
 @pytest.mark.parametrize(
     ("begin", "size", "behind", "is_served"),
     [
-        (1100, 500, b"", True),  # within a word: no write ends there, and brokers take the record
+        (1100, 500, b"", True),  # inside a word, where no write ends; brokers accept the record
         (1104, 496, b"", False),
-        (1104, 496, b"\xff", True),  # nothing follows a running write
+        (1104, 496, b"\xff", True),  # no interrupted write has data after it
         (1104, 100, b"", True),
-        (1024, 512, b"", False),  # a sector is not there
+        (1024, 512, b"", False),  # a whole sector is missing
         (1024, 512, b"\xff", False),
         (1023, 513, b"\xff", True),
         (1025, 511, b"\xff", True),
-        (1536, 64, b"\xff", True),  # a sector that is there in part
+        (1536, 64, b"\xff", True),  # part of a sector is missing
         (1536, 64, b"", False),
     ],
 )
 def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behind: bytes, is_served: bool) -> None:
-    """Zeros in properties of a record are a crash where one leaves them."""
+    """Zeros in a record's properties count as a crash only where a crash can leave them."""
     files = MemoryFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
     properties = b"a\1".ljust(1600 - record.FIXED_SIZE - len(b"TopicA") - len(b"b"), b"x")
@@ -288,8 +288,8 @@ def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behin
 @configs
 @pytest.mark.parametrize("thorough", [False, True])
 def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: bool) -> None:
-    """As in 4.9: its properties no longer have them, but they were written before."""
-    config = replace(config, max_index_num=5)  # so that the index file with its keys is full, and vouched for
+    """As in 4.9: the properties have lost tag and keys, but entry and keys were written before."""
+    config = replace(config, max_index_num=5)  # fills the index file with its keys, so the checkpoint covers it
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
     store.append(Message("TopicA", b"a", tags="x", keys="k0 k1 k2"))
@@ -300,7 +300,7 @@ def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: boo
     store.flush()
     keys = [file.entries().tolist() for file in store.index.files]
     entries = store.queue("TopicA", 0).entries().tolist()  # type: ignore[union-attr]
-    begin = (end - len(properties)) | 1  # within a word: else the record is cut as one that was never whole
+    begin = (end - len(properties)) | 1  # inside a word: otherwise the record is cut as never completely written
     found = zeroed(contents(died(files)), begin, end - begin)
     with opened(in_memory(found), config, thorough=thorough) as again:
         assert again.queue("TopicA", 0).entries().tolist() == entries  # type: ignore[union-attr]
@@ -310,7 +310,7 @@ def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: boo
 
 
 class CountingFiles(MemoryFiles):
-    """Files that one flush includes, as on Linux; counts how often each is opened."""
+    """Files that one flush covers together, as on Linux; counts how often each is opened."""
 
     def __init__(self, found: Contents) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class CountingFiles(MemoryFiles):
 
 
 def test_each_of_many_queues_is_opened_once_after_a_kill() -> None:
-    """Opening a file is what reopening a store of many queues costs."""
+    """Opening files is the main cost of reopening a store with many queues."""
     files = MemoryFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
     for number in range(300):
@@ -343,7 +343,7 @@ def test_each_of_many_queues_is_opened_once_after_a_kill() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
 def test_small_queues_are_not_mapped_after_a_kill(tmp_path: Path) -> None:
-    """Unless something is wrong with one; they are served as before."""
+    """Only a queue that has something wrong is mapped. All are served as before."""
     store = MessageStore.open(tmp_path, SMALL)
     for number in range(300):
         store.append(Message("TopicA", b"body", tags=f"t{number % 3}"), number % 100)
@@ -368,7 +368,7 @@ def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
-    store.flush()  # the deletion is settled
+    store.flush()  # the deletion is durable
     retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}
@@ -390,7 +390,7 @@ def test_all_but_one_file_created_ahead_vanish_in_a_crash() -> None:
 
 @pytest.mark.parametrize("there", [0, 2, 4, 7])
 def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
-    """This many of the blank's 8 bytes are there; the sector has the end of the record before it."""
+    """This many of the blank's 8 bytes were written. Their sector also holds the end of the record before."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
         store.append(Message("TopicA", b"a" * 1500))
@@ -416,9 +416,10 @@ def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
-    """One that is not full, though the checkpoint may say so of one that ended at the same moment; one that ends later.
+    """The checkpoint does not cover an index file that is not full, or one that ends later than it says.
 
-    Entries are counted that did not reach the device.
+    It may name the end of a file that is not full, because another one ended at the same moment.
+    The damaged file counts entries that did not reach the device.
     """
     found = filled(SMALL, 80, clean=False)
     path = sorted(path for path in found if path.startswith("index/"))[0 if full else -1]
@@ -441,7 +442,7 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
 
 @configs
 def test_the_missing_queue_of_the_last_record_is_noticed(config: StoreConfig) -> None:
-    """In a store that a broker closed, because records after the dispatched end were never dispatched."""
+    """In a store that a broker closed, records after the dispatched end were never dispatched."""
     found = filled(config, 80)
     with opened(in_memory(found), config, read_only=True) as store:
         records = [message for message in store if has_queue_entry(message.sys_flag)]
@@ -476,7 +477,7 @@ def test_queues_and_index_are_rebuilt(config: StoreConfig, clean: bool, gone: tu
 
 
 def two_moments(config: StoreConfig) -> tuple[Contents, Contents]:
-    """A store with 40 messages, still open, and the same with 80, closed."""
+    """Return a store with 40 messages, still open, and the same store with 80, closed."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -490,7 +491,7 @@ def two_moments(config: StoreConfig) -> tuple[Contents, Contents]:
 
 @configs
 def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
-    """The derived files of an earlier moment, and the log of a later one."""
+    """The derived files are older than the log."""
     early, late = two_moments(config)
     mixed = {**early, **{path: data for path, data in late.items() if path.startswith("commitlog")}}
     for abort in (True, False):
@@ -504,7 +505,7 @@ def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
 
 @configs
 def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
-    """The log of an earlier moment, and the derived files of a later one."""
+    """The log is older than the derived files."""
     early, late = two_moments(config)
     mixed = {path: data for path, data in late.items() if not path.startswith("commitlog/")}
     mixed |= {path: data for path, data in early.items() if path.startswith("commitlog/")}
@@ -519,7 +520,7 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
 
 @configs
 def test_bytes_behind_the_last_entry_of_a_queue_are_cleared(config: StoreConfig) -> None:
-    """A sector that reached the device before the one in front of it."""
+    """A sector reached the device before the one in front of it."""
     found = filled(config, 120, clean=False)
     wanted = records_of(found, config)
     spoilt = 0
@@ -558,7 +559,7 @@ def test_a_clean_store_is_not_scanned_again() -> None:
 
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
 def test_an_index_header_torn_at_its_first_entry_is_reported(words: int) -> None:
-    """It says that the record is indexed, or when, and counts no entry."""
+    """The header has the record's place or time, but counts no entry."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     for number in range(SMALL.max_index_num):
@@ -582,7 +583,7 @@ def test_an_index_header_torn_at_its_first_entry_is_reported(words: int) -> None
 
 
 def test_recovery_and_verify_agree_on_the_unit_before() -> None:
-    """An address was torn, and leads to a unit that says the same."""
+    """A torn address leads to another unit with the same content."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL_EXT, files=files, clock=clock)
     for _ in range(60):
@@ -606,7 +607,7 @@ def test_recovery_and_verify_agree_on_the_unit_before() -> None:
 
 
 def test_the_first_of_index_files_with_one_end_is_covered() -> None:
-    """The checkpoint covers log and queues far beyond it."""
+    """The checkpoint covers log and queues far beyond the file."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -653,7 +654,7 @@ def spoil_header(data: bytes) -> bytes:
 )
 @pytest.mark.parametrize("which", [0, -1])
 def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[[bytes], bytes], which: int) -> None:
-    """A thorough recovery rebuilds what can't be opened."""
+    """A thorough recovery rebuilds files that can't be opened."""
     found = filled(SMALL_EXT, 80, seed=6)
     wanted = records_of(found, SMALL_EXT)
     path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
@@ -707,7 +708,7 @@ def test_foreign_names_are_not_removed(name: str) -> None:
 
 
 def test_recovering_an_open_store_mends_it() -> None:
-    """Recovering an open store repairs later damage."""
+    """Recovering an open store repairs damage done after it was opened."""
     files = in_memory(filled(SMALL, 60))
     with opened(files) as store:
         assert store.recover() == []
@@ -770,7 +771,7 @@ def test_files_of_length_zero_are_removed(name: str) -> None:
 
 
 def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
-    """Power is lost while retention deletes the files of a queue, without remaining messages: its offsets stay."""
+    """Power fails while retention deletes the files of a queue without remaining messages; its offsets stay."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -801,7 +802,7 @@ def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
 
 
 def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
-    """A rebuild of the index meets damage in an old log file: opening reports it, recovering cuts."""
+    """When a rebuild of the index meets damage in an old log file, opening reports it and recovering cuts there."""
     found = filled(SMALL, 120)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
     assert len(paths) > 5
@@ -821,7 +822,7 @@ def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
 
 
 def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
-    """The rebuild of a lost queue meets an old record with an impossible queue."""
+    """The rebuild of a lost queue meets an old record with an impossible queue id."""
     found = filled(SMALL, 120)
     with opened(in_memory(found), read_only=True) as store:
         records = list(store)
@@ -854,7 +855,7 @@ def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
 
 
 def test_index_files_after_an_empty_one_are_deleted_last_first() -> None:
-    """They say that it has the keys of the records before theirs."""
+    """Each of these files implies that the empty one had the keys of earlier records."""
     files = RecordingFiles()
     for folder in (ROOT, f"{ROOT}/commitlog", f"{ROOT}/index"):
         files.make_folder(folder)
@@ -867,7 +868,7 @@ def test_index_files_after_an_empty_one_are_deleted_last_first() -> None:
 
 
 def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """It logs the cut and its duration; a clean opening logs nothing."""
+    """A recovery logs its cut and its duration; a clean opening logs nothing."""
     found = filled(SMALL, 60, clean=False)
     files = in_memory(found)
     with opened(files) as store:

@@ -1,4 +1,4 @@
-"""What is rescued of a damaged store can be consumed, and progress goes along."""
+"""Messages rescued from a damaged store can be consumed, and progress is carried over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spoil(folder: Path, physical_offset: int, at: int) -> None:
 
 
 def consumed(folder: Path, group: str) -> list[bytes]:
-    """Return the messages for a group that starts on a store."""
+    """Return the messages that a group gets when it starts on a store."""
     runner, seen = ManualRunner(ManualClock(START_MS + 10**9)), []
     with Broker.open(folder, runner=runner) as broker:
         consumer = PushConsumer(broker, group)
@@ -44,7 +44,7 @@ def consumed(folder: Path, group: str) -> list[bytes]:
 
 
 def store_of(folder: Path, count: int = 500) -> list[int]:
-    """A store with messages in one queue, of which a group has consumed 250; the places of their records."""
+    """Create a store with messages in one queue, 250 of them consumed by a group; return their places."""
     runner = ManualRunner(ManualClock(START_MS))
     with Broker.open(folder, store_config=CONFIG, runner=runner) as broker:
         broker.create_topic("T", 1)
@@ -86,7 +86,7 @@ def test_a_lost_message_at_the_progress_is_skipped(tmp_path: Path) -> None:
 
 
 def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> None:
-    """Progress of delay levels and transactions is translated."""
+    """The progress of delay levels and transactions is translated."""
     with MessageStore.open(tmp_path / "old", CONFIG, clock=ManualClock(START_MS)) as store:
         delayed = [store.append(Message("T", b"d%d" % number, delay_level=3)) for number in range(6)]
         halves = [store.append(Message(HALF_TOPIC, b"h%d" % number)) for number in range(12)]
@@ -111,7 +111,7 @@ def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> No
 
 
 def test_progress_of_a_recreated_topic_is_that_of_the_later(tmp_path: Path) -> None:
-    """Progress of a topic created again is that of the later one."""
+    """If a topic was deleted and created again, progress belongs to the later topic."""
     store_of(tmp_path / "old", 20)
     with MessageStore.open(tmp_path / "old", CONFIG) as store:
         store.queues["T", 0].clear()
@@ -125,7 +125,7 @@ def test_progress_of_a_recreated_topic_is_that_of_the_later(tmp_path: Path) -> N
 
 
 def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
-    """A job committed again on the rescued store is found where its records are now."""
+    """A job that is committed again on the rescued store is found where its records are now."""
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     files = DiskFiles()
     places = store_of(tmp_path / "old")

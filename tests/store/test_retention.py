@@ -1,4 +1,4 @@
-"""What retention deletes and when, what stays, and the state after a crash during it."""
+"""What retention deletes and when, what it keeps, and the state after a crash during it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ HOUR = 3_600_000
 DAY = 24 * HOUR
 MIDNIGHT = 1_700_006_400_000  # 2023-11-15 00:00 UTC
 FILE = SMALL.commitlog_file_size
-BODY = bytes(900)  # four records fill a file of the log
+BODY = bytes(900)  # a log file holds four records
 
 
 class Kept:
-    """A store whose files of the log are filled at given times, four records in each."""
+    """A store whose log files are filled at given times, four records in each."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class Kept:
 
     @property
     def log_files(self) -> list[int]:
-        """The numbers of the log's files."""
+        """The numbers of the remaining log files."""
         starts = [int(entry.name) for entry in self.files.list(os.path.join(self.store.path, "commitlog"))]
         assert starts == self.store.log.sequence.starts
         return [start // FILE for start in starts]
 
     @property
     def deleted(self) -> list[int]:
-        """The numbers of the log's files that the last run deleted."""
+        """The numbers of the log files that the last run deleted."""
         return [int(os.path.basename(path)) // FILE for path in self.retention.deleted if "/commitlog/" in path]
 
 
 def by_files(*times: int) -> list[int]:
-    """Times for files of four records each, all of one at the same time."""
+    """Return times for files of four records, the same time for all records of a file."""
     return [at for at in times for _ in range(4)]
 
 
@@ -108,12 +108,12 @@ def test_a_file_is_deleted_when_its_last_record_is_72_hours_old() -> None:
 
 @pytest.mark.parametrize("idle", [0, 1, 5 * DAY])
 def test_the_last_record_counts_not_the_first_nor_the_next_file(idle: int) -> None:
-    """Nothing was stored for long on either side of it."""
+    """The file's last record was stored two days after its first, and the next file may begin days later."""
     at = MIDNIGHT + 4 * HOUR
     last = at + 2 * DAY
     kept = Kept([at, at, at, last, *by_files(last + idle)])
     due = last + 3 * DAY
-    assert kept.run(at + 3 * DAY) == due  # the first record is old enough, the last is not
+    assert kept.run(at + 3 * DAY) == due  # the first record is old enough, the last is not yet
     assert kept.run(due - 1) == due
     assert kept.deleted == []
     kept.run(due)
@@ -121,7 +121,7 @@ def test_the_last_record_counts_not_the_first_nor_the_next_file(idle: int) -> No
 
 
 def test_an_old_file_after_a_kept_one_stays() -> None:
-    """The clock was set back: files go from the oldest, never out of the middle."""
+    """After the clock was set back, the oldest files are still deleted first, never one from the middle."""
     at = MIDNIGHT + 4 * HOUR
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(at + 50 * DAY)) as store:
@@ -181,7 +181,7 @@ def test_a_damaged_record_in_an_old_file_does_not_matter() -> None:
     kept = Kept(by_files(at, at + DAY, at + DAY))
     second = list(kept.store)[1].physical_offset
     kept.store.log.sequence.file(0).buffer[second : second + 8] = bytes(8)
-    assert kept.run(at + 3 * DAY) == at + 4 * DAY  # when it was stored can't be known: by the next file's first
+    assert kept.run(at + 3 * DAY) == at + 4 * DAY  # its time is lost: the next file's decides
     assert kept.run(at + 4 * DAY) is not None
     assert kept.deleted == [0]
 
@@ -239,7 +239,7 @@ def test_several_hours() -> None:
 
 
 class SummerTime(tzinfo):
-    """Two hours ahead of UTC from ``begin`` to ``end``, else one."""
+    """A zone two hours ahead of UTC from ``begin`` to ``end``, and one hour ahead otherwise."""
 
     def __init__(self, begin: datetime, end: datetime) -> None:
         self.begin, self.end = begin, end
@@ -276,15 +276,15 @@ def test_the_hour_is_local() -> None:
 
 
 def test_the_hour_of_a_clock_change() -> None:
-    """By the rules of Berlin in 2024: 02:00 is 03:00 on March 31, 03:00 is 02:00 on October 27."""
+    """Rules of Berlin in 2024: 02:00 becomes 03:00 on March 31, 03:00 becomes 02:00 on October 27."""
     zone = SummerTime(datetime(2024, 3, 31, 1), datetime(2024, 10, 27, 1))
     at_four, at_two = hours_of("04", zone), hours_of("02", zone)
     assert at_four(utc(30, 4, month=3)) == utc(31, 2, month=3)
     assert at_four(utc(31, 4, month=3)) == utc(1, 2, month=4)
-    assert at_two(utc(30, 12, month=3)) == utc(1, 0, month=4)  # that day has no such hour
+    assert at_two(utc(30, 12, month=3)) == utc(1, 0, month=4)  # 02:00 does not exist on that day
     assert at_four(utc(26, 12, month=10)) == utc(27, 3, month=10)
     assert at_two(utc(26, 12, month=10)) == utc(27, 0, month=10)
-    assert at_two(utc(27, 1, 59, month=10)) == utc(27, 1, 59, month=10)  # and this one twice
+    assert at_two(utc(27, 1, 59, month=10)) == utc(27, 1, 59, month=10)  # 02:00 occurs twice on that day
     assert at_two(utc(27, 2, month=10)) == utc(28, 1, month=10)
 
 
@@ -324,7 +324,7 @@ def test_above_75_percent_expired_files_are_deleted_anytime(used: float, goes: b
 
 @pytest.mark.parametrize(("used", "goes"), [(0.85, False), (0.851, True)])
 def test_above_85_percent_the_oldest_are_deleted_early(used: float, goes: bool) -> None:
-    """Above 85 percent the oldest go though they have not expired."""
+    """Above 85 percent the oldest files are deleted before they expire."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT, MIDNIGHT))
     ratio(kept, used)
     due = kept.run(MIDNIGHT)
@@ -352,7 +352,7 @@ def test_rounds_of_ten_files() -> None:
         seen.append(now - MIDNIGHT)
         now = due
     assert seen == [10_000 * number + 100 * file for number in range(3) for file in range(10)][:24]
-    assert kept.run(now) == now + 10_000  # the disk is checked, with or without something to delete
+    assert kept.run(now) == now + 10_000  # the disk is checked whether or not there is something to delete
     assert kept.deleted == []
 
 
@@ -363,7 +363,7 @@ def test_between_two_rounds_nothing_is_deleted() -> None:
         kept.run(MIDNIGHT + 100 * number)
     assert kept.run(MIDNIGHT + 1_000) == MIDNIGHT + 10_000
     assert kept.deleted == []
-    assert kept.run(MIDNIGHT - 60_000) == MIDNIGHT - 60_000 + 100  # the clock was set back: no round is that long
+    assert kept.run(MIDNIGHT - 60_000) == MIDNIGHT - 60_000 + 100  # the clock was set back: no round lasts that long
     assert kept.deleted == [10]
 
 
@@ -413,11 +413,11 @@ def test_a_real_disk_is_measured(tmp_path: Path) -> None:
 def test_files_beyond_the_total_size_are_deleted_immediately() -> None:
     now = MIDNIGHT + 12 * HOUR
     kept = Kept(by_files(*[now] * 15), replace(SMALL, max_total_size=3 * FILE + FILE // 2))
-    assert kept.run(now) == now + 100  # ten a step
+    assert kept.run(now) == now + 100  # at most ten files a step
     assert kept.deleted == list(range(10))
     kept.run(now + 100)
     assert kept.log_files == [12, 13, 14]
-    assert kept.run(now + 200) == MIDNIGHT + 4 * DAY + 4 * HOUR  # by age
+    assert kept.run(now + 200) == MIDNIGHT + 4 * DAY + 4 * HOUR  # the next deletion is by age
     assert kept.deleted == []
 
 
@@ -465,7 +465,7 @@ def test_the_newest_file_always_stays() -> None:
 
 
 def test_a_file_created_ahead_does_not_age_its_predecessor() -> None:
-    """Else no record were left: the file of the last record stays, though it is not the last file."""
+    """The file with the last record stays although it is not the last file; otherwise no record would be left."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT))
     kept.store.log.sequence.create(2 * FILE)
     kept.run(MIDNIGHT + 4 * HOUR + 5 * DAY)
@@ -474,7 +474,7 @@ def test_a_file_created_ahead_does_not_age_its_predecessor() -> None:
 
 
 def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
-    """As a power loss leaves it that took the first record of the next file."""
+    """A power failure that lost the first record of the next file leaves this state."""
     kept = Kept([*by_files(MIDNIGHT), MIDNIGHT])
     kept.store.log.sequence.file(FILE).buffer[:] = bytes(FILE)
     files = died(kept.files)  # type: ignore[arg-type]
@@ -502,7 +502,7 @@ def test_queues_and_index_follow(config: StoreConfig) -> None:
     gone = kept.retention.delete_before(20 * FILE + 17)
     assert store.log.begin == 20 * FILE
     assert sum("/commitlog/" in path for path in gone) == 20
-    assert sum("/consumequeue/" in path for path in gone) == 2 * 5  # eight entries a file
+    assert sum("/consumequeue/" in path for path in gone) == 2 * 5  # a file holds eight entries
     assert sum("/index/" in path for path in gone) == 2
     assert all(kept.files.size(path) is None for path in gone)
     for (topic, queue_id), queue in store.queues.items():
@@ -520,7 +520,7 @@ def test_queues_and_index_follow(config: StoreConfig) -> None:
 @configs
 def test_a_queue_whose_messages_are_all_gone_keeps_its_offsets(config: StoreConfig) -> None:
     kept = Kept(by_files(MIDNIGHT), config)
-    kept.append([MIDNIGHT] * 13, topics="G")  # one more than a queue file holds, and some
+    kept.append([MIDNIGHT] * 13, topics="G")  # more than one queue file holds
     kept.append([MIDNIGHT] * 20, topics="A")
     kept.retention.delete_before(1 << 62)
     gone = kept.store.queues["G", 0]
@@ -551,7 +551,7 @@ def test_readers_continue_in_held_files(tmp_path: Path, on_disk: bool) -> None:
     assert [message.body for message in messages] == [BODY] * len(messages)
     assert file.buffer[: len(first.raw)] == first.raw
     places = [message.physical_offset for message in walk]
-    assert places[3:] == [message.physical_offset for message in store]  # the rest of the file, then what is there
+    assert places[3:] == [message.physical_offset for message in store]  # after the rest of the deleted file
     assert places[:3] == sorted(places[:3])
     assert store.message_at(0) is None
     store.close()
@@ -576,7 +576,7 @@ def test_unflushed_files_stay() -> None:
     config = replace(SMALL, max_total_size=FILE)
     kept = Kept(by_files(*[MIDNIGHT] * 4), config, settled=lambda: settled[0])
     assert kept.run(MIDNIGHT) == MIDNIGHT + 1000
-    assert kept.log_files == [1, 2, 3]  # one record below that mark is left
+    assert kept.log_files == [1, 2, 3]  # one record below that mark remains
     settled[0] = kept.store.log.end
     assert kept.run(MIDNIGHT + 1000) is None
     assert kept.log_files == [3]
@@ -598,7 +598,7 @@ def test_nothing_is_flushed_where_nothing_is_deleted() -> None:
 
 
 def test_log_and_queues_are_durable_before_a_deletion() -> None:
-    """Without `settled`: the log, then all queues, then each deletion before the next, then derived files."""
+    """Without `settled`, retention flushes the log, all queues, each deletion before the next, then derived files."""
     files = RecordingFiles()
     kept = Kept(by_files(*[MIDNIGHT] * 12), files=files)
     kept.append([MIDNIGHT] * 4)
@@ -653,11 +653,11 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
 
     kept = Kept(by_files(*[MIDNIGHT] * 30), files=Watched(), lock=lock)
     kept.retention.delete_before(20 * FILE)
-    assert lock.taken == 20 + 1 + len(kept.store.queues) + 1  # each file, the list of queues, each queue, the index
+    assert lock.taken == 20 + 1 + len(kept.store.queues) + 1  # for each file, the list of queues, each queue, the index
 
 
 def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
-    """Nothing is lost beside it, no reader fails, and the size is kept."""
+    """Nothing is lost during retention, no reader fails, and the size limit holds."""
     config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
@@ -782,7 +782,7 @@ def test_settings_of_a_row_are_taken() -> None:
 
 
 def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str, int], int], what: object) -> None:
-    """The store before and after opening: sound, all messages reachable, offsets kept, writable."""
+    """Check before and after opening that the store is sound, complete and writable, and keeps its offsets."""
     verdict = verify(ROOT, config, files)
     assert verdict.sound, (what, verdict.damage)
     with opened(files, config) as store:
@@ -797,16 +797,16 @@ def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str
             entries = queue.entries(queue.stored_begin)
             files_of_queue = -(-len(entries) // 8)
             gone = int((entries["physical_offset"] < begin).sum())
-            assert gone < 8 or files_of_queue == 1, (what, topic, queue_id)  # the rest is deleted
+            assert gone < 8 or files_of_queue == 1, (what, topic, queue_id)  # the opening deletes the rest
             assert store.append(Message(topic, b"more"), queue_id).queue_offset == offsets[topic, queue_id]
     verdict = verify(ROOT, config, files)
     assert verdict.sound, (what, verdict.damage)
 
 
 def recorded(config: StoreConfig) -> tuple[MemoryFiles, list[Event], dict[tuple[str, int], int]]:
-    """A store before a retention, what that did, and the offsets that its queues must keep.
+    """Return a store before a retention, the events of that retention, and the offsets that its queues must keep.
 
-    One queue has all its messages in files that go.
+    All messages of one queue are in files that are deleted.
     """
     files = RecordingFiles()
     kept = Kept(by_files(MIDNIGHT), config, files=files)
@@ -834,9 +834,9 @@ def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
 
 @configs
 def test_power_lost_at_any_moment(config: StoreConfig) -> None:
-    """Deletions that were not flushed may be lost, one without the other.
+    """Any unflushed deletions may be lost.
 
-    Of the log's, any; of the other folders', all of each.
+    In the folder of the log each may be lost on its own; in another folder all are lost or none.
     """
     start, trace, offsets = recorded(config)
     images = 0
@@ -868,7 +868,7 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
 
 
 def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
-    """What a dead process left of queues and index goes with the first run."""
+    """The first run deletes what a dead process left of queues and index."""
     kept = Kept(by_files(*[MIDNIGHT] * 30))
     kept.store.log.delete_before(20 * FILE)
     files = died(kept.files)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Retention compared with a plain model, through appends, time, full disks, kills."""
+"""Retention compared with a plain model while messages arrive, time passes, disks fill up and processes die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASES = {False: SMALL, True: SMALL_EXT}
 
 
 class RetentionMachine(RuleBasedStateMachine):
-    """Keeps for each record of the log where it is and when it was stored, and the end of each queue."""
+    """Remembers place and store time of each record of the log, and the end of each queue."""
 
     @initialize(
         ext=st.booleans(),
@@ -55,7 +55,7 @@ class RetentionMachine(RuleBasedStateMachine):
             self.store.log, self.store.queues.values, self.store.index, self.config, self.files, ROOT,
             timezone=self.zone, lock=self.store.appender.lock, settled=self.store.flush,
         )  # fmt: skip
-        self.round: tuple[int, int] | None = None  # when it began, files deleted
+        self.round: tuple[int, int] | None = None  # start of the round, number of files deleted in it
 
     # --- the model
 
@@ -76,7 +76,7 @@ class RetentionMachine(RuleBasedStateMachine):
         return max(0, self.last_file - max(self.begin_file, self.last_file + 1 - self.config.max_total_size // FILE))
 
     def model_run(self, now: int) -> int:
-        """How many files go; the first of them with the model's begin already moved."""
+        """Move the model's begin past the files that a run deletes; return their number."""
         used, before = self.files.disk_used_ratio, self.begin_file
         if self.config.max_total_size is not None:
             most = self.config.max_total_size // FILE
@@ -133,12 +133,12 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 15))
     def run_when_due(self, times: int) -> None:
-        """Nothing would have been deleted in between."""
+        """Between two due times the model deletes nothing."""
         for _ in range(times):
             due = self.run_now()
             now = self.clock.now_ms()
             until = due if due is not None else now + 400 * HOUR
-            for share in (3, 2, 1.01) if until > now + 100 else ():  # 100 ms are the pause between files
+            for share in (3, 2, 1.01) if until > now + 100 else ():  # 100 ms is the pause between files
                 kept = self.begin_file, self.round
                 assert self.model_run(now + max(1, int((until - now) / share)) - 1) == 0
                 self.begin_file, self.round = kept
@@ -173,12 +173,12 @@ class RetentionMachine(RuleBasedStateMachine):
         self.files = died(self.files)
         self.files.disk_used_ratio = used
         self.open()
-        # Index files that the checkpoint does not cover are rebuilt; log and queues lack nothing.
+        # Index files that the checkpoint does not cover are rebuilt; log and queues need no repair.
         assert not [damage for damage in self.store.recovered if "/index" not in damage.file]
 
     @rule()
     def look(self) -> None:
-        """Check derived data; a rule, so that retention also meets records that are not in their queues yet."""
+        """Check derived data. As a rule, it lets retention also meet records that are not in their queues yet."""
         served(self.store)
         for topic, following in self.next.items():
             queue = self.store.queues[topic, 0]

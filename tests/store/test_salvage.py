@@ -1,4 +1,4 @@
-"""Records after damage, cuts that recovery keeps, and refusals of opening to cut."""
+"""Records after damage, the bytes that recovery cuts and keeps, and when opening refuses to cut."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SALVAGE = "librmq/salvage"
 
 
 def store_of(count: int = 80, seed: int = 1, *, clean: bool = True) -> Contents:
-    """A store, and nothing of librmq's own beside it."""
+    """Return a store without librmq's own files."""
     return without_own(filled(SMALL, count, seed, clean=clean))
 
 
@@ -56,7 +56,7 @@ def without_own(found: Contents) -> Contents:
 
 
 def saved(files: Files, root: str = ROOT) -> dict[int, StoredMessage]:
-    """Return sound records by physical offset; of two at one place, the later one."""
+    """Return sound records by physical offset; of two at the same offset, the later one."""
     return {item.physical_offset: item for item in salvage.records(root, files) if isinstance(item, StoredMessage)}
 
 
@@ -69,7 +69,7 @@ def log_of(found: Contents) -> Contents:
 
 
 def change(found: Contents, physical_offset: int, data: bytes, file_size: int = 4096) -> Contents:
-    """The contents with other bytes at a place of the log."""
+    """Return the contents with other bytes at a place of the log."""
     path = f"commitlog/{physical_offset - physical_offset % file_size:020d}"
     before, at = found[path], physical_offset % file_size
     assert before is not None
@@ -79,7 +79,7 @@ def change(found: Contents, physical_offset: int, data: bytes, file_size: int = 
 
 
 def with_body(files: Files, *, last: int) -> StoredMessage:
-    """A record with a body, the ``last``-th from the end among them."""
+    """Return the ``last``-th record with a body, counted from the end."""
     found = [message for message in saved(files).values() if len(message.stored_body) >= 20]
     return found[-last]
 
@@ -144,7 +144,7 @@ def test_a_stretch_of_zeros_is_a_gap() -> None:
 
 
 def test_missing_or_cut_files_lose_only_their_content() -> None:
-    """Files that are missing or cut short cost no more than they held."""
+    """Missing or shortened files lose only the records that they held."""
     found = store_of(120)
     whole = saved(in_memory(found))
     first, second, third = sorted(path for path, data in found.items() if data and path.startswith("commitlog/"))[1:4]
@@ -167,7 +167,7 @@ def test_a_record_that_names_another_place_is_corrected() -> None:
 
 
 def test_bytes_that_look_like_a_record_are_not_found() -> None:
-    """A whole record inside of the body of a damaged one: it has another place."""
+    """The body of a damaged record contains whole records, but their stored offsets do not match."""
     files = MemoryFiles()
     with opened(files) as store:
         inner = store.append(Message("TopicA", b"x" * 50))
@@ -195,7 +195,7 @@ def test_folders_that_are_not_stores_are_refused() -> None:
 
 
 def damaged_in_the_middle(seed: int = 1) -> tuple[Contents, int]:
-    """A store with a wrong body in an older file, and where."""
+    """Return a store with a wrong body in an older file, and its place."""
     found = store_of(120, seed)
     record = with_body(in_memory(found), last=60)
     return change(found, record.physical_offset + BODY_AT, b"\xff\x00\xff"), record.physical_offset
@@ -401,9 +401,10 @@ def a_topic_that_is_none() -> tuple[Contents, int]:
 
 
 def unwritten(vouched_for: bool) -> tuple[Contents, int]:
-    """The log after a loss of power, without a sector and with records after it.
+    """Return the log after a power failure that lost one sector but not the records after it.
 
-    If it was vouched for, no crash can have done it. All is in the last file, where recovery begins in either case.
+    If the checkpoint covers it, no crash can have caused this.
+    All is in the last file, where recovery begins in either case.
     """
     for seed in range(100):
         found = store_of(80, seed, clean=False)
@@ -423,10 +424,10 @@ def unwritten(vouched_for: bool) -> tuple[Contents, int]:
 
 
 def a_topic_that_is_none_before_where_a_crash_is_looked_for() -> tuple[Contents, int]:
-    """The index, which the checkpoint does not cover, is rebuilt from there."""
+    """Damage the topic of a record from which the index is rebuilt, because the checkpoint does not cover it."""
     found = store_of(80, 5, clean=False)
     records = list(saved(in_memory(found)).values())
-    begin = records[-1].physical_offset // 4096 * 4096 - 4096  # of the file whose first record the checkpoint covers
+    begin = records[-1].physical_offset // 4096 * 4096 - 4096  # the file whose first record the checkpoint covers
     record = [message for message in records if message.physical_offset < begin][-1]
     topic = record.topic.encode()
     topic_at = record.raw.index(bytes((len(topic),)) + topic)
@@ -469,7 +470,7 @@ def test_opening_refuses_to_cut_sound_records(what: str) -> None:
 
 
 def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
-    """Records after unwritten bytes are cut and kept."""
+    """Records after unwritten bytes are cut but kept aside."""
     found, place = unwritten(vouched_for=False)
     files = in_memory(found)
     whole = saved(files)
@@ -519,7 +520,7 @@ def test_a_linked_file_is_copied_before_it_is_changed(on_disk: bool, tmp_path: P
 
 
 def test_cutting_and_repairing_spare_linked_files() -> None:
-    """The log's oldest files have another name each, as in a snapshot."""
+    """Give each of the log's oldest files a second name, as a snapshot does."""
     found = store_of(120)
     record = with_body(in_memory(found), last=60)
     at = record.physical_offset
@@ -549,7 +550,7 @@ def test_filling_continues_after_a_cut() -> None:
 
 @pytest.mark.parametrize("start", [1 << 63, 10**20 - 65_536])
 def test_a_log_file_with_an_impossible_position_is_a_gap(start: int) -> None:
-    """Repair 4: no record can be there."""
+    """Repair 4: no record can be at such a position."""
     found = store_of(5)
     name = next(path for path in found if path.startswith("commitlog/"))
     found[f"commitlog/{start:020d}"] = found.pop(name)

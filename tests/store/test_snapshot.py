@@ -1,4 +1,4 @@
-"""Snapshots of a store in use, restored stores, and new stores of a damaged one's sound records."""
+"""Snapshots of a store in use, restored stores, and new stores made from a damaged one's sound records."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
             store.append(Message("Early", b"x"))
         for _ in range(60):
             store.append(Message("Late", b"y" * 100))
-        store.flush()  # the deletion is settled
+        store.flush()  # the deletion is durable
         store.log.delete_before(3 * 4096)
         assert store.log.begin == 3 * 4096
         made = store.snapshot(TARGET)
@@ -134,9 +134,9 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
 
 
 def test_modification_times_are_kept(tmp_path: Path) -> None:
-    """A broker picks the file of a queue by them when it searches by time, and deletes files of the log by them.
+    """A broker uses them to find a queue file when it searches by time, and to delete log files.
 
-    Files that are linked keep them too, and with them the store's own files.
+    Linked files keep them too, and so do the store's own files.
     """
     on_disk(filled(SMALL_EXT, 120), tmp_path / "store")
     paths = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.name.isdigit()]
@@ -187,7 +187,7 @@ def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
 
 
 def test_later_changes_leave_the_snapshot_alone(tmp_path: Path) -> None:
-    """What happens to the store later leaves the snapshot alone."""
+    """Later changes of the store do not reach the snapshot."""
     path, target = tmp_path / "store", tmp_path / "one"
     on_disk(filled(SMALL, 120), path)
     snapshot(str(path), str(target))
@@ -298,7 +298,7 @@ def test_another_process_continues_writing(tmp_path: Path) -> None:
 
 
 class Expiring(MemoryFiles):
-    """Deletes the oldest files of log, queues and index when a file of the log is opened for the ``nth`` time."""
+    """Files that delete the oldest ones of log, queues and index when a log file is opened for the ``nth`` time."""
 
     nth = 0
 
@@ -372,7 +372,7 @@ def test_any_failed_call_leaves_the_store_unchanged(code: int) -> None:
             snapshot(ROOT, TARGET, SMALL, files=failing)
         except RmqError:
             failed += 1
-            assert not files.is_folder(TARGET) or verify(TARGET, SMALL, files).sound  # only the last flush came after
+            assert not files.is_folder(TARGET) or verify(TARGET, SMALL, files).sound  # only the last flush failed
         else:
             assert verify(TARGET, SMALL, files).sound
         assert not files.is_folder(f"{TARGET}.part")
@@ -404,7 +404,7 @@ def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_leftovers_of_a_dead_process_are_removed() -> None:
-    """What a process left that died is removed and what grows is not."""
+    """Leftovers of a dead process are removed; a snapshot under way is not."""
     files = in_memory(filled(SMALL, 40))
     files.make_folder(f"{TARGET}.part/commitlog")
     files.write(f"{TARGET}.part/commitlog/{0:020d}", b"half")
@@ -460,7 +460,7 @@ def test_other_kinds_of_stores_are_refused() -> None:
 
 
 def spoilt(found: Contents, rng: random.Random, times: int, least: int = 1) -> Contents:
-    """The log damaged in some places."""
+    """Return the log damaged in some places."""
     found = dict(found)
     for _ in range(times):
         path = rng.choice(sorted(path for path, data in found.items() if data and path.startswith("commitlog/")))

@@ -1,4 +1,4 @@
-"""The composed store: limits, order of writes, reading, handles, full disks, many queues."""
+"""The store as a whole: limits, order of writes, reading, handles, full disks, many queues."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_longest_properties(files: MemoryFiles) -> None:
 
 def test_a_large_batch_just_fits(files: MemoryFiles) -> None:
     with opened(files) as store:
-        messages = [Message("T", bytes(978)) for _ in range(3)]  # 22 more each, as a client encodes them
+        messages = [Message("T", bytes(978)) for _ in range(3)]  # each takes 22 more bytes as a client encodes it
         assert [result.queue_offset for result in store.append_batch(messages)] == [0, 1, 2]
         with pytest.raises(MessageIllegalError, match="3001"):
             store.append_batch([*messages[:2], Message("T", bytes(979))])
@@ -245,7 +245,7 @@ def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
 
 
 def test_records_are_written_before_derived_data() -> None:
-    """No prefix of the writes has an entry or a key without its record."""
+    """At no point of the writes is there an entry or a key without its record."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
@@ -281,7 +281,7 @@ def test_flushing_goes_log_queues_index_checkpoint() -> None:
 
 
 class ByTag:
-    """A filter as a broker has for tags: by code, then by text."""
+    """A tag filter like a broker's: it compares the code, then the text."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
@@ -328,7 +328,7 @@ def test_a_read_is_bounded_by_count_and_bytes(files: MemoryFiles) -> None:
         assert len(store.read("T", 0, 0, 2).messages) == 2
         assert len(store.read("T", 0, 6, 32).messages) == 1
         assert store.read("T", 0, 6, 32).next_offset == 7
-        for start in range(10):  # the same with a filter that takes all
+        for start in range(10):  # the result is the same with a filter that accepts every message
             one, other = store.read("T", 0, start, 32), store.read("T", 0, start, 32, ByTagless())
             assert (one.messages, one.next_offset, one.total_size) == (
                 other.messages,
@@ -429,7 +429,7 @@ def test_finding_by_id(store: MessageStore) -> None:
 @pytest.mark.parametrize("start", [(1 << 31) - 4096, 1 << 40, 1 << 61])
 @pytest.mark.parametrize("queue_offset", [0, (1 << 31) + 3, 1 << 40])
 def test_offsets_beyond_2_31_and_2_40(tmp_path: Path, start: int, queue_offset: int) -> None:
-    """A log and a queue that begin far from 0, as they do on an old broker."""
+    """Return a log and a queue that begin far above 0, as on an old broker."""
     (tmp_path / "commitlog").mkdir()
     log = tmp_path / "commitlog" / f"{start:020d}"
     raw = record.encode_record(
@@ -507,7 +507,7 @@ def many_queues(queues: int) -> None:
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> None:
-    """Three files of the log, and the first and last file in use of each queue, for any length."""
+    """Opening touches at most three log files and the first and last used file of each queue, however long they are."""
     files = in_memory(filled(SMALL, 400, seed=3))
     touched = OpenedFiles(files)
     store = opened(touched, read_only=read_only)
@@ -573,7 +573,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_handle_is_unusable_after_a_fork(tmp_path: Path) -> None:
-    store = MessageStore.open(tmp_path, SMALL, background=False)  # a thread would prepare files meanwhile
+    store = MessageStore.open(tmp_path, SMALL, background=False)  # a background thread would prepare files meanwhile
     store.append(Message("T", b"parent"))
     before = derived(contents(DiskFiles(), str(tmp_path)))
 
@@ -707,7 +707,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 @configs
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
-    """Whichever call fails, the error is raised, acknowledged messages stay, and the store continues."""
+    """Whichever call fails, the caller gets the error, acknowledged messages stay, and the store continues."""
     for number in itertools.count(1):
         memory = MemoryFiles()
         files = FailingFiles(memory)
@@ -774,7 +774,7 @@ def test_errors_of_the_system_are_reported(call: str) -> None:
 
 @configs
 def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
-    """Readers see a queue grow without a hole, and nothing that is half written."""
+    """Readers see a queue grow without a hole and without anything half written."""
     clock = ManualClock(START_MS)
     failures: list[BaseException] = []
     seen = [0, 0]
@@ -803,7 +803,7 @@ def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None
 
         threads = [threading.Thread(target=guarded, args=(reader,)) for reader in range(2)]
         before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)  # otherwise the writer waits 10 ms whenever it has released the interpreter
+        sys.setswitchinterval(1e-4)  # otherwise the writer waits 10 ms each time it releases the interpreter
         try:
             for thread in threads:
                 thread.start()

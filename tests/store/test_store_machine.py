@@ -1,4 +1,4 @@
-"""A store compared with a plain model, step by step: appended, read, searched, closed, killed, recovered."""
+"""A store compared with a plain model through appends, reads, searches, closes, kills and recoveries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ fields = st.fixed_dictionaries(
 
 @dataclasses.dataclass
 class Stored:
-    """What the model knows of a message."""
+    """What the model knows about a message."""
 
     message: Message
     topic: str
@@ -82,7 +82,7 @@ class Stored:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Keeps a list of all that was acknowledged, and queues as lists of those."""
+    """Keeps a list of all acknowledged messages, and another for each queue."""
 
     @initialize(ext=st.booleans())
     def begin(self, ext: bool) -> None:
@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = contents(self.files)
         try:
             results = self.store.append_batch(batch, queue_id, properties=own, **fields)
-        except MessageIllegalError:  # it is too large
+        except MessageIllegalError:  # the batch is too large
             assert sum(len(message.body) for message in batch) > 2000
             assert contents(self.files) == before
             return
@@ -247,11 +247,11 @@ class StoreMachine(RuleBasedStateMachine):
         unique = data.draw(st.sampled_from(["U1", "U2", "U3"]))
         found = [message.physical_offset for message in self.store.find_by_id(unique)]
         wanted = [one for one in self.all if unique in one.keys and one.properties.get("UNIQ_KEY") == unique]
-        # A topic is known by its queues: one that has only prepared records may be passed over.
+        # The store knows a topic by its queues, so it may pass over one that has only prepared records.
         known = {topic for (topic, _), queue in self.queues.items() if queue}
         assert found == sorted(found)
         assert {one.result.physical_offset for one in wanted if one.topic in known} <= set(found)
-        # A rollback is in no index, but found in the log where nothing else has the id.
+        # A rollback is not indexed; it is found in the log if nothing else has the id.
         assert set(found) <= {
             one.result.physical_offset for one in self.all if one.properties.get("UNIQ_KEY") == unique
         }
@@ -264,7 +264,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not queue:
             assert found == 0
             return
-        # The first file whose last entry is late enough, and in it the nearest entry.
+        # The first file whose last entry is late enough, and the nearest entry in it.
         per_file = self.config.consumequeue_file_size // 20
         files = [range(at, min(at + per_file, len(queue))) for at in range(0, len(queue), per_file)]
         file = next((file for file in files if times[file[-1]] >= START_MS + ms), files[-1])
@@ -288,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(thorough=st.booleans())
     def die(self, thorough: bool) -> None:
-        """The process dies: the files stay, and everything in them was acknowledged."""
+        """The process dies: the files stay, and everything in them counts as acknowledged."""
         self.files = died(self.files)
         assert "abort" in contents(self.files)
         self.open(thorough=thorough)

@@ -21,7 +21,7 @@ MOMENT = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
 @pytest.fixture
 def store() -> MessageStore:
-    """Three messages, a minute apart."""
+    """Store three messages, a minute apart."""
     clock = ManualClock(round(MOMENT.timestamp() * 1000))
     store = MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles(), clock=clock)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A timer's files with anything in them: they are refused or used, and no stored message is lost."""
+"""Timer files with arbitrary content are used or refused, and no stored message is lost."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_units_are_read_as_they_were_written(written: list[Unit], size: int) -> 
 
 
 def test_the_log_is_read_while_it_is_cut() -> None:
-    """A read that began before a file is deleted leaves the file out."""
+    """A read that began before a file was deleted leaves that file out."""
     log = TimerLog(ROOT, 1024, files=MemoryFiles())
     log.resume(0)
     for number in range(60):

@@ -1,4 +1,4 @@
-"""The unconsumed messages of a file that retention finds."""
+"""How retention finds the unconsumed messages of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from librmq.store.upkeep.unread import Unread, UnreadInFile, unread_between
 
 
 class OpenHalves:
-    """A reader that still needs the messages of these queue offsets."""
+    """A group of one reader that still needs the messages at these queue offsets."""
 
     def __init__(self, needed: set[int]) -> None:
         self.reader = Unread("halves", "H", 0, 0, lambda queue_offset: queue_offset not in needed)
@@ -23,7 +23,7 @@ class OpenHalves:
 
 
 def test_unread_messages_before_a_hole_are_found() -> None:
-    """Recovery fills a lost place of a queue with an entry of offset 0, which is not a place in the log."""
+    """Recovery fills a lost place of a queue with an entry of position 0, which is not its place in the log."""
     with ConsumeQueue.open("/q", 400, files=MemoryFiles(), writable=True) as queue:
         places = (1000, 100), (0, HOLE_SIZE), (1300, 100)
         queue.append_many(0, b"".join(ENTRY.pack(place, size, 0) for place, size in places))

@@ -1,4 +1,4 @@
-"""Queue files of deleted topics: which are deleted, and which stay."""
+"""Queue files of deleted topics: which are deleted and which stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 
 
 def filled(config: StoreConfig, files: MemoryFiles) -> MessageStore:
-    """A store whose log has no messages of topics Old and Older, some of Mixed and all of New."""
+    """Return a store whose log has no messages of topics Old and Older, some of Mixed, and all of New."""
     store = opened(files, config)
     for number in range(20):
         for topic, queue_id in (("Old", 0), ("Old", 3), ("Older", 0), ("Mixed", 0), ("SCHEDULE_TOPIC_XXXX", 5)):
@@ -46,7 +46,7 @@ def test_queues_without_messages_in_the_log_are_deleted(config: StoreConfig) -> 
     assert store.clean_unused_topics({"New", "Mixed", "Old", "Older"}) == []
     assert store.clean_unused_topics({"Older"}) == GONE[:2]
     assert store.clean_unused_topics(()) == GONE[2:]
-    assert store.clean_unused_topics(()) == []  # once
+    assert store.clean_unused_topics(()) == []  # each is reported once
     assert list_queues(ROOT, files) == LEFT
     assert list_queues(ROOT, files, ext=True) == (LEFT if config is SMALL_EXT else [])
     assert not files.is_folder(f"{ROOT}/consumequeue/Old")
@@ -98,7 +98,7 @@ def test_earlier_holders_of_the_queue_see_it_empty() -> None:
 
 
 def test_a_broker_deletes_queues_of_unknown_topics() -> None:
-    """A broker deletes the queues of topics that it does not have."""
+    """A broker deletes the queues of topics that are not in its tables."""
     files, runner = MemoryFiles(), ManualRunner()
     config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
     with Broker.open("/b", files=files, runner=runner, store_config=config) as broker:
@@ -124,7 +124,7 @@ def test_a_broker_deletes_queues_of_unknown_topics() -> None:
 
 
 def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
-    """If the disk refuses on the way, deleted queues are forgotten nevertheless."""
+    """Deleted queues are forgotten even if the disk refuses to delete some of their files."""
 
     class Refuses(MemoryFiles):
         refused = ""
@@ -154,14 +154,14 @@ def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
         assert broker.consumer_offset("g", "Old", 1) is None
         assert broker.store.append(Message("Old", b"anew"), 1).queue_offset == 0
         files.refused = ""
-        assert broker.clean_unused_topics() == []  # the log has a message of queue 1, nothing is left of queue 0
+        assert broker.clean_unused_topics() == []  # the log has a message of queue 1, and nothing is left of queue 0
         assert [message.body for message in broker.messages("Old")] == [b"anew"]
     assert verify("/b", config, files).sound
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
 
 
 def test_files_are_deleted_durably_before_their_folder() -> None:
-    """Otherwise a loss of power could restore old files beside those of a queue that starts again."""
+    """Otherwise a power failure could bring old files back into a queue that has started again."""
     files = RecordingFiles()
     store = filled(SMALL, files)
     files.trace.clear()

@@ -1,4 +1,4 @@
-"""What `verify` says of sound and unsound stores, of writers and markers; it changes nothing."""
+"""What `verify` reports about sound and damaged stores, writers and markers; it changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, f
 
 @pytest.fixture
 def found() -> Contents:
-    """Two messages in T/0, one in U/3, one that waits; the records are adjacent, from 0 on."""
+    """Return a store with two messages in T/0, one in U/3 and one delayed; the records are adjacent, from 0 on."""
     files = MemoryFiles()
     with opened(files) as store:
         store.append(Message("T", b"first", tags="A", keys="k1 k2", unique_key="U1"))
@@ -32,7 +32,7 @@ FIRST = 91 + 1 + len("first") + len("TAGS.A.KEYS.k1 k2.UNIQ_KEY.U1")
 
 
 def judged(found: Contents, spoil: dict[tuple[str, int], bytes] | None = None) -> Verdict:
-    """The verdict on the contents with some bytes replaced; nothing may change."""
+    """Return the verdict on contents with some bytes replaced; check that verifying changes nothing."""
     found = dict(found)
     for (path, at), new in (spoil or {}).items():
         data = found[path]
@@ -64,7 +64,7 @@ def test_the_record_is_where_this_test_expects(found: Contents) -> None:
     assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (record.MESSAGE_MAGIC,)
 
 
-# Every byte of the first record, by field: the effect of one changed bit.
+# Every byte of the first record, by field: what one changed bit causes.
 FIELDS = {
     "size": (0, 4, "record"),
     "magic": (4, 4, "record"),
@@ -96,7 +96,7 @@ def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> 
 
 @pytest.mark.parametrize(("begin", "length"), [(16, 4), (40, 8), (48, 8), (64, 8), (72, 4), (76, 8)])
 def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> None:
-    """Flag, born time, hosts, reconsume times, prepared offset."""
+    """No checksum covers flag, born time, hosts, reconsume times and prepared offset."""
     data = found[LOG]
     assert data is not None
     for at in range(begin, begin + length):
@@ -221,7 +221,7 @@ def test_an_empty_log_is_sound() -> None:
 
 
 def test_a_recreated_topic_is_sound() -> None:
-    """Deleted and made again: two generations of queue offsets are in the log, the queue has the later."""
+    """The log has two generations of queue offsets, the queue only the later one."""
     files = MemoryFiles()
     for turn, count in enumerate((5, 3)):
         with opened(files) as store:
