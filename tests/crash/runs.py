@@ -23,7 +23,7 @@ from librmq.testing import CrashImages, Event, Image, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, served
 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)
-"""Log files of several pages."""
+"""Settings with log files of several pages."""
 BOUNDED = replace(SMALL, max_total_size=3 * SMALL.commitlog_file_size)
 WIDE = replace(
     SMALL_EXT,
@@ -33,12 +33,12 @@ WIDE = replace(
     max_hash_slot_num=64,
     max_index_num=256,
 )
-"""Files of queues and index of several sectors, too."""
+"""The files of queues and index have several sectors, too."""
 CONFIGS = (SMALL, SMALL_EXT, PAGES, BOUNDED, WIDE, replace(WIDE, enable_consumequeue_ext=False))
 
 
 class BusyFiles(RecordingFiles):
-    """Files that record, and run an action during a flush that does not cover it."""
+    """Files that record changes, and run an action during a flush that does not cover it."""
 
     meanwhile: Callable[[], None] | None = None
 
@@ -50,7 +50,7 @@ class BusyFiles(RecordingFiles):
             self.meanwhile = meanwhile
 
     def killed(self) -> BusyFiles:
-        """Return what the next process finds if this one is killed: everything written, flushed or not."""
+        """Return what the next process finds after this one is killed: everything written, flushed or not."""
         other = BusyFiles()
         other._files, other._folders, other.trace = self._files, self._folders, self.trace
         return other
@@ -58,31 +58,31 @@ class BusyFiles(RecordingFiles):
 
 @dataclass
 class Recorded:
-    """A run: its changes of files, and its promises with their times."""
+    """A run: its changes of files, and its promises with the times at which they were made."""
 
     seed: str
     config: StoreConfig
     contents: dict[str, bytes | None]
-    """What was on the disk before."""
+    """The disk before the run."""
     records: dict[int, bytes]
-    """What was appended, by physical offset."""
+    """The appended records, by physical offset."""
     trace: list[Event] = field(default_factory=list)
     promised: list[tuple[int, int]] = field(default_factory=list)
-    """From this number of events on everything below this physical offset is durable."""
+    """Pairs (events, offset): after that many events everything below the physical offset is durable."""
     deleted: list[tuple[int, int]] = field(default_factory=list)
-    """From this number of events on everything below this physical offset may be deleted."""
+    """Pairs (events, offset): after that many events everything below the physical offset may be deleted."""
     older: dict[int, bytes] = field(default_factory=dict)
-    """What the log may hold until the run has opened it."""
+    """Records that the log may hold until the run has opened the store."""
     opened_at: int = 0
-    """So many events opening took."""
+    """Number of events that the opening took."""
     opened: list[int] = field(default_factory=list)
-    """Numbers of events after which it was opened."""
+    """Numbers of events after which the store was opened."""
     closed: list[int] = field(default_factory=list)
-    """Numbers of events after which it was closed."""
+    """Numbers of events after which the store was closed."""
     vouched: int | None = None
-    """Number of events from which there is a checkpoint."""
+    """Number of events after which there is a checkpoint."""
     rotten: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of events with damage that no crash causes."""
+    """Ranges of events during which the store has damage that no crash causes."""
 
     def promised_at(self, crash_point: int) -> int:
         return max((end for events, end in self.promised if events <= crash_point), default=0)
@@ -98,7 +98,7 @@ class Recorded:
 
 
 class Run:
-    """Does anything to a store, and records its promises."""
+    """Does random things to a store, and records its promises."""
 
     def __init__(self, seed: str, before: tuple[Recorded, Image] | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -111,7 +111,7 @@ class Run:
             self.recorded = Recorded(seed, config, {}, {})
         else:
             earlier, image = before
-            self.clock.advance(seconds=rng.choice([0, 2, 60, 86_400]))  # perhaps to before where it was
+            self.clock.advance(seconds=rng.choice([0, 2, 60, 86_400]))  # may be earlier than the end of the run before
             image.write_to(self.files)
             self.files.trace.clear()
             self.recorded = Recorded(seed, earlier.config, dict(image.contents), {})
@@ -155,7 +155,7 @@ class Run:
     def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
         message, fields = any_message(self.rng, delay=delay)
         if self.rng.random() < 0.1:
-            message.body = self.rng.randbytes(self.rng.randrange(512, 1200))  # of several sectors
+            message.body = self.rng.randbytes(self.rng.randrange(512, 1200))  # several sectors long
         elif self.rng.random() < 0.1:
             message.properties["long"] = "y" * self.rng.randrange(400, 1200)
         if self.without_keys:
@@ -178,7 +178,7 @@ class Run:
         self.note(result)
 
     def burst(self) -> None:
-        """Many of one queue."""
+        """Submit many messages to one queue."""
         message, _ = any_message(self.rng, delay=False)
         queue_id, tag = self.rng.randrange(2), self.rng.choice([None, "a", "b"])
         for number in range(self.rng.randrange(5, 30)):
@@ -215,7 +215,7 @@ class Run:
         self.submit()
 
         def meanwhile() -> None:
-            if not self.store.appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer flushes
+            if not self.store.appender.lock.mutex.locked() and self.rng.random() < 0.5:  # else a producer is flushing
                 self.submit()
                 if self.rng.random() < 0.5:
                     self.store.find_by_key("TopicA", "key1")  # writes submitted messages to queues and index
@@ -252,7 +252,7 @@ class Run:
         self.open()
 
     def kill_and_open(self) -> None:
-        """The process dies, the machine does not."""
+        """Let the process die but not the machine."""
         self.files = self.files.killed()
         self.waiting.clear()
         self.open(thorough=self.rng.random() < 0.5)
@@ -261,7 +261,7 @@ class Run:
         }
 
     def rot_and_recover(self) -> None:
-        """The queue offset of a record changes, which recovery repairs."""
+        """Change the queue offset of a record, which recovery repairs."""
         records = [m for m in self.store if has_queue_entry(m.sys_flag)]
         if len(records) < 5:
             return
@@ -284,7 +284,7 @@ class Run:
         self.waiting.clear()
 
     def threads(self) -> None:
-        """Parallel producers that share flushes."""
+        """Let parallel producers share flushes."""
         store, count = self.store, 3
 
         def produce(seed: int) -> None:
@@ -333,12 +333,12 @@ class Run:
 
 
 def record(seed: str, steps: int = 25) -> Recorded:
-    """A run of a new store."""
+    """Make a run that begins with a new store."""
     return Run(seed).run(steps)
 
 
 def record_after(earlier: Recorded, image: Image, seed: str) -> Recorded:
-    """A run that begins by recovering an image of an earlier one."""
+    """Make a run that begins with the recovery of an earlier run's image."""
     return Run(seed, (earlier, image)).run(12)
 
 
@@ -346,7 +346,7 @@ def record_after(earlier: Recorded, image: Image, seed: str) -> Recorded:
 
 
 def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None:
-    """All that must hold of a store that is opened after the crash."""
+    """Check everything that must hold for a store that is opened after the crash."""
     if recorded.is_rotten(image.crash_point):
         return
     files, config = image.files(), recorded.config
@@ -391,7 +391,7 @@ def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None
 def _go_on(
     store: MessageStore, found: list[StoredMessage], expected: dict[int, bytes], promised: int, image: Image
 ) -> None:
-    """Append to queues: the count continues after existing and promised messages."""
+    """Append to queues; the count must continue after the existing and promised messages."""
     last: dict[tuple[str, int], int] = {}
     floor: dict[tuple[str, int], int] = {}
     for message in found:
@@ -419,7 +419,7 @@ def _go_on(
 
 
 def assert_settled(files: RecordingFiles) -> None:
-    """Check that all changes of ``files`` are on the device, so that no crash loses any."""
+    """Check that all changes of ``files`` are on the device, so that no crash can lose any."""
     images = CrashImages(files.trace)
     for seed in range(20):
         image = images.image(seed, len(files.trace))
@@ -429,13 +429,13 @@ def assert_settled(files: RecordingFiles) -> None:
 
 
 class CrashError(AssertionError):
-    """A condition fails after a crash; the error says how to reproduce it."""
+    """A condition does not hold after a crash; the error says how to reproduce it."""
 
 
 def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
-    """``count`` points of a run, half of them after rare events: a name or the checkpoint changes. Ascending.
+    """Return ``count`` points of a run in ascending order, half of them after a rename or a change of the checkpoint.
 
-    And each at which it had just been opened or closed.
+    Each point at which the store has just been opened or closed is included too.
     """
     rng, every = random.Random(seed), range(len(recorded.trace) + 1)
     rare = [
@@ -448,9 +448,9 @@ def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
 
 
 def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
-    """Check an image of a crash at each of `crash_points`, one in ten thoroughly.
+    """Check a crash image at each of `crash_points`, one in ten thoroughly.
 
-    Return those from which a life can continue.
+    Return the images from which a run can continue.
     """
     images = []
     every = CrashImages(recorded.trace, recorded.contents)
@@ -466,7 +466,7 @@ def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
 
 
 def check_lives(seed: str, counts: Sequence[int]) -> int:
-    """Make a run, and others that start from a crash of the one before; return the number of checked images."""
+    """Make a run, then others that each start from a crash of the one before; return the number of checked images."""
     recorded = record(f"{seed} life 1")
     for life, count in enumerate(counts, 1):
         images = check_images(recorded, f"{seed} crash {life}", count)
@@ -477,7 +477,7 @@ def check_lives(seed: str, counts: Sequence[int]) -> int:
 
 
 def main(images: int) -> int:
-    """Check this many images, until one fails: ``python -m tests.crash.runs 1000``."""
+    """Check this many images or stop at the first failure: ``python -m tests.crash.runs 1000``."""
     done = number = 0
     while done < images:
         try:

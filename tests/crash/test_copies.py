@@ -1,4 +1,4 @@
-"""Power failures during a snapshot, a rescue, or the copying of bytes that a recovery cuts."""
+"""Power failures while a snapshot or a rescue runs, or while recovery copies bytes that it cuts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = "/snapshots/of today/one"
 
 
 def crashes(found: Contents, do: Callable[[Files], object], count: int = examples(120)) -> list[Image]:
-    """Images of crashes during an action on a store, and many after it."""
+    """Return images of crashes during an action on a store, and many of crashes after it."""
     on_disk: Contents = {ROOT: None, **{f"{ROOT}/{path}": data for path, data in sorted(found.items())}}
     files = RecordingFiles()
     Image(0, 0, on_disk, ()).write_to(files)
@@ -37,7 +37,7 @@ def crashes(found: Contents, do: Callable[[Files], object], count: int = example
 
 
 def damaged(found: Contents) -> Contents:
-    """Bytes change in the second file of the log."""
+    """Change bytes in the second file of the log."""
     path = "commitlog/00000000000000004096"
     data = found[path]
     assert data is not None
@@ -77,7 +77,7 @@ def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[.
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
-    """Linked files were never flushed, and a queue has lost all its messages."""
+    """The linked files were never flushed, and one queue has lost all its messages."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
@@ -103,7 +103,7 @@ def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
 
 
 def sound(files: Files) -> dict[int, bytes]:
-    """All sound records, in the log or kept aside."""
+    """Return all sound records, in the log or kept aside."""
     return {
         item.physical_offset: bytes(item.raw)
         for item in salvage.records(ROOT, files)

@@ -1,8 +1,8 @@
-"""Stores that were damaged anywhere: what `verify` finds, and what opening and recovery do.
+"""Stores with damage anywhere: what `verify` finds, and what opening and recovery do.
 
-A case damages a sound store: one byte, a range of zeros, a file that is cut, lengthened or deleted. In each case only
-errors of librmq are raised; `verify` changes nothing and finds all detectable damage; recovery refuses with file and
-offset, or leaves a sound store that serves every record before the damage and continues.
+A case damages a sound store: it changes a byte, writes zeros, or shortens, lengthens or deletes a file. In each case
+only errors of librmq are raised. `verify` changes nothing and finds all detectable damage. Recovery refuses with file
+and offset, or leaves a sound store that serves every record before the damage and continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Subject:
     config: StoreConfig
     found: Contents
     records: dict[int, StoredMessage]
-    """By physical offset, as undamaged."""
+    """The undamaged records, by physical offset."""
     clean: bool
 
     @property
@@ -69,7 +69,7 @@ def subject_of(config: StoreConfig, found: Contents) -> Subject:
 
 @cache
 def subjects() -> list[Subject]:
-    """Plain, with extension, left by a process that died, and one whose log begins above 0."""
+    """Return a plain store, one with extension, one of a process that died, and one whose log begins above 0."""
     found = [subject_of(SMALL, filled(SMALL, 60, seed=1)), subject_of(SMALL_EXT, filled(SMALL_EXT, 50, seed=2))]
     found.append(subject_of(SMALL, filled(SMALL, 50, seed=3, clean=False)))
     older = filled(SMALL, 80, seed=4)
@@ -83,7 +83,7 @@ def subjects() -> list[Subject]:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """The damage: its file and range."""
+    """The kind of damage, its file and its range."""
 
     kind: str
     path: str
@@ -96,7 +96,7 @@ KINDS = ("flip", "flip", "flip", "zero", "truncate", "delete", "append", "garbag
 
 
 def spoil(subject: Subject, rng: random.Random) -> Spoilt:
-    """Damage one file somewhere."""
+    """Damage one file at a random place."""
     found = dict(subject.found)
     kind = rng.choice(KINDS)
     part = rng.choice(["commitlog/", "commitlog/", "consumequeue/", "consumequeue_ext/", "index/", "checkpoint"])
@@ -135,7 +135,7 @@ def spoil(subject: Subject, rng: random.Random) -> Spoilt:
 
 
 def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
-    """Return whether neither derived data nor checks of a record distinguish the two."""
+    """Return whether derived data and checks are the same for the two records."""
     if (before.size, before.body_crc, before.stored_body) != (after.size, after.body_crc, after.stored_body):
         return before.stored_body == after.stored_body == b"" and before.size == after.size
     if before.physical_offset != after.physical_offset:
@@ -159,26 +159,26 @@ def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
 
 
 def can_be_known(subject: Subject, spoilt: Spoilt) -> bool:
-    """Return whether `verify` has to find the damage."""
+    """Return whether `verify` must find the damage."""
     before, after = subject.found[spoilt.path], spoilt.found.get(spoilt.path)
     assert before is not None
     if before == after:
         return False
     part = spoilt.path.split("/")[0]
     if part in ("consumequeue_ext", "checkpoint"):
-        # Bitmaps, and bytes after the last unit; any times that are not after the last record.
+        # Bitmaps and bytes after the last unit have no check; the checkpoint may have any times before the last record.
         return after is not None and len(after) != len(before)
     if not subject.clean:
         return part == "commitlog" and after is not None and len(after) != len(before)
     if after is None:
-        if part == "consumequeue":  # a file of older entries, or filler, only
+        if part == "consumequeue":  # may have held only older entries, or filler
             return min(subject.records, default=0) == 0
         return spoilt.path != subject.log_files[0] if part == "commitlog" else subject.found[spoilt.path] is not None
     if len(after) != len(before):
         return True
     if part == "commitlog":
         return log_damage_known(subject, int(spoilt.path.split("/")[1]), before, after)
-    return min(subject.records) == 0  # else there are entries of older records, and filler
+    return min(subject.records) == 0  # else there are filler and entries of older records
 
 
 def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) -> bool:
@@ -193,7 +193,7 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
         try:
             check_record(after, at, len(after), check_body=True)
             damaged = StoredMessage(after[at : at + record.size])
-            is_torn = damaged.properties_raw[-1:] == b"\0"  # its entry and keys are kept
+            is_torn = damaged.properties_raw[-1:] == b"\0"  # the record's entry and keys are kept
             if not is_torn and not same_derived(record, damaged):
                 return True
         except (RecordError, ValueError):
@@ -209,7 +209,7 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
 
 
 def check_case(subject: Subject, spoilt: Spoilt) -> None:
-    """One damaged store: verify, open, recover, continue."""
+    """One damaged store: verify it, open it, recover it, and continue to use it."""
     files = in_memory(spoilt.found)
     config = subject.config
     before = contents(files)
@@ -242,7 +242,7 @@ def check_read_only(files: MemoryFiles, config: StoreConfig) -> None:
 
 
 def read_everything(store: MessageStore) -> None:
-    """Make every kind of query; errors must be librmq's."""
+    """Make every kind of query; only errors of librmq may be raised."""
     for topic, queue_id in sorted(store.queues):
         queue = store.queues[topic, queue_id]
         queue_offset = queue.min_offset
@@ -283,7 +283,7 @@ def has_address(error: RmqError) -> None:
 
 
 def check_opened(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
-    """Opening does what the last exit requires; a refused store stays as it is."""
+    """Opening does what the last exit requires. If it refuses the store, it leaves it unchanged."""
     before = contents(files)
     try:
         store = opened(files, subject.config)
@@ -291,7 +291,7 @@ def check_opened(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
         has_address(error)
         after = contents(files)
         gone = {path for path in before if path not in after}
-        assert all(before[path] == b"" for path in gone)  # leftovers of a kill
+        assert all(before[path] == b"" for path in gone)  # left behind by a kill
         assert {path for path in after if after[path] != before.get(path)} == set()
         return
     except ConfigError:
@@ -302,7 +302,7 @@ def check_opened(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
 
 
 def expected(subject: Subject, spoilt: Spoilt) -> dict[int, StoredMessage]:
-    """The records that must be there after recovery: all before the damage."""
+    """Return the records that must be there after recovery: all before the damage."""
     if not spoilt.path.startswith("commitlog/"):
         return subject.records
     start = int(spoilt.path.split("/")[1])
@@ -327,11 +327,11 @@ def check_recovered(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> Non
         store = opened(files, config, thorough=True)
     except CorruptionError as error:
         has_address(error)
-        # Only lengths and gaps of the log itself can't be mended.
+        # Recovery mends everything except lengths and gaps of the log itself.
         check_refusal(spoilt, error.kind)
         return
     except ConfigError:
-        # Most files of a kind have another length than the settings say.
+        # Most files of one kind have a length other than the settings say.
         assert spoilt.kind in ("truncate", "append")
         return
     there = served(store)
@@ -396,7 +396,7 @@ def test_much_damage_anywhere(slow_budget: SlowBudget) -> None:
 
 @cache
 def real_subject(folder: Path) -> Subject:
-    """The store of a golden folder, recovered if a crash left it or it is damaged."""
+    """Return the store of a golden folder, recovered if it was damaged or left by a crash."""
     config = StoreConfig.from_row(rows(folder, "config")[0])
     files = in_memory(from_disk(folder / "store"))
     opened(files, config, thorough=True).close()
@@ -424,7 +424,7 @@ def test_much_damage_to_real_stores(folder: Path, slow_budget: SlowBudget) -> No
 def test_commands_tell_damage_without_a_traceback(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On disk, by the commands: status 0, 1 or 2, and a message with a place."""
+    """The commands, run on real files, return status 0, 1 or 2 and print a message with a place."""
     rng = random.Random(command)
     subject = subjects()[0]
     for number in range(12):

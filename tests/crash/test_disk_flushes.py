@@ -1,4 +1,4 @@
-"""What reaches the device when: the calls to the operating system that real files make, in order."""
+"""The calls that real files make to the operating system, in order: what reaches the device, and when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fdatasyn
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flushes and renames with the names of their files, and their sizes when they were flushed."""
+    """Record flushes and renames with the names of their files, and the sizes at each flush."""
     found: list[str] = []
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ def test_flush(tmp_path: Path, calls: list[str], keep_descriptor: bool) -> None:
 
 
 def test_a_small_file_is_replaced_once_the_new_is_durable(tmp_path: Path, calls: list[str]) -> None:
-    """A small file is replaced when the new one is on the device."""
+    """A small file is replaced only when the new one is on the device."""
     DiskFiles().write(str(tmp_path / "f"), b"12345")
     assert calls == ["fsync f.tmp of 5", "replace f.tmp f", f"fsync {tmp_path.name}"]
 
@@ -71,7 +71,7 @@ def test_a_copy_is_flushed(tmp_path: Path, calls: list[str]) -> None:
 
 
 def test_a_linked_file_is_replaced_by_a_durable_copy(tmp_path: Path, calls: list[str]) -> None:
-    """A file that is linked is replaced by a copy on the device."""
+    """A linked file is replaced only when its copy is on the device."""
     files = DiskFiles()
     folder = tmp_path / "folder"
     folder.mkdir()

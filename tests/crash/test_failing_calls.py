@@ -1,4 +1,4 @@
-"""Every call to the operating system that a run makes fails once, each in its own run.
+"""Each call to the operating system fails once, each in its own run.
 
 Whatever fails, the error reaches the caller with its place (or the log, for periodic work). Acknowledged messages are
 served, the store continues or says that it cannot, and it is sound when it is reopened on healthy files. After a failed
@@ -42,7 +42,7 @@ CALLS = (
 
 
 class Session:
-    """Does the same things to a store each time, while one call fails."""
+    """Does the same things to a store in every run, while one call fails."""
 
     def __init__(self, config: StoreConfig, failing: tuple[str, int, int] | None = None) -> None:
         self.rng = random.Random(1)
@@ -55,7 +55,7 @@ class Session:
         self.store: MessageStore | None = None
         self.raised: list[Exception] = []
         self.stopped = False
-        """Whether the store has reported that it accepts nothing more."""
+        """True once the store has reported that it accepts nothing more."""
 
     def run(self) -> None:
         steps = ["open", *14 * ["append"], "flush", *2 * ["append", "batch", "time"], "close", "open", *10 * ["append"]]
@@ -72,7 +72,7 @@ class Session:
             if self.store is not None:
                 self.recorded.deleted.append((before, self.store.log.begin))
             if self.store is None and step != "close":
-                self.open()  # the call fails once
+                self.open()  # the call fails only once
         self.recorded.trace = list(self.disk.trace)
 
     def opened_store(self) -> MessageStore:
@@ -97,7 +97,7 @@ class Session:
         if self.store is not None:
             return
         self.store = MessageStore.open(ROOT, self.recorded.config, files=self.files, clock=self.clock)
-        # Unacknowledged messages can be there nevertheless.
+        # Messages that were not acknowledged may be there nevertheless.
         log = {m.physical_offset: bytes(m.raw) for m in self.store}
         missing = self.recorded.records.keys() - log.keys()
         assert all(at < self.store.log.begin for at in missing), "acknowledged, and not there"
@@ -132,7 +132,7 @@ class Session:
             raise
 
     def note_unacknowledged(self, begin: int) -> None:
-        """A message may be in the log though its producer got an error."""
+        """A message may be in the log although its producer got an error."""
         for message in self.opened_store():
             if message.physical_offset >= begin:
                 self.recorded.records[message.physical_offset] = bytes(message.raw)
@@ -171,7 +171,7 @@ class Session:
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """What is logged."""
+    """Collects what is logged."""
     lines: list[str] = []
 
     class Keeping(logging.Handler):
@@ -188,7 +188,7 @@ def told() -> Iterator[list[str]]:
 
 @cache
 def healthy(config: StoreConfig) -> dict[str, int]:
-    """How often each call is made in a run in which none fails."""
+    """Return how often each call is made in a run without failures."""
     session = Session(config)
     session.run()
     assert session.raised == []
@@ -201,14 +201,14 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
         session.run()
     what = f"{call} {number} {errno.errorcode[code]}"
     if session.raised:
-        error, *later = session.raised  # before and after it the store continues, or says that it cannot
+        error, *later = session.raised  # apart from this error the store continues, or says that it cannot
         assert all("reopen it" in str(one) for one in later), what  # a failed flush of queues or index sticks
         cause = error.cause if isinstance(error, FlushFailedError) else error
         assert isinstance(cause, StoreIOError)
         assert (cause.errno, cause.call) == (code, call), what
         assert cause.filename.startswith(ROOT) or (call, cause.filename) == ("flush_folder", "/"), what
         assert cause.filename in str(error)
-    else:  # work by time
+    else:  # the call failed in periodic work
         assert any(f": {call}: {os.strerror(code)}" in line for line in lines) or not call_is_told(call), what
     store = opened(session.disk, config)
     records = {m.physical_offset: bytes(m.raw) for m in store}
@@ -229,14 +229,14 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
 
 
 def call_is_told(call: str) -> bool:
-    """Links are tried, and else files are copied without a message."""
+    """Snapshots try to link files, and otherwise copy them without a message."""
     return call != "link"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["sync", "async"])
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails_once(config: StoreConfig, call: str) -> None:
-    """The first, the last and some between; all of them have their turns in the slow test."""
+    """Only the first, the last and some calls between; the slow test covers all of them."""
     for number in spread(list(range(1, healthy(config).get(call, 0) + 1)), examples(12)):
         check_failure(config, call, number, CODES[number % len(CODES)])
 

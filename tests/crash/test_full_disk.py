@@ -1,6 +1,7 @@
-"""A full disk: an error to the producer that names file and cause, never a signal; the store is intact and continues.
+"""On a full disk the producer gets an error that names file and cause, never a signal; the store stays intact.
 
-On real small file systems (mounted where that is allowed), where blocks really run out under a mapping, and simulated.
+The tests use simulated disks and, where mounting is allowed, real small file systems, on which blocks really run out
+under a mapping.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CONFIG = StoreConfig(
     flush_thorough_interval_s=0.01,
     flush_interval_consumequeue_s=0.01,
     flush_thorough_interval_consumequeue_s=0.05,
-    # The disk itself must fill up, before the ratios refuse messages.
+    # Let the disk itself fill up, before the ratios refuse messages.
     disk_max_used_ratio=100,
     disk_force_clean_ratio=100,
     disk_refuse_ratio=100,
@@ -61,7 +62,7 @@ def mount(*words: str | Path) -> bool:
 
 @contextmanager
 def small_file_system(kind: str, folder: Path) -> Iterator[Path]:
-    """A file system of about 6 MiB; ext4 is named with the size of its blocks, which may be smaller than a page."""
+    """Mount a file system of about 6 MiB. For ext4 the kind has a block size, which may be below a page."""
     place = folder / "disk"
     place.mkdir()
     if kind == "tmpfs":
@@ -90,7 +91,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def file_system(disk: Path) -> str:
-    """The kind of one that is mounted at ``disk``."""
+    """Return the kind of file system mounted at ``disk``."""
     mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text("utf-8").splitlines()]
     return next(kind for _, place, kind, *_ in mounts if place == str(disk))
 
@@ -104,7 +105,7 @@ def body(number: int) -> bytes:
 
 
 def fill_disk(disk: Path, name: str = "ballast", leave: int = 0) -> Path:
-    """Fill the disk, except for some bytes."""
+    """Fill the disk except for some bytes."""
     ballast = disk / name
     with open(ballast, "wb", buffering=0) as file:
         for size in (64 << 10, 4096, 512):
@@ -128,7 +129,7 @@ def append_until_full(store: MessageStore, results: dict[int, AppendResult]) -> 
 
 
 def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
-    """Check that every acknowledged message is read from log and queue."""
+    """Check that every acknowledged message can be read from log and queue."""
     for number, result in results.items():
         message = store.message_at(result.physical_offset)
         assert message is not None
@@ -145,7 +146,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
 @real
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability: Literal["async", "sync"]) -> None:
-    """The disk fills up several times: each time there is an error, and the same store continues."""
+    """The disk fills up several times. Each time the producer gets an error, and the same store continues."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     config = replace(CONFIG, durability=durability)
@@ -160,7 +161,7 @@ def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability:
             assert isinstance(append_until_full(store, results), StoreIOError), "again and again"
             check_served(store, results)
             taken = len(results)
-            os.truncate(ballast, max(ballast.stat().st_size - (1 << 19), 0))  # space returns
+            os.truncate(ballast, max(ballast.stat().st_size - (1 << 19), 0))  # frees some space
             append_until_full(store, results)
             assert len(results) > taken, "space returned, and nothing is taken"
         ballast.unlink()
@@ -174,7 +175,7 @@ def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability:
 
 @real
 def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
-    """Readers and the thread of the store survive a full disk."""
+    """Readers and the store's thread survive a full disk."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     with MessageStore.open(path, CONFIG) as store, MessageStore.open(path, read_only=True):
@@ -192,7 +193,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
                         read += 1
                     queue_offset = result.next_offset
                 except StoreIOError:
-                    continue  # entries for a reader can't be written now
+                    continue  # entries for a reader can't be written at this point
                 except Exception as error:
                     errors.append(error)
                     return
@@ -204,7 +205,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
         ballast.unlink()
         append_until_full_or(store, results, 400)
         acknowledgement = store.submit(Message("last", b""))
-        while not acknowledgement.done:  # by the thread of the store
+        while not acknowledgement.done:  # the store's thread does it
             assert store._handle.thread._background is thread
         stop.set()
         reader.join()
@@ -216,7 +217,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
 
 
 def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], count: int) -> None:
-    """Append this many messages, or until the disk is full; free space at the end."""
+    """Append this many messages, or fewer if the disk is full, and free space at the end."""
     for number in range(max(results) + 1, max(results) + 1 + count):
         try:
             results[number] = store.append(Message(f"T{number % 3}", body(number), keys=f"k{number}"), number % 2)
@@ -227,7 +228,7 @@ def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], 
 @real
 @pytest.mark.parametrize("kind", ["ext4-1024", "ext4-4096", "tmpfs"])
 def test_no_exhausted_resource_kills_a_writer(kind: str, tmp_path: Path) -> None:
-    """A separate process, so that a signal is noticed, fills its disk at any moment."""
+    """A separate process fills its disk at any moment, so that a signal would be noticed."""
     with small_file_system(kind, tmp_path) as disk:
         write_greedily(disk)
 
@@ -310,7 +311,7 @@ print(refused, taken)
 
 @real
 def test_a_store_opens_on_a_full_disk_and_writes_later(tmp_path: Path) -> None:
-    """Not on tmpfs, where reading a hole through a mapping takes a page, or ends in a signal if there is none."""
+    """Not on tmpfs, where reading a hole through a mapping takes a page, or raises a signal if there is none."""
     with small_file_system("ext4-4096", tmp_path) as disk:
         open_when_full(disk)
 
@@ -321,7 +322,7 @@ def open_when_full(disk: Path) -> None:
     store = MessageStore.open(path, CONFIG)
     fill_disk(disk, leave=MIB)
     append_until_full(store, results)
-    store.abandon()  # derived entries may not find room
+    store.abandon()  # there may be no room for derived entries
     fill_disk(disk, "more")
     with MessageStore.open(path, read_only=True) as reader:
         assert sum(1 for _ in reader) == len(results)
@@ -339,9 +340,9 @@ def open_when_full(disk: Path) -> None:
 
 
 class BoundedFiles(MemoryFiles):
-    """Files in memory with a limited number of blocks of 512 bytes.
+    """Files in memory with a limited number of 512-byte blocks.
 
-    A write to a block that was not reserved is what kills a process on a real disk; `check_blocks` finds it.
+    On a real disk a write to a block that was not reserved kills the process; `check_blocks` finds such writes.
     """
 
     BLOCK = 512
@@ -373,7 +374,7 @@ class BoundedFiles(MemoryFiles):
             }
 
     def check_blocks(self) -> None:
-        """Every byte that is not zero has a block."""
+        """Check that every byte that is not zero lies in a reserved block."""
         for path, file in self._files.items():
             if not isinstance(file, File):
                 continue
@@ -384,7 +385,7 @@ class BoundedFiles(MemoryFiles):
 
 
 def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
-    """Fill the disk of one store and make room again; return how often it was refused."""
+    """Fill the disk of one store and make room again, repeatedly; return how often the store refused a message."""
     rng = random.Random(seed)
     files = BoundedFiles(rng.randrange(20, 120))
     results: dict[int, AppendResult] = {}
@@ -427,7 +428,7 @@ EXT = replace(SMALL, enable_consumequeue_ext=True)
 
 @pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
 def test_nothing_is_lost_at_any_last_block(config: StoreConfig) -> None:
-    """Whatever block is the last nothing is lost and nothing written without one."""
+    """Whichever block is the last, nothing is lost and nothing is written without a block."""
     assert sum(run_out(seed, config) for seed in range(8)) > 50
 
 
@@ -440,7 +441,7 @@ def test_many_full_disks(slow_budget: SlowBudget) -> None:
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="blocks are not reserved here")
 def test_blocks_are_reserved_behind_whole_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks smaller than pages, a write to a page without all of its blocks ends the process."""
+    """If blocks are smaller than pages, a write to a page without all its blocks kills the process."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda _, begin, length: asked.append((begin, begin + length)))
     files, page = DiskFiles(), mmap.PAGESIZE

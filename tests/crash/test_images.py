@@ -1,4 +1,4 @@
-"""Possible contents of a disk after a power failure: the images, and a store on each of them."""
+"""The possible contents of a disk after a power failure, and a store on each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
 
 LIVES = tuple(examples(count) for count in (40, 35, 25))
-"""Images of each life of a store; a life starts from a crash of the one before."""
+"""Check images of each life of a store; a life starts from a crash of the one before."""
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -35,7 +35,7 @@ def test_a_store_survives_very_many_crashes(slow_budget: SlowBudget) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_producers_in_parallel(number: int) -> None:
-    """In separate threads, whose order differs from run to run."""
+    """Separate threads append; their order differs from run to run."""
     run = Run(f"threads {number}")
     for what in (Run.append, Run.threads, Run.flush, Run.threads, Run.pass_time):
         run.step(what)
@@ -84,9 +84,9 @@ def test_sectors_that_were_not_flushed_are_there_or_not() -> None:
         assert data is not None
         assert len(data) == 3 * SECTOR
         parts = [data[at : at + SECTOR] for at in range(0, len(data), SECTOR)]
-        if all(len(set(part)) == 1 for part in parts):  # none is torn
+        if all(len(set(part)) == 1 for part in parts):  # no sector is torn
             found.add("".join("0xy"[b"\0xy".index(part[0])] for part in parts))
-        else:  # the last write may have been under way, a word at a time
+        else:  # the crash may have interrupted the last write, word by word
             (torn,) = (part for part in parts if len(set(part)) > 1)
             assert torn[0] == ord("y")
             assert torn.count(b"y") % 8 == 0

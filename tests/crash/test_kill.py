@@ -1,7 +1,7 @@
-"""A writer that is killed under load: every acknowledged message is there, the rest is whole or missing.
+"""A writer is killed under load: every acknowledged message is there, the others are whole or missing.
 
-A separate process appends from several threads and prints each acknowledged message, unbuffered; it is killed without
-warning after some of them. `kill` spares the page cache, so this also holds in async.
+A separate process appends from several threads and prints each acknowledged message, unbuffered. It is killed without
+warning after some of them. `kill` leaves the page cache alone, so this also holds in async mode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIG = StoreConfig(
     flush_interval_consumequeue_s=0.004,
     flush_thorough_interval_consumequeue_s=0.01,
 )
-"""Files so small that they roll all the time, flushed all the time."""
+"""Settings with files so small that they roll all the time, and constant flushes."""
 
 WRITER = """
 import os
@@ -93,7 +93,7 @@ MODES = ("async", "sync", "pipelined")
 
 
 def body_of(life: int, thread: int, number: int) -> bytes:
-    """Return a message's body by its writer: lengths vary, so that files end anywhere."""
+    """Return the body of a writer's message; lengths vary so that files end anywhere."""
     rng = random.Random(life * 1_000_003 + thread * 10_007 + number)
     return b"%d %d %d " % (life, thread, number) + rng.randbytes(rng.choice([0, 10, 200, 1200]))
 
@@ -113,7 +113,7 @@ class Acknowledged:
 
 
 def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> list[Acknowledged]:
-    """Let a writer run until it has acknowledged this many messages, kill it, and read its further acknowledgements."""
+    """Start a writer, kill it once it has acknowledged this many messages, and read its remaining acknowledgements."""
     with start_program(WRITER, path, mode, life, threads) as child:
         assert child.stdout is not None
         told = b""
@@ -131,7 +131,7 @@ def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> l
 
 
 def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = False) -> None:
-    """Open the store of the killed process: nothing acknowledged is lost, everything is whole, and it works."""
+    """Open the store of the killed process: it works, nothing acknowledged is lost, and everything is whole."""
     with MessageStore.open(path, CONFIG, thorough=thorough) as store:
         found = {}
         for message in store:
@@ -170,7 +170,7 @@ def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None
 
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    """The store survives kill after kill, and is started afresh after some of them."""
+    """The store survives kill after kill; after some of them a new writer starts."""
     path: Path | None = None
     acknowledged: list[Acknowledged] = []
     for kill in slow_budget.rounds(100, "kills", at_least=6):
@@ -183,7 +183,7 @@ def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
 
 
 def test_a_message_that_is_missing_would_be_noticed(tmp_path: Path) -> None:
-    """The check itself can fail: a changed byte in an acknowledged message, an additional message in the list."""
+    """The check itself can fail: for a changed byte of an acknowledged message, or one message too many in the list."""
     path = tmp_path / "store"
     acknowledged = live(path, "async", 0, 30)
     check(path, acknowledged)

@@ -1,4 +1,4 @@
-"""One writer at a time: within a process, between processes, and between librmq and a broker's JVM."""
+"""Only one writer at a time: within a process, between processes, and between librmq and a broker's JVM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 
 def java() -> list[str | Path]:
-    """How to start a Java program from its source."""
+    """Return the command that starts a Java program from its source."""
     found = shutil.which("java")
     if found is None:
         try:
@@ -61,7 +61,7 @@ def java() -> list[str | Path]:
 
 @contextmanager
 def process(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and the first line that it prints; it ends when its input ends."""
+    """Start a process and yield it with its first line of output; it ends when its input ends."""
     assert librmq.__file__ is not None
     environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
     with subprocess.Popen(
@@ -98,7 +98,7 @@ def everything(store: Path) -> dict[str, bytes]:
 
 
 def assert_refused(store: Path, holder: str) -> None:
-    """A second writer gets an error immediately, which names the first, and changes nothing."""
+    """A second writer immediately gets an error that names the first, and changes nothing."""
     before = everything(store)
     with pytest.raises(StoreLockedError) as raised:
         MessageStore.open(store, CONFIG)
@@ -111,7 +111,7 @@ def test_two_writers_in_one_process(store: Path) -> None:
     with MessageStore.open(store, CONFIG) as first:
         for _ in range(3):
             assert_refused(store, f"this process (pid {os.getpid()})")
-        first.append(Message("t", b"2"))  # the refusal has not let the lock go
+        first.append(Message("t", b"2"))  # the refused attempt did not release the lock
         with process(*librmq_process(store)) as (_, said):
             assert said.startswith("refused:")
             assert f"process {os.getpid()}" in said
@@ -137,7 +137,7 @@ def test_a_dead_writer_holds_no_lock(store: Path) -> None:
 
 
 def test_readers_and_verify_release_no_lock(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A lock of fcntl ends when its process closes any descriptor of the file."""
+    """A process loses its fcntl lock when it closes any descriptor of the file."""
     with MessageStore.open(store, CONFIG) as writer:
         with MessageStore.open(store, read_only=True) as reader:
             list(reader)
@@ -182,7 +182,7 @@ def test_librmq_is_refused_while_a_jvm_writes(store: Path, capsys: pytest.Captur
 
 
 def test_a_backup_by_the_process_itself_does_not_end_the_lock(store: Path, tmp_path: Path) -> None:
-    """Repair 1.6: closing any descriptor of the file ends a lock of the process."""
+    """Repair 1.6: when a process closes any descriptor of the file, it loses its lock."""
     with MessageStore.open(store, CONFIG) as writer:
         shutil.copytree(store, tmp_path / "copy")
         (store / "lock").read_bytes()
@@ -193,14 +193,14 @@ def test_a_backup_by_the_process_itself_does_not_end_the_lock(store: Path, tmp_p
 
 
 def test_a_forked_child_holds_no_lock(store: Path) -> None:
-    """Neither while its parent lives nor after: it closes its copy."""
+    """The child closes its copy, so it holds no lock while its parent lives or afterwards."""
     writer = MessageStore.open(store, CONFIG)
     asked, answer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(answer)
-            os.read(asked, 1)  # returns when the parent closes its end
+            os.read(asked, 1)  # returns when the parent closes its end of the pipe
         finally:
             os._exit(0)
     try:
@@ -216,7 +216,7 @@ def test_a_forked_child_holds_no_lock(store: Path) -> None:
 
 @pytest.mark.parametrize("change", ["deleted", "replaced"])
 def test_a_writer_with_a_replaced_lock_acknowledges_nothing(store: Path, change: str) -> None:
-    """Repair 1.6: a process that locks the new file writes beside it."""
+    """Repair 1.6: a process that locks the new file writes to the same store."""
     with MessageStore.open(store, CONFIG) as writer:
         writer.append(Message("t", b"2"))
         (store / "lock").unlink()
@@ -235,7 +235,7 @@ def test_a_writer_with_a_replaced_lock_acknowledges_nothing(store: Path, change:
 
 @pytest.mark.parametrize("name", ["lock", "config/topics.json.tmp", "checkpoint.tmp", "librmq/closed.json.tmp"])
 def test_links_are_not_followed_out_of_the_store_by_writing(store: Path, tmp_path: Path, name: str) -> None:
-    """Repair 4: a store from elsewhere may have links in it."""
+    """Repair 4: a store from elsewhere may contain links."""
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
     place = store / name
@@ -252,7 +252,7 @@ def test_links_are_not_followed_out_of_the_store_by_writing(store: Path, tmp_pat
 
 
 def test_a_log_file_that_is_a_link_is_not_written(store: Path, tmp_path: Path) -> None:
-    """Repair 4: reading follows it."""
+    """Repair 4: a reader follows the link."""
     inside, outside = min((store / "commitlog").iterdir()), tmp_path / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)

@@ -1,4 +1,4 @@
-"""Very many timers with random times, over kills: all are delivered, in order of time, none early."""
+"""Very many timers with random times, over kills: all are delivered, in order of time, and none early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(seed: int, count: int, kills: int) -> None:
         message.properties["TIMER_DELAY_SEC"] = str(seconds)
         timers.put(message)
         due[number] = clock.now_ms() + 1000 * seconds
-        if rng.random() < 0.02:  # time passes, from one due slot to the next
+        if rng.random() < 0.02:  # let time pass from one due slot to the next
             until = clock.now_ms() + rng.randrange(1, 4_000)
             while (at := timers.run_due(clock.now_ms())) is not None and at <= until:
                 clock.move_to(max(at, clock.now_ms()))
@@ -58,7 +58,7 @@ def check(seed: int, count: int, kills: int) -> None:
                 first[number] = delivered.store_timestamp_ms
                 order.append(due[number])
     assert len(first) == count
-    if not kills:  # after a kill overdue messages come immediately
+    if not kills:  # after a kill, overdue messages are delivered immediately
         assert all(at - due[number] <= 2_000 for number, at in first.items())
         assert all(later - earlier > -2_000 for earlier, later in itertools.pairwise(order))
     store.close()

@@ -1,6 +1,6 @@
-"""What each naive order of message and local transaction can lose or invent, and that a half message does not.
+"""What each naive order of message and local transaction can lose or invent, and why a half message can't.
 
-A database and a store, and a crash after each step: then either both know of the order, or neither.
+Database and store face a crash after each step. Afterwards either both have the order, or neither has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Crash(BaseException):
 
 
 class Shop:
-    """Orders in SQLite, messages in a store; dies after this many steps."""
+    """Orders in SQLite and messages in a store; the process dies after this many steps."""
 
     def __init__(self, path: Path, dies_after: int) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class Shop:
         self.store.append(Message("orders", b"o-1"))
 
     def restart(self) -> None:
-        """Restart the process after a crash; questions about a half are answered from the database."""
+        """Restart the process after a crash; the database answers checks of half messages."""
         self.database.close()
         self.files = died(self.files)
         self.steps_left = 1_000
@@ -114,7 +114,7 @@ def with_a_half(shop: Shop) -> None:
 
 
 def outcomes(order: Callable[[Shop], None], path: Path) -> set[tuple[bool, bool]]:
-    """Whether the order is in the database, and whether the message came, after a crash at each step."""
+    """Return, for a crash at each step, whether the order is in the database and whether the message came."""
     found = set()
     for dies_after in range(6):
         shop = Shop(path / f"{dies_after}.db", dies_after)

@@ -1,4 +1,4 @@
-"""After a flush or close of a part of a store, a crash can take nothing; files are deleted one after the other."""
+"""After a part of a store is flushed or closed, a crash loses nothing of it; files are deleted one by one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_log(change: str, count: int) -> None:
 
 
 def queue_of(files: Files, count: int = 0, queue_id: int = 0) -> ConsumeQueue:
-    """Files of five entries, and of three units; all have a unit."""
+    """Return a queue with files of five entries and of three units; every entry has a unit."""
     folder, ext_folder = f"/s/q/T/{queue_id}", f"/s/e/T/{queue_id}"
     queue = ConsumeQueue.open(folder, 100, files=files, ext_folder=ext_folder, ext_file_size=64)
     append(queue, count)
@@ -127,7 +127,7 @@ def test_units_that_are_closed_alone() -> None:
 @pytest.mark.parametrize("units_of_none", [0, 4])
 @pytest.mark.parametrize("vouched", [0, 4])
 def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: int) -> None:
-    """Units without an entry precede those with one: their writer died before it wrote the entries."""
+    """Units without entries come first, because their writer died before it wrote those."""
     files = on_a_disk()
     queue = queue_of(files, vouched)
     queue.flush()
@@ -156,7 +156,7 @@ def test_many_queues(count: int) -> None:
 
 
 def index_of(files: Files, now_ms: int = START_MS) -> KeyIndex:
-    """Files of seven entries."""
+    """Return an index with files of seven entries."""
     return KeyIndex.open("/s/index", slots=3, entries=8, files=files, now_ms=lambda: now_ms)
 
 
@@ -207,7 +207,7 @@ def test_entries_that_are_taken_back_are_gone() -> None:
     header = index.files[0].file.buffer[:40]
     index.append(20, START_MS, (4, 5))
     index.flush()
-    index.files[0].file.buffer[:40] = header  # their writer died before they counted
+    index.files[0].file.buffer[:40] = header  # the writer died before the header counted them
     files.flush(index.files[0].file)
     index_of(files, START_MS + 1).flush()
     assert find_flaw(index.files[0]) is None

@@ -1,4 +1,4 @@
-"""Pending transactions and delayed messages, over power failures and kills at any write."""
+"""Pending transactions and delayed messages, with power failures and kills at any write."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WHEEL = TimerConfig(slots_total=90, timer_roll_window_slot=20, timer_log_file_si
 
 
 def outcome(number: int) -> str:
-    """Return the outcome of a message's local transaction, which its producer always knows."""
+    """Return the outcome of a message's local transaction. Its producer always knows it."""
     return "commit" if number % 3 else "rollback"
 
 
 @dataclass
 class Broker:
-    """Transactions and delays of one store, and producers that answer questions."""
+    """The transactions and delays of one store, and producers that answer checks."""
 
     files: Files
     clock: ManualClock
@@ -80,11 +80,11 @@ class Broker:
 
 @dataclass
 class Life:
-    """The events of a run, and the event from which each promise holds."""
+    """The events of a run, and the number of events after which each promise holds."""
 
     files: RecordingFiles
     prepared: list[tuple[int, int]] = field(default_factory=list)
-    """Events, and the number of a half that was acknowledged by then."""
+    """Pairs of a number of events, and the number of a half message acknowledged by then."""
     delayed: list[tuple[int, int]] = field(default_factory=list)
     timed: list[tuple[int, int]] = field(default_factory=list)
     ended_ms: int = 0
@@ -120,13 +120,13 @@ def live(seed: str, steps: int = 40) -> Life:
             broker.answering = rng.random() < 0.5
             broker.pass_time(rng.choice([100, 1_000, 7_000, 70_000]))
         else:
-            broker.tables.persist(clock.now_ms())  # tables can be saved at any time
+            broker.tables.persist(clock.now_ms())  # the tables may be saved at any time
     life.ended_ms = clock.now_ms()
     return life
 
 
 def check_after(life: Life, files: Files, crash_point: int, why: Callable[[], str]) -> None:
-    """Let time pass and producers answer after a crash; then everything must be decided and delivered correctly."""
+    """Let time pass and producers answer after a crash; check that everything is decided and delivered correctly."""
     broker = Broker(files, ManualClock(life.ended_ms + 1_000))
     broker.pass_time(1_200_000)
     assert broker.transactions.run_due(broker.clock.now_ms()) is None, why()
@@ -173,7 +173,7 @@ def test_pending_messages_survive_many_power_failures(slow_budget: SlowBudget) -
 
 @pytest.mark.parametrize("number", range(3))
 def test_pending_messages_survive_a_kill_at_any_write(number: int) -> None:
-    """Every event of the trace in turn: all writes are there, on the device or not."""
+    """At each tried event all earlier writes are there, on the device or not."""
     seed = f"kill {number}"
     life = live(seed, steps=25)
     for crash_point in range(0, len(life.files.trace) + 1, 7):
@@ -183,7 +183,7 @@ def test_pending_messages_survive_a_kill_at_any_write(number: int) -> None:
 
 
 def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
-    """Repeat a run's changes of files, up to an event."""
+    """Repeat the file changes of a run up to an event."""
     open_files = {}
     for event in life.files.trace[:crash_point]:
         if event.call == "make_folder":
@@ -207,7 +207,7 @@ def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 @pytest.mark.parametrize("point", ["half", "decided", "final", "op", "asked", "answered", "checked"])
 def test_a_kill_at_each_step(point: str, end: str) -> None:
-    """The outcome is that of the local transaction, at any stage of the broker."""
+    """Whichever step the broker has reached, the outcome is that of the local transaction."""
     number = 1 if end == "commit" else 0
     assert outcome(number) == end
     files = MemoryFiles()

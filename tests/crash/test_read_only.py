@@ -1,4 +1,4 @@
-"""A reader in this process and a writer in another: it sees acknowledged messages, and disturbs no writer."""
+"""A reader in this process and a writer in another: the reader sees acknowledged messages and disturbs no writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Writer:
-    """A writer in its own process."""
+    """A writer in a process of its own."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
@@ -75,7 +75,7 @@ def writers() -> Iterator[list[Writer]]:
 
 
 def snapshot_of(path: Path) -> dict[str, tuple[Any, ...]]:
-    """Every name in the store's folder, with contents, length and time of change."""
+    """Return every name in the store's folder, with content, length and time of change."""
     found: dict[str, tuple[Any, ...]] = {}
     for one in sorted(path.rglob("*")):
         status = one.stat()
@@ -118,7 +118,7 @@ def read_all(store: MessageStore, queue_id: int) -> list[StoredMessage]:
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_a_message_is_there_when_its_acknowledgement_is(path: Path, writers: list[Writer], ext: bool) -> None:
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
-    with open_reader(path) as reader:  # there is no message yet, so the sizes of files are unknown
+    with open_reader(path) as reader:  # there is no message yet, so the reader does not know the file sizes
         assert reader.read("T", 0, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
         for number in range(400):
             ((place, size, queue_offset),) = writer.tell("append", number, number + 1)
@@ -220,7 +220,7 @@ def test_the_command_shows_the_result_of_a_recovery(capsys: pytest.CaptureFixtur
 
 
 def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:
-    """The reader requests messages that are being deleted: it gets them whole, or the next offset."""
+    """A reader that requests messages while they are deleted gets them whole, or gets the next offset."""
     writers.append(writer := Writer(path, max_total_size=3 * CONFIG.commitlog_file_size))
     with open_reader(path) as reader:
         positions = [0, 0, 0]
@@ -247,7 +247,7 @@ def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[
 
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_polling_during_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
-    """Order and content exact, nothing twice, nothing in part, at any moment of the reader."""
+    """At any moment the reader sees messages in order and exact, none twice, none in part."""
     count = 3 * examples(1000)
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
     with open_reader(path) as reader:

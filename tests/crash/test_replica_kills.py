@@ -1,4 +1,4 @@
-"""Power failures of a master and of its replica, at any moment of a copy."""
+"""Power failures of a master and of its replica, at any moment of the copying."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLS = 4000
 
 
 class Pair:
-    """A master and its replica after some messages, each on a disk of its own."""
+    """A master and its replica after some messages, each with a disk of its own."""
 
     def __init__(self, seed: int, master_files: Files, copy_files: Files) -> None:
         self.runner = ManualRunner()
@@ -41,7 +41,7 @@ class Pair:
 
 
 def check_replica(seed: int, kills: int) -> None:
-    """The copy loses its unflushed bytes, and gets them again."""
+    """The copy loses its unflushed bytes, then gets them again."""
     files = RecordingFiles()
     pair = Pair(seed, MemoryFiles(), files)
     pair.replica.abandon()
@@ -56,7 +56,7 @@ def check_replica(seed: int, kills: int) -> None:
 
 
 def check_master(seed: int, kills: int) -> None:
-    """The master loses its unflushed end, which the replica has: it is refused, or continues where it agrees."""
+    """The master loses an unflushed end that the replica has. The replica refuses, or continues if they agree."""
     files = RecordingFiles()
     pair = Pair(seed, files, MemoryFiles())
     end = pair.replica.end

@@ -1,4 +1,4 @@
-"""After a flush, a close and an opening, a crash can take nothing of a store."""
+"""After a store is flushed, closed or opened, a crash loses nothing of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expire(store: MessageStore) -> list[str]:
 
 
 def broker_files(image: Image) -> dict[str, bytes | None]:
-    """All but librmq's own, which only saves time."""
+    """Return all files but librmq's own, which only save time."""
     return {path: data for path, data in image.contents.items() if not path.startswith(f"{ROOT}/librmq")}
 
 
@@ -53,7 +53,7 @@ def test_after_a_flush_nothing_is_unflushed(config: StoreConfig) -> None:
 @configs
 @pytest.mark.parametrize("expiring", [False, True])
 def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool) -> None:
-    """Once the marker is gone, everything is there."""
+    """When the marker is gone, everything is on the device."""
     files = BusyFiles()
     store = filled(files, config, 200)
     if expiring:
@@ -73,7 +73,7 @@ def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool)
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
 def test_after_a_recovery_nothing_is_unflushed(config: StoreConfig, thorough: bool, flushed: int) -> None:
-    """The dead writer may have flushed nothing; the next one flushes what it opens."""
+    """The dead writer may have flushed nothing, so the next one flushes what it opens."""
     files = BusyFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -92,7 +92,7 @@ def test_after_a_recovery_nothing_is_unflushed(config: StoreConfig, thorough: bo
 
 @configs
 def test_queues_deleted_by_a_dead_process(config: StoreConfig) -> None:
-    """The next process writes to none of these queues, and still vouches for them."""
+    """The next process writes to none of these queues, but its checkpoint still covers them."""
     files = BusyFiles()
     store = filled(files, config, 200)
     assert len([path for path in expire(store) if "/consumequeue" in path]) > 4
@@ -112,7 +112,7 @@ def test_queues_deleted_by_a_dead_process(config: StoreConfig) -> None:
     ],
 )
 def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
-    """Otherwise a crash after the store was closed would restore it."""
+    """Otherwise a crash after the store was closed would bring the file back."""
     files = BusyFiles()
     store = filled(files, SMALL_EXT, 5)
     store.flush()
@@ -128,7 +128,7 @@ def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
 
 @pytest.mark.parametrize("at", [36, 500], ids=["a header", "an entry"])
 def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
-    """The checkpoint vouches for the files that were there: one that is left of the new ones must not pass for them."""
+    """The checkpoint covers the old files; a new one that survives the crash must not be taken for one of them."""
     files = BusyFiles()
     store = filled(files, SMALL, 200)
     store.flush()
@@ -153,7 +153,7 @@ def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
 
 @configs
 def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
-    """Nor records without their entries: records are deleted before derived data."""
+    """Nor do records come back without their entries, because records are deleted before derived data."""
     files = BusyFiles()
     store = filled(files, config, 200)
     store.flush()
@@ -172,7 +172,7 @@ def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
 
 
 def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
-    """No flush failed: the file could not be opened for it. So nothing is lost, and the next flush includes it."""
+    """Only the opening of the file for the flush failed. So nothing is lost, and the next flush includes it."""
     disk = BusyFiles()
     files = FailingFiles(disk)
     config = replace(SMALL, mapped_files=1)
@@ -191,14 +191,14 @@ def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
 
 
 def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
-    """What it left out passes for flushed, and is not on the device."""
+    """What the failed flush left out counts as flushed, but is not on the device."""
     disk = BusyFiles()
     files = FailingFiles(disk)
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 20)
     store.log.flush()
-    files.fail("flush", 2)  # after another of the log's last file
+    files.fail("flush", 2)  # the first flush is that of the log's last file
     with pytest.raises(StoreIOError, match="/consumequeue/"):
         store.flush()
     for _ in range(80):
@@ -217,7 +217,7 @@ def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
 
 
 def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
-    """An index file that fills up during a flush is not vouched for by it."""
+    """A flush does not make the checkpoint cover an index file that fills up during the flush."""
     files = BusyFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
 
@@ -240,7 +240,7 @@ def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
 @configs
 @pytest.mark.parametrize("closed", [False, True])
 def test_opened_files_can_expire_before_the_first_append(config: StoreConfig, closed: bool) -> None:
-    """Opening flushes everything, so that retention needs no flush of an append first."""
+    """Opening flushes everything, so retention does not have to wait for the flush of an append."""
     files = BusyFiles()
     store = filled(files, config, 200)
     begin = store.log.begin

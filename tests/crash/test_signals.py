@@ -1,4 +1,4 @@
-"""Real signals whose handlers raise, at random moments of all operations: none leaves a store unsound."""
+"""Real signals whose handlers raise, at random moments of every operation: none leaves a store unsound."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CONFIG = StoreConfig.tiny(commitlog_file_size=16384, consumequeue_file_size=1000
 
 
 class Alarm(Exception):
-    """What the handlers raise."""
+    """Raised by the signal handlers."""
 
 
 @contextmanager
 def alarms(chance: random.Random, pace: list[float]) -> Iterator[Callable[[], int]]:
-    """Send signals that raise `Alarm` while librmq runs, at random times; return the number that did."""
+    """Send signals at random times that raise `Alarm` while librmq runs; yield a function that counts those raised."""
     handled = 0
 
     def set_timer() -> None:
@@ -51,13 +51,13 @@ def alarms(chance: random.Random, pace: list[float]) -> Iterator[Callable[[], in
                 raise Alarm
             frame = frame.f_back
 
-    hook, sys.unraisablehook = sys.unraisablehook, deque[object](maxlen=0).append  # a finalizer can't be interrupted
+    hook, sys.unraisablehook = sys.unraisablehook, deque[object](maxlen=0).append  # finalizers can't be interrupted
     signal.signal(signal.SIGALRM, handle)
     set_timer()
     try:
         yield lambda: handled
     finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # and stays so: one may be on its way
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # stays ignored, because a signal may be on its way
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = hook
 
@@ -69,7 +69,7 @@ def message(chance: random.Random, number: int, topic: str | None = None) -> Mes
 
 
 def use(store: MessageStore, chance: random.Random, numbers: Iterator[int], stored: dict[str, int]) -> None:
-    """Change the store in one of the possible ways; ``stored`` gets acknowledged messages."""
+    """Make one of the possible changes to the store; add acknowledged messages to ``stored``."""
     what = chance.randrange(12)
     if what < 6:
         one = message(chance, next(numbers))
@@ -91,7 +91,7 @@ def use(store: MessageStore, chance: random.Random, numbers: Iterator[int], stor
 
 
 def check(store: MessageStore, stored: dict[str, int], found_at: dict[str, int]) -> None:
-    """Queue offsets have no gap, everything acknowledged is there once, in log, queues and index."""
+    """Check queue offsets for gaps, and that everything acknowledged is there once in log, queues and index."""
     found: dict[str, int] = {}
     offsets: dict[tuple[str, int], int] = {}
     for one in store:
@@ -107,7 +107,7 @@ def check(store: MessageStore, stored: dict[str, int], found_at: dict[str, int])
 
 
 def insist(act: Callable[[], object], pace: list[float]) -> None:
-    """Call ``act`` until no signal interrupts it; they come ever more slowly."""
+    """Call ``act`` until no signal interrupts it; each interruption makes signals rarer."""
     while True:
         try:
             act()
@@ -118,7 +118,7 @@ def insist(act: Callable[[], object], pace: list[float]) -> None:
 
 
 def run_one(path: Path, chance: random.Random) -> int:
-    """One store: opened, used and closed while signals come; returns how many there were."""
+    """Open, use and close a store while signals arrive; return how many there were."""
     numbers, stored = itertools.count(), dict[str, int]()
     opened: list[MessageStore] = []
     pace = [1.0]

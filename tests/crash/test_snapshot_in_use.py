@@ -1,7 +1,7 @@
 """Snapshots of a broker that continues to send, deliver and consume.
 
-Messages acknowledged before the call are consumed once the snapshot is opened, unless the group had already consumed
-them, and so are messages that are sent afterwards.
+Messages acknowledged before the call are consumed when the snapshot is opened, unless the group has already consumed
+them. So are messages that are sent afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = BrokerConfig(timers=TimerConfig(), default_topic_queues=2)
 
 
 class World:
-    """A broker with a group that refuses every fifth message once, and sees delayed and timed ones."""
+    """A broker and a group that refuses every fifth message once, and receives delayed and timed ones."""
 
     def __init__(self, folder: Path, now_ms: int) -> None:
         self.runner = ManualRunner(ManualClock(now_ms))
@@ -70,7 +70,7 @@ class World:
 
 
 class Meddling(DiskFiles):
-    """Real files that run an action before one of a snapshot's calls."""
+    """Real files that run an action before one of the snapshot's calls."""
 
     def __init__(self, at: int, meddle: Callable[[], None]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Meddling(DiskFiles):
 
 
 def check(folder: Path, wanted: set[str], now_ms: int) -> None:
-    """Open a snapshot: all expected messages are delivered, and only sent ones."""
+    """Open a snapshot and check that it delivers all expected messages, and only messages that were sent."""
     assert verify(folder, CONFIG).sound
     progress_within_queues(folder)
     world = World(folder, now_ms)
@@ -117,7 +117,7 @@ def snapshot_with(tmp_path: Path, at: int) -> int:
 
     def meddle() -> None:
         if not (tmp_path / "copy.part" / "config").exists():
-            world.runner.advance(20_000)  # its progress may be in the snapshot, or not
+            world.runner.advance(20_000)  # the snapshot may have this progress or not
             passed.update(world.seen)
         world.send(40)
         world.runner.advance(30_000)
@@ -132,14 +132,14 @@ def snapshot_with(tmp_path: Path, at: int) -> int:
 
 @pytest.mark.slow
 def test_a_snapshot_in_use_loses_no_message(tmp_path: Path) -> None:
-    """There is much activity before each call by which the snapshot lists a folder."""
+    """Before each call by which the snapshot lists a folder there is much activity."""
     calls = snapshot_with(tmp_path / "0", 0)
     for at in range(1, calls + 1, 1 + calls // 12):
         snapshot_with(tmp_path / str(at), at)
 
 
 class Load:
-    """A producer and a consumer that refuses some messages once, in separate threads."""
+    """A producer and a consumer in separate threads; the consumer refuses some messages once."""
 
     def __init__(self, folder: Path) -> None:
         self.broker = Broker.open(folder, store_config=CONFIG)
@@ -167,7 +167,7 @@ class Load:
                 self.acknowledged.add(body)
 
     def left(self) -> set[bytes]:
-        """Return the acknowledged messages that are not consumed yet."""
+        """Return the acknowledged messages that have not been consumed yet."""
         with self.lock:
             return self.acknowledged - self.seen
 
@@ -180,7 +180,7 @@ class Load:
 
 @pytest.mark.slow
 def test_snapshots_under_load(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    """A producer and a consumer continue in threads; each snapshot is sound and complete."""
+    """While a producer and a consumer run in threads, each snapshot is sound and complete."""
     load: Load | None = None
     try:
         for number in slow_budget.rounds(1_000, "snapshots under load"):

@@ -1,8 +1,8 @@
 """The threaded broker under all loads together, killed repeatedly: in the end every group has every message.
 
-A separate process has a broker with threads, several producers, and groups whose instances start and stop. It prints,
-unbuffered, each acknowledged message (``s``) and each message that a group has consumed (``c``), and is killed without
-warning. The last process is asked to end: it waits for its groups to catch up, and shuts down.
+A separate process runs a broker with threads, several producers, and groups whose instances start and stop. It prints,
+unbuffered, each acknowledged message (``s``) and each consumed one (``c``), and is killed without warning. The last
+process is asked to end: it waits until its groups have caught up, and shuts down.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ main()
 
 
 class Life:
-    """A process with such a broker, and its output."""
+    """A process that runs such a broker, and its output."""
 
     def __init__(self, path: Path, life: int, seed: str) -> None:
         assert librmq.__file__ is not None
@@ -141,11 +141,11 @@ class Life:
         self.sent: set[str] = set()
         self.consumed: dict[str, Counter[str]] = defaultdict(Counter)
         self.orderly: dict[int, list[int]] = defaultdict(list)
-        """By queue, the queue offsets in the order in which the orderly group had them."""
+        """For each queue, the queue offsets in the order in which the orderly group got them."""
         self._rest = b""
 
     def read(self, timeout: float | None = None) -> bool:
-        """Read its next line; return False at the end."""
+        """Read the process's next line; return False at the end."""
         if not select.select([self.out], [], [], timeout)[0]:
             raise AssertionError(f"no output for {timeout} s; the last was {self.told[-3:]}")
         part = os.read(self.out, 1 << 16)
@@ -163,7 +163,7 @@ class Life:
         return bool(part)
 
     def kill(self, after: int) -> None:
-        """Kill it once it has reported this many consumed messages."""
+        """Kill the process once it has reported this many consumed messages."""
         while sum(map(Counter.total, self.consumed.values())) < after:
             assert self.read(60), f"it ended by itself: {self.process.wait()}"
         self.process.send_signal(signal.SIGKILL)
@@ -180,7 +180,7 @@ class Life:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # which did not end as it should have
+        self.process.kill()  # in case the process did not end as it should have
         self.process.__exit__(None, None, None)
 
 
@@ -191,7 +191,7 @@ def soak(path: Path, seed: str) -> tuple[int, int, int]:
     consumed: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
     kills = rng.choice([1, 2, 3])
 
-    reached: Counter[int] = Counter()  # by queue, the progress of the orderly group
+    reached: Counter[int] = Counter()  # progress of the orderly group, by queue
 
     def take(life: Life) -> None:
         sent.update(life.sent)

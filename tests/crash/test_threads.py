@@ -1,7 +1,7 @@
-"""Writers, readers, retention, flushes, snapshots and close in parallel: nothing acknowledged is lost, nothing is torn.
+"""Writers, readers, retention, flushes, snapshots and close in parallel: nothing acknowledged is lost or torn.
 
-The interpreter switches threads as often as it can. Removing each lock in turn shows that the stress would find a
-missing one.
+The interpreter switches threads as often as it can. Each lock is removed in turn, to show that the stress would notice
+a missing one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ CONFIG = StoreConfig(
     flush_interval_consumequeue_s=0,
     flush_thorough_interval_consumequeue_s=0,
 )
-"""Files that roll after a few messages, deleted after a few dozens, flushed all the time."""
+"""Settings with files that roll after a few messages and go after a few dozen, and constant flushes."""
 TOPICS = ("A", "B")
 QUEUES = 2
 
 
 @contextmanager
 def restless() -> Iterator[None]:
-    """Switch threads as often as possible."""
+    """Make the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -64,7 +64,7 @@ _TURNS = ("read", "scanned", "flushed")
 
 
 class NoLock:
-    """Replaces a lock."""
+    """Replaces a lock and locks nothing."""
 
     def __enter__(self) -> bool:
         return True
@@ -82,20 +82,20 @@ def body_of(writer: int, number: int) -> bytes:
 
 @dataclass
 class Stress:
-    """One run; ``failures`` are errors that no thread may get."""
+    """One run; ``failures`` are errors that no thread should get."""
 
     files: Files
     path: str
     config: StoreConfig
     seed: int
     messages: int
-    """So many are appended by each writer, unless the store is closed before."""
+    """Number of messages that each writer appends, unless the store is closed earlier."""
     close_after: int
-    """So many are appended by all before the store is closed, at least."""
+    """Least number of appends, by all writers, before the store is closed."""
     take_away: Callable[[MessageStore], None] | None = None
     failures: list[BaseException] = field(default_factory=list)
     acknowledged: dict[int, tuple[str, int, bytes, int]] = field(default_factory=dict)
-    """By physical offset: topic, queue, body, queue offset."""
+    """Topic, queue, body and queue offset, by physical offset."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
@@ -120,7 +120,7 @@ class Stress:
                 thread.start()
             for _ in range(self.close_after):
                 self._appended.acquire()
-            for _ in range(self.messages):  # until retention has met the others, and each thread had its turn
+            for _ in range(self.messages):  # until retention has deleted files and each kind of thread has had its turn
                 if (self._store.log.begin and all(map(self.counts.get, _TURNS))) or self.failures:
                     break
                 self._appended.acquire()
@@ -142,7 +142,7 @@ class Stress:
         except BaseException as error:
             self.failures.append(error)
         finally:
-            for _ in range(self.close_after):  # threads that wait for appends stop waiting
+            for _ in range(self.close_after):  # releases threads that wait for appends
                 self._appended.release()
 
     def _write(self, writer: int) -> None:
@@ -169,7 +169,7 @@ class Stress:
             number += len(messages)
 
     def _read(self, reader: int) -> None:
-        """Follow all queues: no hole, nothing twice, nothing torn; what retention took is passed over by the store."""
+        """Follow all queues: no hole, nothing twice, nothing torn; the store skips what retention deleted."""
         store = self._store
         next_offsets = dict.fromkeys(((topic, queue_id) for topic in TOPICS for queue_id in range(QUEUES)), 0)
         while not self._over.is_set() and not self.failures:
@@ -179,7 +179,7 @@ class Stress:
                 for message in result.messages:
                     assert (message.topic, message.queue_id) == (topic, queue_id)
                     assert message.queue_offset >= expected
-                    if message.queue_offset > expected:  # only what went with the oldest files may be missing
+                    if message.queue_offset > expected:  # only messages deleted with the oldest files may be missing
                         begin = store.log.begin
                         assert begin > 0
                         assert message.physical_offset < begin + 2 * self.config.commitlog_file_size, "a hole"
@@ -292,7 +292,7 @@ def test_everything_at_once_for_long(tmp_path: Path, slow_budget: SlowBudget) ->
 
 
 def passes_without_the_lock(seeds: range) -> bool:
-    """Return whether the stress passes without the lock that producers write under."""
+    """Return whether the stress passes without the lock that producers hold while they write."""
 
     def without(store: MessageStore) -> None:
         store.appender.lock.mutex = NoLock()  # type: ignore[assignment]
@@ -301,6 +301,6 @@ def passes_without_the_lock(seeds: range) -> bool:
 
 
 def test_a_lock_that_is_missing_is_found() -> None:
-    """In a separate process, because some threads may never end."""
+    """Runs in a separate process, because some threads may never end."""
     program = "import os; from tests.crash import test_threads as t; os._exit(t.passes_without_the_lock(range(20)))"
     assert run_program(program, timeout=240).returncode == 0

@@ -1,4 +1,4 @@
-"""A writer in its own process: reads a step from each line of JSON, and prints the result."""
+"""A writer in a process of its own: it reads one step per line of JSON, and prints the result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIG = StoreConfig(
     max_index_num=200,
     max_message_size=3000,
 )
-"""Files so small that they roll all the time."""
+"""Settings with files so small that they roll all the time."""
 
 
 def message_of(number: int) -> tuple[Message, int]:
-    """The message of a number, and its queue; all of it is known from the number."""
+    """Return the message with this number, and its queue; the number determines everything."""
     rng = random.Random(number)
     body = rng.randbytes(rng.choice([0, 1, 30, 300, 900]))
     tags = rng.choice([None, "TagA"])

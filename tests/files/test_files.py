@@ -1,4 +1,4 @@
-"""The file seam: one contract for files on disk, in memory, recorded and failing; locks; forks."""
+"""The seam to files: one contract for disk, memory, recording and failing files; also locks and forks."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 
 def test_no_descriptor_is_lost(tmp_path: Path) -> None:
     files = DiskFiles()
-    gc.collect()  # of what earlier tests left
+    gc.collect()  # releases what earlier tests left
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for n in range(20):
         file = files.create(str(tmp_path / str(n)), 100, keep_descriptor=n % 2 == 0)
@@ -251,7 +251,7 @@ def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: 
 def test_a_flush_includes_changes_made_through_a_mapping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, told: list[str]
 ) -> None:
-    """Linux alone writes out a file's mapped pages with the file."""
+    """Only Linux writes out a file's mapped pages together with the file."""
     calls: list[str] = []
 
     class Mapping(mmap.mmap):
@@ -389,7 +389,7 @@ def test_failing_files_fail_once_on_request() -> None:
 
 
 def test_no_python_code_runs_when_a_file_is_released(tmp_path: Path) -> None:
-    """Python drops an exception that a signal handler raises in a finalizer, so a Ctrl-C would be lost there."""
+    """If a signal handler raises in a finalizer, Python drops the exception, and a Ctrl-C would be lost."""
     disk, memory, called = DiskFiles(), MemoryFiles(), list[object]()
     memory.make_folder("/m")
     held = [disk.create(str(tmp_path / "file"), 4096), memory.create("/m/file", 4096)]

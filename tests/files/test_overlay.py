@@ -1,4 +1,4 @@
-"""Trials of operations without changes on the disk."""
+"""Trial runs of operations, without changes on the disk."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_preview_agrees_with_the_recovery(seed: int, tmp_path: Path) -> None:
 
 
 def outcome(folder: Path, config: StoreConfig, files: Files) -> object:
-    """What recovering says and finds: an error, or the cuts and the queues."""
+    """Return the error of a recovery, or its cuts and the queues that it leaves."""
     clock = ManualClock(START_MS + 10**9)
     try:
         with MessageStore.open(os.fspath(folder), config, thorough=True, files=files, clock=clock) as store:

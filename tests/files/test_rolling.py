@@ -1,4 +1,4 @@
-"""Sequences of files: names and lengths, positions, few mappings, reserving, flushing, clearing, deleting."""
+"""Rolling files: names and lengths, positions, few mappings, reserving, flushing, clearing, deleting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 64
 
 
 class Recording(MemoryFiles):
-    """Files that record calls, and fail on request."""
+    """Files that record calls and fail on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def opened(files: MemoryFiles, size: int = SIZE, limit: int = 9, *, writable: bo
 
 
 def made(files: MemoryFiles, count: int, first: int = 0, limit: int = 9) -> MappedFileQueue:
-    """A sequence of some files, the n-th filled with the byte n."""
+    """Return a sequence of some files, the n-th filled with the byte n."""
     files.make_folder("/s")
     queue = opened(files, limit=limit)
     for n in range(first, first + count):
@@ -98,7 +98,7 @@ FOREIGN = [
     "x",
     "0",
     "9" * 20,
-    "\u0660" * 20,  # digits, but not ours
+    "\u0660" * 20,  # digits, but not ASCII ones
     f"{65:020d}",
     f"{SIZE:021d}",
     f"{SIZE:020d}.tmp",
@@ -174,7 +174,7 @@ def test_no_more_files_are_mapped_than_the_pool_allows() -> None:
     for n in range(6):
         assert queue.file(n * SIZE).buffer[0] == n
     assert len(queue.mapped) == 2
-    held.buffer[0] = 77  # a holder of a file keeps it
+    held.buffer[0] = 77  # code that holds a file keeps using it
     assert queue.file(0).buffer[0] == 77
     queue.unmap_all()
     assert not queue.mapped
@@ -373,5 +373,5 @@ def test_a_reader_that_is_too_late_finds_nothing() -> None:
     queue.unmap_all()
     assert queue.file_at(0) is None
     files.delete(queue.path(SIZE))
-    with pytest.raises(StoreIOError):  # on the list, but gone: that is an error
+    with pytest.raises(StoreIOError):  # a file that is on the list but missing is an error
         queue.file_at(SIZE)

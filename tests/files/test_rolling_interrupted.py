@@ -1,4 +1,4 @@
-"""Ctrl-C, by a real signal at any call, while a file of a sequence is made."""
+"""Ctrl-C, sent as a real signal at each call, while the next file of a sequence is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a file end that are not zero."""
+"""Finding the end of a file's bytes that are not zero."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_sole_file_of_a_folder_is_read(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_read_without_a_mapping(tmp_path: Path) -> None:
-    """The opening that follows names it."""
+    """The link is reported by the opening that follows."""
     (tmp_path / "file").write_bytes(b"data")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert DiskFiles().read_used(str(tmp_path / "link"), 100) is None
