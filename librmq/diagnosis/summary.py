@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from librmq.diagnosis.findings import Thresholds
-from librmq.diagnosis.survey.model import Report, ReportedFinding, ReportPart
+from librmq.diagnosis.survey.model import ROW_NAMES, Report, ReportedFinding, ReportPart
 from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, find_time_range, passes_over, survey_store
 from librmq.diagnosis.view import Source, StoreView, viewed
@@ -83,18 +83,16 @@ def join_parts(
     """Return one report of the parts of several stores."""
     names = ", ".join(part.summary.store for part in parts)
     rows: dict[str, Any] = {
-        name: tuple(row for part in parts for row in getattr(part, name))
-        for name in ReportPart._fields
-        if name not in ("summary", "findings")
+        name: tuple(row for part in parts for row in getattr(part, name)) for name in ROW_NAMES if name != "findings"
     }
     findings = sorted((one for part in parts for one in part.findings), key=_place)
     return Report(
-        title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
-        dict(wanted.names),
-        window_s,
-        None if axis is None else axis.begin_ms,
-        1000 if axis is None else axis.interval_ms,
-        tuple(part.summary for part in parts),
+        title=title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
+        only=dict(wanted.names),
+        window_s=window_s,
+        begin_ms=None if axis is None else axis.begin_ms,
+        interval_ms=1000 if axis is None else axis.interval_ms,
+        stores=tuple(part.summary for part in parts),
         findings=tuple(findings),
         **rows,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
@@ -19,6 +19,7 @@ from librmq.diagnosis.summary import WINDOW_S, join_parts, short_names
 from librmq.diagnosis.survey.model import (
     ATTEMPTS,
     DELAY_BOUNDS_MS,
+    ROW_NAMES,
     BornToStored,
     FilterMatch,
     FrequentKey,
@@ -85,8 +86,8 @@ def _joined(part: ReportPart, sums: ReportPart, filters: Sequence[FilterMatch]) 
         messages=sums.summary.messages, bytes=sums.summary.bytes, first_ms=sums.summary.first_ms,
         last_ms=sums.summary.last_ms,
     )  # fmt: skip
-    return part._replace(
-        summary=summary, topics=sums.topics, delays=sums.delays, retries=sums.retries, keys=sums.keys,
+    return replace(
+        part, summary=summary, topics=sums.topics, delays=sums.delays, retries=sums.retries, keys=sums.keys,
         repeated=sums.repeated, filters=tuple(filters),
     )  # fmt: skip
 
@@ -119,8 +120,7 @@ def _survey(path: str, name: str, wanted: ReportScope) -> str:
 
 
 def _part(report: Report) -> ReportPart:
-    rows = {name: getattr(report, name) for name in ReportPart._fields if name != "summary"}
-    return ReportPart(report.stores[0], **rows)
+    return ReportPart(summary=report.stores[0], **{name: getattr(report, name) for name in ROW_NAMES})
 
 
 # -------------------------------------------------------------------------------------------------------------- sums
@@ -186,7 +186,7 @@ class _Sums:
         keys = sorted((row for row in self._keys if row["store"] == store),
                       key=lambda row: (-row["messages"], row["topic"], row["key"]))  # fmt: skip
         return ReportPart(
-            summary,
+            summary=summary,
             topics=topics,
             delays=tuple(
                 BornToStored(name, topic, _list(self._delays[store, topic], len(DELAY_BOUNDS_MS) + 1), total.longest_ms)

@@ -312,7 +312,9 @@ def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
     row = ("g", 5 * queues, START_MS, 9.5, 0, 0, None, *(tuple(range(queues)),) * 3, (None,) * queues, (5,) * queues)
     one = {"store": "s", "path": "/s", "owner": None, "now_ms": START_MS, "is_sound": True, "error": None,
            "messages": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip
-    empty = json.loads(Report("t", {}, 1.0, None, 1000, ()).to_json()) | {"stores": [one]}
+    empty = json.loads(
+        Report(title="t", only={}, window_s=1.0, begin_ms=None, interval_ms=1000, stores=()).to_json()
+    ) | {"stores": [one]}
     names = ("store", "group", "topic", "lag", "oldest_timestamp_ms", "oldest_age_s", "without_progress", "expired",
              "instances", "queue_ids", "min_offsets", "max_offsets", "consumer_offsets", "lags")  # fmt: skip
     empty["lags"] = [dict(zip(names, ("s", row[0], f"T{number}", *row[1:]), strict=True)) for number in range(topics)]

@@ -13,6 +13,7 @@ __all__ = [
     "ATTEMPTS",
     "DELAY_BOUNDS_MS",
     "DUE_BOUNDS_MS",
+    "ROW_NAMES",
     "BornToStored",
     "DamagedPlace",
     "FilterMatch",
@@ -23,6 +24,7 @@ __all__ = [
     "RepeatedKeys",
     "Report",
     "ReportPart",
+    "ReportRows",
     "ReportedCause",
     "ReportedFinding",
     "RetriedMessages",
@@ -238,10 +240,10 @@ class GroupLagChange(NamedTuple):
     """Time until nothing waits at these rates; None if never or unknown."""
 
 
-class ReportPart(NamedTuple):
-    """Everything about one store."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRows:
+    """The rows of a report, about one store or several."""
 
-    summary: StoreSummary
     damage: tuple[DamagedPlace, ...] = ()
     findings: tuple[ReportedFinding, ...] = ()
     lags: tuple[GroupTopicLag, ...] = ()
@@ -256,8 +258,18 @@ class ReportPart(NamedTuple):
     filters: tuple[FilterMatch, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+ROW_NAMES: Final = tuple(one.name for one in fields(ReportRows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportPart(ReportRows):
+    """Everything about one store."""
+
+    summary: StoreSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(ReportRows):
     """What a report says about one store or several."""
 
     title: str
@@ -269,18 +281,6 @@ class Report:
     """Begin of the first interval of `StoredTopic.stored`; None without messages."""
     interval_ms: int
     stores: tuple[StoreSummary, ...]
-    damage: tuple[DamagedPlace, ...] = ()
-    findings: tuple[ReportedFinding, ...] = ()
-    lags: tuple[GroupTopicLag, ...] = ()
-    topics: tuple[StoredTopic, ...] = ()
-    delays: tuple[BornToStored, ...] = ()
-    retries: tuple[RetriedMessages, ...] = ()
-    dead_letters: tuple[ReportedCause, ...] = ()
-    keys: tuple[FrequentKey, ...] = ()
-    repeated: tuple[RepeatedKeys, ...] = ()
-    waiting: tuple[WaitingMessages, ...] = ()
-    log_files: tuple[LogFileUse, ...] = ()
-    filters: tuple[FilterMatch, ...] = ()
     version: int = field(default=VERSION)
 
     def to_json(self) -> str:

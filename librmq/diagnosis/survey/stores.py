@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -94,7 +95,7 @@ def broken_store(path: str, name: str, error: CorruptionError) -> ReportPart:
     """Return what can be said of a store that cannot be opened."""
     damage = _verify(path, name)
     summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None)
-    return ReportPart(summary, damage, _damage_findings(name, damage, str(error)))
+    return ReportPart(summary=summary, damage=damage, findings=_damage_findings(name, damage, str(error)))
 
 
 def survey_store(
@@ -137,7 +138,8 @@ def survey_store(
         first_ms=min((one.first_ms for one in topics), default=None),
         last_ms=max((one.last_ms for one in topics), default=None),
     )
-    return part._replace(
+    return replace(
+        part,
         summary=summary,
         damage=damage,
         findings=findings,
@@ -160,11 +162,11 @@ def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: 
     findings = [_reported(name, one) for one in diagnose(view, limits) if wanted.has_subject(one.subject)]
     unchecked = () if check else (_unchecked(name),)
     return ReportPart(
-        StoreSummary(
+        summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None
         ),
-        damage,
-        (*_damage_findings(name, damage, None), *findings, *unchecked),
+        damage=damage,
+        findings=(*_damage_findings(name, damage, None), *findings, *unchecked),
         lags=tuple(_lags(view, name, wanted, found)),
         dead_letters=tuple(_causes(view, name, wanted)),
         waiting=tuple(_waiting(view, name, wanted)),
