@@ -1,4 +1,4 @@
-"""Rows of columns in the form of the recorded rows, and contents of stores to compare."""
+"""Rows of columns in the form of the recorded rows, and the contents of stores for comparison."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def expected(row: Row, like: Row) -> Row:
 
 
 def contents(store: Path) -> dict[str, str]:
-    """Return every file of a store with a hash of its content."""
+    """Return every file of a store, with a hash of its content."""
     return {
         str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in sorted(store.rglob("*"))

@@ -1,4 +1,4 @@
-"""``allocate``, compared with the answers of RocketMQ."""
+"""``allocate`` compared with the answers of RocketMQ."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, row: Row | st
         (CHOICE | {"arg_type": "Double", "arg": 2}, {"result": ["T", "b", 0]}),
         (CHOICE | {"mqs": None}, {"error_type": "NullPointerException"}),
         (SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "AVG"}, {"error_type": "IllegalArgumentException"}),
-        # A negative number of nodes is refused before any queue is read, a null list when it is used.
+        # A negative number of nodes is refused before any queue is read, a null list only when it is used.
         (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": -1}, {"error_type": "IllegalArgumentException"}),
         (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": 0}, {"result": []}),
         (FAR | {"inner": "CONFIG", "config": None}, {"result": []}),
@@ -105,7 +105,7 @@ def test_cases_beyond_those_of_rocketmq(run_lines: Run, row: Row, answer: Row) -
 
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_a_client_owns_the_same_queues_as_a_real_one(folder: Path) -> None:
-    """Real clients of 4.9.4 with the default strategy; in most folders they rebalance."""
+    """Real clients of 4.9.4 with the default strategy; most folders contain a rebalance."""
     events = folder / "events.jsonl"
     for event in jsonl(events) if events.exists() else ():
         if event["kind"] == "allocate":
@@ -116,6 +116,6 @@ def test_a_client_owns_the_same_queues_as_a_real_one(folder: Path) -> None:
 
 
 def recorded_queue(topic: str, recorded: int | str) -> MessageQueue:
-    """Return a queue in its recorded form: its number, or broker and number for brokers other than the first."""
+    """Return a queue in its recorded form: its number, or broker and number if the broker is not the first."""
     broker, _, number = str(recorded).rpartition(":")
     return MessageQueue(topic, broker or "broker-a", int(number))

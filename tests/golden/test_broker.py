@@ -1,4 +1,4 @@
-"""A broker opens the folders of real ones, and stores what real clients sent as the real broker did."""
+"""A broker opens folders of real brokers, and stores what real clients sent as the real brokers did."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: Stor
             )
         for name, offsets in before.get("consumerOffset.json", {"offsetTable": {}})["offsetTable"].items():
             topic, group = name.split("@")
-            for queue_id in offsets:  # one was set beyond its queue's end when the data were made
+            for queue_id in offsets:  # when the data were made, one offset was set beyond the end of its queue
                 offsets[queue_id] = min(offsets[queue_id], broker.store.queue_range(topic, queue_id)[1])
             assert broker.consumer_offsets(group, topic) == offsets
     after = read_config(copy)
@@ -78,12 +78,12 @@ def born(row: Row) -> tuple[int, tuple[str, int]]:
 
 
 def message_of(row: Row, topic: str, *without: str) -> Message:
-    """What the client sent: the record's properties but for those that a broker adds."""
+    """Return the message that the client sent: the record without the properties that a broker adds."""
     message = Message(topic, row["body"].encode(), flag=row["flag"])
     message.properties = record.decode_properties(row["properties_raw"])
     for name in ("CLUSTER", *without):
         message.properties.pop(name, None)
-    if row["topic"] != SCHEDULE_TOPIC:  # there it is stored as it was sent
+    if row["topic"] != SCHEDULE_TOPIC:  # in this topic it is stored as it was sent
         message.properties.setdefault("WAIT", "true")
     return message
 
@@ -93,7 +93,7 @@ def send(broker: Broker, row: Row, topic: str, queue_id: int, *without: str, **f
 
 
 def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
-    """Let a consumer fail on the message of ``row``; return the id of the first record, None if unknown."""
+    """Let a consumer fail on the message of ``row``; return the id of its first record, or None if that is unknown."""
     properties = row["properties"]
     times, origin = row["reconsumeTimes"], properties["ORIGIN_MESSAGE_ID"]
     source = next(
@@ -184,7 +184,7 @@ def row_size(broker: Broker, physical_offset: int) -> int:
 
 
 def check_delivery(broker: Broker, runner: ManualRunner, waiting: StoredMessage) -> None:
-    """What waits is delivered in its time, unchanged."""
+    """Check that a delayed message is delivered on time and unchanged."""
     end = broker.store.log.end
     runner.advance(3_600_000)
     delivered = broker.store.message_at(end)

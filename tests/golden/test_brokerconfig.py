@@ -1,4 +1,4 @@
-"""Config files of real brokers are read, and stay unchanged."""
+"""Config files of real brokers can be read, and stay unchanged."""
 
 from __future__ import annotations
 

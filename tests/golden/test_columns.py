@@ -1,4 +1,4 @@
-"""The recorded stores as Arrow, read in every way: the rows equal the recorded ones."""
+"""The recorded stores read as Arrow in every way; the rows equal the recorded ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize("folder", store_folders())
 def test_the_log_is_the_recorded_one(folder: Path, read: Callable[..., list[Any]]) -> None:
-    columns = [name for name in EVERY if read is not FORMS["polars"] or name != "properties"]  # it has no maps
+    columns = [name for name in EVERY if read is not FORMS["polars"] or name != "properties"]  # polars has no maps
     found = read(folder / "store", view="log", columns=columns)
     wanted = rows(folder, "message")
     assert [row["physicalOffset"] for row in found] == [row["phys"] for row in wanted]

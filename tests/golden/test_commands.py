@@ -1,4 +1,4 @@
-"""Output of commands, compared with RocketMQ's reports about the same stores; the order of fields matters."""
+"""Output of commands compared with RocketMQ's reports about the same stores; the order of fields matters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reference import Row, existing, jsonl, rows, store_folders
 stores = pytest.mark.parametrize("folder", store_folders())
 
 FILLER = 0x7FFFFFFF
-"""The size in entries that RocketMQ puts before the start of a queue that begins above 0."""
+"""RocketMQ puts entries of this size before the start of a queue that begins above 0."""
 
 QUESTION_FIELDS = {
     "index_query": ("type", "topic", "key", "max_num", "begin", "end"),
@@ -31,18 +31,18 @@ QUESTION_FIELDS = {
 
 
 class Commands:
-    """Runs commands in this process, on stores with ``settings`` unless the call has others."""
+    """Runs commands in this process, on stores with ``settings`` unless a call passes others."""
 
     def __init__(self, call: Run) -> None:
         self._call = call
         self.settings: list[str] = []
 
     def run(self, *words: str | Path, rows_in: Iterable[Row] = ()) -> tuple[int, list[str], str]:
-        """Exit status, lines of standard output, standard error."""
+        """Return exit status, lines of standard output, and standard error."""
         return self._call(*words, *([] if "--config" in words else self.settings), given=list(rows_in))
 
     def rows(self, *words: str | Path, rows_in: Iterable[Row] = ()) -> list[str]:
-        """The lines of a command that succeeds, in the form of `lines`."""
+        """Return the lines of a command that succeeds, in the form of `lines`."""
         status, out, err = self.run(*words, rows_in=rows_in)
         assert (status, err) == (0, "")
         return lines(json.loads(line) for line in out)
@@ -50,7 +50,7 @@ class Commands:
 
 @pytest.fixture
 def commands(run_lines: Run, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    """Return commands with the settings of the current store, if its files do not show them."""
+    """Return commands with the settings of the current store, unless its files show them."""
     commands = Commands(run_lines)
     if "folder" in request.fixturenames:
         folder: Path = request.getfixturevalue("folder")
@@ -63,7 +63,7 @@ def commands(run_lines: Run, request: pytest.FixtureRequest, tmp_path_factory: p
 
 
 def inferred(store: Path) -> StoreConfig | None:
-    """Return the settings that a store's files show; None if they are damaged."""
+    """Return the settings that a store's files show, or None if they are damaged."""
     try:
         return infer_config(str(store), DiskFiles())
     except CorruptionError:
@@ -76,13 +76,13 @@ def lines(rows_: Iterable[Row]) -> list[str]:
 
 
 def left_sound(folder: Path) -> bool:
-    """Whether the store was closed cleanly, and not damaged since."""
+    """Return whether the store was closed cleanly and has not been damaged since."""
     return not rows(folder, "config")[0]["abort_file_present"] and not (folder / "mutation.json").exists()
 
 
 @pytest.fixture
 def settled(folder: Path, store_copy: StoreCopy, commands: Commands) -> Path:
-    """The store of a golden folder where it was left sound, else a copy that was recovered."""
+    """Return the store of a golden folder if it is sound, else a recovered copy."""
     if left_sound(folder):
         return folder / "store"
     store = store_copy(folder)
@@ -96,7 +96,10 @@ def log_rows(folder: Path) -> list[str]:
 
 
 def queue_rows(folder: Path) -> list[str]:
-    """The rows of queues that have files: RocketMQ lists delay queues without them, and can create some at start."""
+    """Return the rows of queues that have files.
+
+    RocketMQ lists delay queues without files, and may create some at start.
+    """
     return lines(row for row in rows(folder, "store")[1]["queues"] if row["max_offset"])
 
 
@@ -104,8 +107,8 @@ def queue_rows(folder: Path) -> list[str]:
 def entries(folder: Path) -> dict[tuple[str, int], list[Row]]:
     """Return the correct entries of each queue, with the tags codes of their records.
 
-    RocketMQ keeps an entry when its record changes unnoticed. A queue whose entries it lost and replaced by filler is
-    None, because librmq has them.
+    RocketMQ keeps an entry when its record changes unnoticed. If RocketMQ lost the entries of a queue and wrote filler
+    instead, the queue is None, because librmq still has them.
     """
     codes = {row["phys"]: (row["dispatch_tags_code"], row["dispatch_tags_code_hex"]) for row in rows(folder, "message")}
     found: dict[tuple[str, int], list[Row]] = {}
@@ -203,7 +206,7 @@ def test_query_by_key(folder: Path, settled: Path, commands: Commands) -> None:
 
 
 def is_of_all_times(folder: Path, row: Row) -> bool:
-    """Return whether an index query has no bounds: a recovery of 4.9 rounds times again, and can lose older keys."""
+    """Return whether an index query has no bounds. A recovery of 4.9 rounds times again, and may lose older keys."""
     return int(row["begin"]) <= 0 and int(row["end"]) > rows(folder, "message")[-1]["store_timestamp"]
 
 
@@ -250,7 +253,7 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
     assert len(answers) == len(expected)
     there = {row["phys"] for row in rows(folder, "message")}
     for answer, wanted in zip(map(json.loads, answers), expected, strict=True):
-        if wanted["type"] == "index_query":  # a recovery of RocketMQ indexes keys again; librmq indexes them once
+        if wanted["type"] == "index_query":  # a recovery of RocketMQ indexes keys a second time, librmq only once
             if is_of_all_times(folder, wanted) and len(wanted["phys_offsets"]) < wanted["max_num"]:
                 for name in ("phys_offsets", "query_message_phys"):
                     sound = [place for place in dict.fromkeys(wanted[name]) if place in there]
@@ -262,7 +265,7 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
 def is_of_what_is_gone(folder: Path, row: Row) -> bool:
     """Return whether an answer depends on messages of a queue whose files were deleted.
 
-    Their times are those of the file system, and the time at 0 is that of the first remaining file.
+    The times of such files come from the file system, and the time at 0 is that of the first remaining file.
     """
     of_queue = entries(folder).get((row["topic"], row["queue_id"]), [])
     begin = rows(folder, "store")[1]["min_phy_offset"]

@@ -1,4 +1,4 @@
-"""Every JSON file that a real broker or broadcasting client left: read, and written again byte for byte."""
+"""Every JSON file that a real broker or broadcasting client left can be read, and is written back byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of ``encoding.json`` that is about hashes, ids, properties, records, batches, levels, names."""
+"""Every row of ``encoding.json`` about hashes, ids, properties, records, batches, levels and names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_message_id() -> None:
 def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = encoding("uniq_id")
     for row in rows:
-        # It was evaluated soon after, at an unknown time: the same millisecond counts as a month ago.
+        # RocketMQ read the id a little later, at an unknown time. In the same millisecond it counts as a month old.
         at_ms = row["created_between_ms_to"]
         answers = [decode_unique_id(row["uniq_id"], now_ms) for now_ms in (at_ms, at_ms + 1)]
         assert row["nearly_time_ms_utc_evaluated_now"] in [answer.timestamp_ms for answer in answers]
@@ -80,7 +80,7 @@ def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts.timestamp_ms % (1 << 32) >= 0
         assert int(row["uniq_id"][-12:-4], 16) == row["month_ms_diff"]
         assert len(row["uniq_id"]) == 2 * row["bytes"]
-    # Generated again from their parts, in order. The compact data have gaps: ids between two rows are generated too.
+    # Generate the ids again from their parts, in order. The rows have gaps, so generate the ids between them, too.
     monkeypatch.setattr("os.getpid", lambda: rows[0]["pid"])
     ip = bytes.fromhex(rows[0]["uniq_id"])[:-12]
     now_ms = 0
@@ -107,8 +107,8 @@ def test_properties() -> None:
     for row in encoding("properties"):
         text, properties = row["string_java_hashmap_order"], row["map"]
         assert record_format.decode_properties(text) == record_format.decode_properties(text.encode()) == row["decoded"]
-        # Rows have their maps sorted by name, which need not be the order of insertion. The order within a bucket
-        # depends on it, and so does the order of the result.
+        # Rows have their maps sorted by name, which may not be the order of insertion. That order decides
+        # the order within a bucket, and so the order of the result.
         assert (
             record_format.encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
         )
@@ -165,7 +165,7 @@ def test_message_encode() -> None:
         assert record_format.encode_record(record) == raw
         assert record.size == expected["store_size"]
         assert record_format.store_timestamp_ms(raw) == expected["store_timestamp"]
-        # The encoder got the checksum of the uncompressed body.
+        # The encoder received the checksum of the uncompressed body.
         compressed = row["need_compress"] and message.sys_flag & record_format.COMPRESSED
         assert message.stored_body == (record_format.compress_body(body) if compressed else body)
         assert message.body_crc == record_format.body_checksum(body)

@@ -1,4 +1,4 @@
-"""Every recorded filter case in the Python and Arrow back-ends, bloom positions, subscriptions, registrations."""
+"""Every recorded filter case with the Python and Arrow back ends; bloom positions, subscriptions, registrations."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def test_subscriptions() -> None:
 def test_registrations_are_read_and_written_again(folder: Any) -> None:
     path = folder / "store" / "config" / "consumerFilter.json"
     if not path.exists():
-        return  # a store without filters
+        return  # a store that has no filters
     recorded = java_json.loads(path.read_text("utf-8"))
     entries = [data for topic in recorded["filterDataByTopic"].values() for data in topic["groupFilterData"].values()]
     now_ms = max([data["bornTime"] for data in entries], default=0) + 60_000
     registrations = Registrations()
     assert registrations.load(recorded, now_ms)
     for data in entries:
-        # What had no dead time when it was written died half a minute before it was read.
+        # A registration written without a dead time counts as dead since half a minute before it was read.
         data.update(deadTime=data["deadTime"] or now_ms - 30_000, dead=True)
         found = registrations.get(data["topic"], data["consumerGroup"])
         assert found is not None

@@ -1,4 +1,4 @@
-"""``filter`` and ``bloom``, compared with the answers of RocketMQ."""
+"""The commands ``filter`` and ``bloom`` compared with the answers of RocketMQ."""
 
 from __future__ import annotations
 

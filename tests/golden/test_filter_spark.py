@@ -1,4 +1,4 @@
-"""Every recorded filter case as a Spark column, in few jobs."""
+"""Every recorded filter case as a Spark column, in a few jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index files compared with those that the broker wrote; tests of the command `ask` compare answers to queries."""
+"""Index files compared with those of the broker. Tests of the command `ask` compare the answers to queries."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ every_way = pytest.mark.parametrize("append", [one_by_one, by_64, at_once])
 
 
 def hashes(topic: str, sys_flag: int, unique_key: str | None, keys: str | None) -> list[int]:
-    """The hashes of a record, in the order of RocketMQ's builder."""
-    if sys_flag & 12 == 12:  # rolled back
+    """Return the hashes of a record's keys, in the order of RocketMQ's builder."""
+    if sys_flag & 12 == 12:  # the transaction was rolled back
         return []
     names = [] if unique_key is None else [unique_key]
     return [index_key_hash(topic, key) for key in names + [key for key in (keys or "").split(" ") if key]]
@@ -77,9 +77,9 @@ def records_of_clients(path: Path) -> Iterator[Record]:
 
 @cache
 def can_be_foretold(folder: Path) -> bool:
-    """Return whether the index of a reference can be derived from its records: neither was damaged later.
+    """Return whether a reference's index can be derived from its records, because neither was damaged later.
 
-    After a recovery RocketMQ can have indexed keys again; other tests check the search then.
+    After a recovery, RocketMQ may have indexed some keys twice; other tests check the search in that case.
     """
     (config,) = rows(folder, "config")
     if (folder / "mutation.json").exists():
@@ -91,7 +91,7 @@ def can_be_foretold(folder: Path) -> bool:
             return False
     made = rows(folder, "index_file")
     if any(row["name"] not in stored(folder / "store") for row in made):
-        return True  # files that a recovery made again begin with a record
+        return True  # files that a recovery rebuilt begin with a record
     wanted = Counter((key, place) for place, _, keys in records_of(folder) for key in keys)
     found = Counter((key, place) for row in made for key, place, *_ in row["entries_hash_phys_timediff_prev"])
     return all(found[pair] <= count for pair, count in wanted.items())
@@ -106,14 +106,14 @@ def open_index(files: MemoryFiles, slots: int, entries: int) -> KeyIndex:
 
 
 def replayed(records: list[Record], append: Append, slots: int, entries: int) -> list[bytes]:
-    """Return a fresh index of the records."""
+    """Return a new index of the records."""
     files = in_memory({"index": None})
     append(open_index(files, slots, entries), records)
     return [files.read(os.path.join(f"{ROOT}/index", entry.name)) for entry in files.list(f"{ROOT}/index")]
 
 
 def pairs(found: Iterable[bytes], slots: int, entries: int, begin: int) -> list[tuple[int, int]]:
-    """Hash and place of all entries from ``begin`` on."""
+    """Return hash and place of all entries from ``begin`` on."""
     files = in_memory({f"index/{20_000_101_000_000_000 + n}": data for n, data in enumerate(found)})
     every = [file.entries() for file in open_index(files, slots, entries).files]
     kept = np.concatenate([one[one["physical"] >= begin] for one in every])
@@ -133,7 +133,7 @@ def test_replayed_bytes(folder: Path, append: Append) -> None:
     if not config["abort_file_present"]:
         assert made == expected
         return
-    # The rows are those of the recovered log: the cut records are still in the last files on disk.
+    # The rows describe the recovered log, but the last files on disk still contain the cut records.
     assert made[:-1] == expected[: len(made) - 1]
     begin, end = 40 + 4 * slots, len(made[-1].rstrip(b"\0"))
     assert made[-1][begin:end] == expected[len(made) - 1][begin:end]
@@ -150,13 +150,13 @@ def test_replayed_bytes_of_real_brokers(folder: Path, append: Append) -> None:
     begin = records[0][0]
     if begin == 0:
         assert made == expected
-    else:  # the first files of the log were deleted, and the index is older
+    else:  # the first log files were deleted, and the index is older
         assert pairs(made, *found, begin) == pairs(expected, *found, begin)
 
 
 @pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_files_alone(folder: Path) -> None:
-    """If their length shows the number of slots and entries."""
+    """Only files whose length shows the number of slots and entries are checked."""
     if folder.name.startswith("store-"):
         (config,) = rows(folder, "config")
         if config["max_index_num"] != 4 * config["max_hash_slot_num"] or not can_be_foretold(folder):

@@ -1,4 +1,4 @@
-"""Recorded operations applied again: their rows and their files, byte for byte."""
+"""Recorded operations applied again; rows and files equal the recorded ones byte for byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INDEX_HEADER = 40
 
 
 def recorded(folder: Path) -> list[tuple[Row, Row]]:
-    """Each operation with the time at which it was applied, and its result row."""
+    """Return each operation with the time at which it was applied, and its result row."""
     finals, ops = defaultdict(list), defaultdict(list)
     for message in rows(folder, "message"):
         if message["sys_flag"] & TRANSACTION_MASK == TRANSACTION_COMMIT:
@@ -70,7 +70,7 @@ def is_delayed(operation: Row) -> bool:
 
 
 def without_what_comes_later(folder: Path) -> list[tuple[Row, Row]]:
-    """Return the operations that need no check and no delivery."""
+    """Return the operations that involve neither a check nor a delivery."""
     return [
         (operation, answer)
         for operation, answer in recorded(folder)
@@ -88,7 +88,7 @@ def config_of(folder: Path) -> StoreConfig:
 
 @dataclass
 class Loaded:
-    """Results of one run."""
+    """The results of one run."""
 
     path: Path
     answers: list[Row] = field(default_factory=list)
@@ -113,7 +113,7 @@ def log_bytes(store: Path) -> bytes:
 
 @cache
 def damage(folder: Path) -> tuple[Damage, ...]:
-    """Return later changes of the reference that its files show; parts ahead do no harm."""
+    """Return the later damage that the reference's files show; parts that are ahead do not count."""
     if not (folder / "mutation.json").exists():
         return ()
     verdict = verify(str(folder / "store"), config_of(folder))
@@ -121,12 +121,12 @@ def damage(folder: Path) -> tuple[Damage, ...]:
 
 
 def is_spoilt(folder: Path, part: str) -> bool:
-    """Return whether files of the reference with this prefix were damaged, so that they can't be compared."""
+    """Return whether the reference's files with this prefix are damaged, so that they can't be compared."""
     return any(Path(item.file).relative_to(folder / "store").is_relative_to(part) for item in damage(folder))
 
 
 def own_end(folder: Path, store: Path, config: StoreConfig) -> int:
-    """Return the end of the comparable part of our log: the reference may have been damaged later."""
+    """Return where our log stops being comparable, because the reference may have been damaged later."""
     with open_log(store, config) as log:
         end = log.end
     ends = [item.offset for item in damage(folder) if Path(item.file).parent == folder / "store" / "commitlog"]
@@ -136,12 +136,12 @@ def own_end(folder: Path, store: Path, config: StoreConfig) -> int:
 
 
 def is_torn(raw: bytes) -> bool:
-    """Return whether a record of the reference has damage without a checksum: no property contains a NUL."""
+    """Return whether a record of the reference has damage that no checksum covers: no property contains a NUL."""
     return b"\0" in StoredMessage(raw).properties_raw
 
 
 def is_written_beside(message: StoredMessage) -> bool:
-    """Return whether the record is a side effect of an operation or of time: its store time is then free."""
+    """Return whether the record is a side effect of an operation or of time, so that its store time may differ."""
     properties = message.properties
     if message.topic in (OP_TOPIC, CHECK_MAX_TIME_TOPIC) or "TRANSACTION_CHECK_TIMES" in properties:
         return True
@@ -149,7 +149,7 @@ def is_written_beside(message: StoredMessage) -> bool:
 
 
 def masked(record: bytes) -> bytes:
-    """Return a record without its free fields: store time, and the born time of an op message."""
+    """Return a record without the fields that may differ: store time, and the born time of an op message."""
     message = StoredMessage(record)
     if not is_written_beside(message):
         return record
@@ -162,12 +162,12 @@ def masked(record: bytes) -> bytes:
 
 
 def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> set[int]:
-    """Return the physical offsets of the records whose store time is free."""
+    """Compare the logs; return the physical offsets of the records whose store time may differ."""
     free: set[int] = set()
     if not (store / "commitlog").exists():
         return free
     ours, theirs = log_bytes(store), log_bytes(folder / "store")
-    first = min(int(path.name) for path in (folder / "store" / "commitlog").iterdir())  # of those that are left
+    first = min(int(path.name) for path in (folder / "store" / "commitlog").iterdir())  # the first remaining file
     end = own_end(folder, store, config)
     with open_log(store, config) as log:
         for begin, size, raw in log.scan(end=end):
@@ -182,7 +182,7 @@ def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> set[int]:
 
 
 def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
-    """Each file of our queues begins like the reference's; unwritten bytes are zero."""
+    """Check that each of our queue files begins like the reference's; unwritten bytes are zero."""
     files = DiskFiles()
     for topic, queue_id in directory.list_queues(str(store), files):
         ours = sorted(Path(directory.queue_folder(str(store), topic, queue_id)).iterdir())
@@ -197,7 +197,7 @@ def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
 
 
 def assert_same_units(folder: Path, store: Path, free: set[int]) -> None:
-    """Each of our extension files begins like the reference's; unwritten bytes are zero."""
+    """Check that each of our extension files begins like the reference's; unwritten bytes are zero."""
     free_units = units_of(store, free)
     for path in sorted((store / "consumequeue_ext").rglob("0*0")):
         if path.is_file():
@@ -213,7 +213,7 @@ def assert_same_units(folder: Path, store: Path, free: set[int]) -> None:
 
 
 def units_of(store: Path, places: set[int]) -> set[tuple[str, int]]:
-    """The extension units, by queue and place, of the entries that point at certain physical offsets."""
+    """Return, by queue and place, the extension units whose entries point at the given physical offsets."""
     found = set()
     for path in (store / "consumequeue").rglob("0*0"):
         if path.is_file():
@@ -224,19 +224,19 @@ def units_of(store: Path, places: set[int]) -> set[tuple[str, int]]:
 
 
 def assert_same_index(folder: Path, store: Path, config: StoreConfig, free: set[int]) -> None:
-    """The same files under other names; the last may be a beginning."""
+    """Check that the index files are equal but for their names; the last may be only a beginning."""
     if is_spoilt(folder, "index"):
         return
     ours, theirs = sorted((store / "index").glob("*")), sorted((folder / "store" / "index").glob("*"))
     begin = INDEX_HEADER + 4 * config.max_hash_slot_num
 
     def comparable(data: bytes) -> bytes:
-        """Without the times that follow from free ones."""
+        """Remove the times that depend on times which may differ."""
         parts = bytearray(data)
         for at, place in ((0, 16), (8, 24)):
             if int.from_bytes(data[place : place + 8], "big") in free:
                 parts[at : at + 8] = bytes(8)
-        if int.from_bytes(data[16:24], "big") in free:  # all times of the file are counted from that one
+        if int.from_bytes(data[16:24], "big") in free:  # all times in the file count from that one
             return bytes(parts[: begin + 20])
         for at in range(begin + 20, len(data) - 19, 20):
             if int.from_bytes(data[at + 4 : at + 12], "big") in free:
@@ -250,13 +250,13 @@ def assert_same_index(folder: Path, store: Path, config: StoreConfig, free: set[
         else:
             assert ours_at == ours[-1]
             count = int.from_bytes(a[36:40], "big")
-            assert a[:8] + a[16:24] == b[:8] + b[16:24]  # where it begins
+            assert a[:8] + a[16:24] == b[:8] + b[16:24]  # the place where it begins
             assert a[begin : begin + 20 * count] == b[begin : begin + 20 * count]
     assert len(ours) <= len(theirs)
 
 
 def assert_same_answers(ours: list[Row], theirs: list[Row]) -> None:
-    """Compare row by row. A pass that met its own copies, which is a race, counts together with the next ones."""
+    """Compare row by row. A check that met its own copies, which is a race, is counted together with the next ones."""
     race: tuple[list[Row], list[Row]] | None = None
     for a, b in zip(ours, theirs, strict=True):
         if race is None and b["op"] == "tx_check" and places(b["check_back"]) & places(b["discarded"]):
@@ -290,7 +290,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     assert_same_units(folder, loaded.path, free)
     assert_same_index(folder, loaded.path, config, free)
     crashed = pairs[-1][0]["op"] == "crash"
-    # RocketMQ also writes progress periodically, which matters if it dies.
+    # RocketMQ also writes progress periodically. That makes a difference if it dies.
     for name in () if crashed else ("delayOffset.json", "consumerOffset.json"):
         if (loaded.path / "config" / name).exists():
             ours, theirs = ((path / "config" / name).read_bytes() for path in (loaded.path, folder / "store"))
@@ -302,7 +302,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
 
 
 def essence(message: StoredMessage) -> tuple[Any, ...]:
-    """Return the parts of a message that do not depend on its neighbours."""
+    """Return the parts of a message that do not depend on the messages around it."""
     own = message.topic != OP_TOPIC
     return (
         message.topic,
@@ -321,7 +321,7 @@ def essence(message: StoredMessage) -> tuple[Any, ...]:
 
 
 def comes_later(message: StoredMessage) -> bool:
-    """Whether a delivery or a check wrote it, or it waits for one."""
+    """Return whether a delivery or a check wrote the message, or it still waits for one."""
     properties = message.properties
     delayed = message.topic == SCHEDULE_TOPIC or int(properties.get("DELAY", "0")) > 0
     return delayed or "TRANSACTION_CHECK_TIMES" in properties
@@ -346,7 +346,7 @@ def test_messages_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     assert expected
     if (folder / "mutation.json").exists():
         written = written[written.index(expected[0]) :][: len(expected)]
-    if torn:  # ours of these is unknown
+    if torn:  # what ours should be is unknown for these
         assert sum(a != b for a, b in zip(written, expected, strict=True)) <= len(torn)
         return
     assert written == expected
@@ -359,7 +359,7 @@ Unit = tuple[int, int, str | None] | None
 
 
 def recorded_units(folder: Path) -> dict[int, Unit]:
-    """Return tags code, store time and bitmap of each record's extension unit by physical offset, None without one."""
+    """Return tags code, store time and bitmap of each record's extension unit, or None, by physical offset."""
     found: dict[int, Unit] = {}
     for row in rows(folder, "cq"):
         ext = row.get("ext")
@@ -377,7 +377,7 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
             queue = store.queues.get((message.topic, message.queue_id))
             entry = None if queue is None else queue.entry(message.queue_offset)
             if queue is None or entry is None or entry.physical_offset != message.physical_offset:
-                continue  # a prepared or rollback record
+                continue  # a prepared message or a rollback
             unit = queue.ext_unit(entry.tags_code)
             bitmap = None if unit is None or unit.bitmap is None else unit.bitmap.hex()
             time = 0 if unit is None or message.topic == OP_TOPIC else unit.store_timestamp_ms
@@ -400,8 +400,8 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
 
 @stores
 def test_recorded_bitmaps_are_those_of_the_filters_in_force(folder: Path) -> None:
-    """This includes delivered messages; if a delivery fell between operations, the filters of either side count."""
-    states: list[tuple[int, Registrations]] = [(-1, Registrations())]  # from which physical offset on
+    """Delivered messages are included. If a delivery fell between two operations, the filters of either may apply."""
+    states: list[tuple[int, Registrations]] = [(-1, Registrations())]  # the physical offset from which they apply
     operations: list[Row] = []
     last = -1
     for operation, answer in recorded(folder):
@@ -432,7 +432,7 @@ TABLES = ("topic", "subgroup", "consumer_offset", "filter", "persist")
 
 @stores
 def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
-    """The order of keys, versions, birth times, and entries that the broker creates may differ."""
+    """The order of keys may differ, and so may versions, birth times, and entries that the broker creates."""
     pairs = [(operation, answer) for operation, answer in recorded(folder) if operation["op"] in TABLES]
     operations = [operation for operation, _ in pairs]
     loaded = load(tmp_path / "store", config_of(folder), operations)
@@ -459,7 +459,7 @@ def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
 
 
 def timeless(value: Any) -> Any:
-    """A table without its birth times."""
+    """Return a table without its birth times."""
     if isinstance(value, dict):
         return {name: timeless(one) for name, one in value.items() if name != "bornTime"}
     return value
@@ -477,7 +477,7 @@ def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> N
 
 
 def split(operations: Sequence[Row]) -> int:
-    """Return a place near the middle where no transaction is open; the end if there is none."""
+    """Return a place near the middle where no transaction is open, or the end if there is none."""
     last = {row["id"]: at for at, row in enumerate(operations) if row["op"] in ("commit", "rollback")}
     first = {row["id"]: at for at, row in enumerate(operations) if row["op"] == "half"}
     free = [

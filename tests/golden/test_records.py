@@ -1,4 +1,4 @@
-"""Every record in the logs of real brokers: checked, decoded, encoded again, compared with the brokers' reports."""
+"""Every record in the logs of real brokers is checked, decoded, encoded again, and compared with the reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reference import ABSENT, reference
 
 
 def records(log: Path) -> Iterator[tuple[int, bytes]]:
-    """Physical offset and bytes of each record, up to the first that is none."""
+    """Yield physical offset and bytes of each record, up to the first that is not one."""
     for file in sorted(log.iterdir()):
         data = file.read_bytes()
         at = 0
@@ -36,7 +36,7 @@ def records(log: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def logs() -> list[ParameterSet]:
-    """All logs there are, of stores, clients' brokers and the timer."""
+    """Return all available logs: of stores, of clients' brokers and of the timer."""
     folder = reference().folder
     found = sorted(folder.glob("*/store*/commitlog"))
     nothing = pytest.mark.skip(reason=f"{ABSENT}no logs in {reference().origin}")

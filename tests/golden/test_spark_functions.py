@@ -1,4 +1,4 @@
-"""Every recorded filter case, allocation and bloom position inside Spark, through columns and through SQL text."""
+"""Every recorded filter case, allocation and bloom position inside Spark, through columns and SQL."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_filter_case_in_sql_text(spark: Any, figure: Callable[[str], None]
 
 
 def test_an_invalid_expression_is_refused_immediately() -> None:
-    """Every expression that does not compile is refused immediately."""
+    """Every expression that does not compile is refused at once."""
     refused = 0
     for file, dialect in DIALECTS:
         for row in jsonl(existing("filter", file)):

@@ -1,6 +1,6 @@
 """Pipelines over recorded stores, compared with the same results in plain Python.
 
-In each of them a worker is killed during a task.
+In each pipeline a worker is killed during a task.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Name = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Recorded stores of 4.9, all with different content, as the brokers of a cluster.
+    """Return recorded stores of 4.9 with different contents, as if they were the brokers of a cluster.
 
-    One of them has lost its queues, which are rebuilt from the log.
+    One store has lost its queues, which are rebuilt from the log.
     """
     found = sorted(path / "store" for path in reference().folder.iterdir() if (path / "store" / "commitlog").is_dir())
     chosen: list[str] = []
@@ -51,7 +51,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for path in sorted(found, key=lambda one: one.parent.name, reverse=True):
         if not path.parent.name.startswith(("store-", "clients-")):
             continue
-        # Many are similar: stores that add nothing new are skipped.
+        # Many stores are similar; those that add nothing new are skipped.
         with MessageStore.open(path, read_only=True) as store:  # its queues can be deleted
             topics = {topic for topic, _ in store.queues}
         kinds = {topic.rpartition("%")[0] or (topic if is_system_topic(topic) else "") for topic in topics}
@@ -68,7 +68,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def a_worker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
-    if request.function in (test_a_store_alone, test_backlog, test_what_if):  # no worker reads for them
+    if request.function in (test_a_store_alone, test_backlog, test_what_if):  # these read without a worker
         yield
         return
     with killing(tmp_path / "killed"):
@@ -76,7 +76,7 @@ def a_worker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
 
 
 class Plain:
-    """The messages of the stores by queue, with all fields that the pipelines need."""
+    """Return the messages of the stores by queue, with all fields that the pipelines need."""
 
     def __init__(self, paths: list[str]) -> None:
         self.queues: dict[Name, tuple[int, int]] = {}
@@ -105,7 +105,7 @@ class Plain:
             ]
 
     def consumed(self) -> set[tuple[str, str, str, int]]:
-        """Every queue of each topic in which a group has progress: store, group, topic, queue id."""
+        """Return every queue of each topic in which a group has progress: store, group, topic, queue id."""
         groups = {(path, group, topic) for path, group, topic, _ in self.offsets}
         return {
             (path, group, topic, queue_id)
@@ -167,7 +167,7 @@ def test_skew(stores: list[str], plain: Plain) -> None:
 
 
 def own(plain: Plain) -> list[tuple[str, str, int, int, str, StoredMessage]]:
-    """Yield every key of every message that a producer sent."""
+    """Yield every key of every message sent by a producer."""
     return [
         (key, topic, message.store_timestamp_ms, message.physical_offset, path, message)
         for (path, topic, _), messages in plain.messages.items()
@@ -257,7 +257,7 @@ def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -
 
 
 def store_with_timers(path: Path) -> None:
-    """Create timers that are in slots, rolled, deleted, due, and on their way into the wheel."""
+    """Create timers that are in slots, rolled, deleted, due, or not yet in the wheel."""
     clock = ManualClock(1_700_000_000_000)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         settings = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
@@ -305,14 +305,14 @@ def test_pending_timers(stores: list[str], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_dead_letters(plain: Plain) -> None:
-    """Skip if the reference data have no dead letters: nothing would be read, and no worker killed."""
+    """Skip the test if the reference data have no dead letters: nothing would be read, and no worker killed."""
     if not any(topic.startswith("%DLQ%") for _, topic, _ in plain.messages):
         pytest.skip(f"{ABSENT}no dead letters in {reference().origin}")
 
 
 @pytest.fixture(scope="module")
 def with_filters(plain: Plain) -> None:
-    """Skip where no group of the reference data at hand has registered a filter."""
+    """Skip the test if no group of the reference data at hand has registered a filter."""
     if not plain.filters:
         pytest.skip(f"{ABSENT}no registered filters in {reference().origin}")
 

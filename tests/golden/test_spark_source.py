@@ -1,4 +1,4 @@
-"""The recorded stores through the data source: the rows that RocketMQ reported."""
+"""The recorded stores through the data source return the rows that RocketMQ reported."""
 
 from __future__ import annotations
 

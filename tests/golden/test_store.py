@@ -1,4 +1,4 @@
-"""Every available real store, opened, recovered and continued; the tests of commands cover what is read from it."""
+"""Every available real store is opened, recovered and continued. Tests of commands cover what is read from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(folder: Path) -> StoreConfig:
 
 @cache
 def sound_as_left(folder: Path) -> bool:
-    """Whether it was closed cleanly, and not damaged since."""
+    """Return whether the store was closed cleanly and has not been damaged since."""
     store = folder / "store"
     return not rows(folder, "config")[0]["abort_file_present"] and verify(str(store), config_of(folder)).sound
 
@@ -38,7 +38,7 @@ def path(folder: Path, store_copy: StoreCopy) -> Path:
 
 
 def queues_of(row: Row) -> dict[tuple[str, int], tuple[int, int, int]]:
-    """The queues that have entries: RocketMQ lists delay queues without files."""
+    """Return the queues that have entries; RocketMQ also lists delay queues without files."""
     return {
         (queue["topic"], queue["queue_id"]): (queue["min_offset"], queue["max_offset"], queue["max_physic_offset"])
         for queue in row["queues"]
@@ -47,7 +47,7 @@ def queues_of(row: Row) -> dict[tuple[str, int], tuple[int, int, int]]:
 
 
 def test_opening_a_cleanly_closed_store_changes_nothing(folder: Path, path: Path) -> None:
-    """A cleanly closed store is opened and closed without a change."""
+    """A cleanly closed store can be opened and closed without a change."""
     if not sound_as_left(folder):
         return
     before = from_disk(path)

@@ -1,4 +1,4 @@
-"""The timer of 5.x: results of recorded puts, and its files."""
+"""The timer of 5.x: results of the recorded puts, and its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store_config(folder: Path) -> StoreConfig:
 
 
 class Replayed:
-    """The recorded puts, each at its time, and then the time of the recording."""
+    """Repeats the recorded puts, each at its time, and then moves to the time of the recording."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         puts = rows(folder, "put")
@@ -98,7 +98,7 @@ def test_recorded_puts_come_to_the_recorded_files(folder: Path, tmp_path: Path) 
         assert ours == {name: theirs.get(name) for name in ours}
     waiting = [(m.physical_offset, m.size) for m in replayed.messages if m.topic == TIMER_TOPIC]
     assert waiting == [(row["phys"], row["size"]) for row in rows(folder, "message") if row["topic"] == TIMER_TOPIC]
-    # Messages of one slot come in any order there, as several threads deliver them.
+    # Several threads of RocketMQ deliver the messages of a slot, so their order is arbitrary.
     delivered = [seen(message) for message in replayed.messages if message.topic != TIMER_TOPIC]
     expected = [
         (
@@ -125,7 +125,7 @@ def test_recorded_puts_come_to_the_recorded_files(folder: Path, tmp_path: Path) 
 
 
 def unit_rows(store: Path, settings: TimerConfig) -> Iterator[tuple[int, ...]]:
-    """Units and blanks, with the slot's time instead of write time and delay."""
+    """Return units and blanks, with the slot's time instead of write time and delay."""
     log = TimerLog(str(store), settings.timer_log_file_size, writable=False)
     for position, item in log.items():
         if isinstance(item, Unit):
@@ -174,7 +174,7 @@ def test_files_are_read_as_recorded(folder: Path) -> None:
 
 @timers
 def test_load_replays_the_puts(folder: Path, tmp_path: Path) -> None:
-    """The rows that are recorded, the timer's files, and the same bytes when it is done again."""
+    """The puts give the recorded rows and the timer's files. A second run gives the same bytes."""
     operations = []
     for number, row in enumerate(rows(folder, "put")):
         properties = dict(zip(row["props"][::2], row["props"][1::2], strict=True))
@@ -218,7 +218,7 @@ def test_the_command_prints_the_recorded_rows(folder: Path, capsys: pytest.Captu
 
 
 def copied(folder: Path, path: Path) -> Path:
-    """A copy of the recorded store, with its wheel unpacked, as the broker had it."""
+    """Return a copy of the recorded store with its wheel unpacked, as the broker had it."""
     shutil.copytree(folder / "store", path, copy_function=shutil.copyfile)
     packed = path / "timerwheel.gz"
     (path / "timerwheel").write_bytes(gzip.decompress(packed.read_bytes()))

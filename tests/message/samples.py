@@ -6,7 +6,7 @@ from librmq.message.record import Record, body_checksum
 
 
 def record(**changes: object) -> Record:
-    """A record with something in every field."""
+    """Return a record with something in every field."""
     body = changes.pop("body", b"hello")
     assert isinstance(body, bytes)
     fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Batches: as bytes, what may be one, and cut into ones."""
+"""Batches: their bytes, which messages may form one, and splitting one into messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_batch_there_and_back() -> None:
     assert decode_batch(raw) == items
     assert decode_batch(b"") == []
     for end in range(1, len(raw)):
-        if end not in (28, 50):  # where a message ends
+        if end not in (28, 50):  # a message ends here
             with pytest.raises(MessageIllegalError):
                 decode_batch(raw[:end])
 

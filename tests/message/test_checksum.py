@@ -1,4 +1,4 @@
-"""The checksum of bodies is the same with and without ISA-L."""
+"""The checksum of a body is the same with and without ISA-L."""
 
 from __future__ import annotations
 

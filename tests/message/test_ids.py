@@ -38,7 +38,7 @@ def test_unique_ids_count_on_through_time() -> None:
     assert [part.counter for part in parts] == [0, 1, 2, 3, 4]
     assert [part.timestamp_ms for part in parts[:3]] == [NOW, NOW, NOW + 1]
     assert parts[4].timestamp_ms == MONTH
-    # Made in October, at the very end: read in November it is of October.
+    # An id made at the very end of October is still dated October when it is read in November.
     assert decode_unique_id(f"{'0' * 20}{31 * 86_400_000 - 1:08X}0003", MONTH + 5).timestamp_ms == MONTH - 1
 
 
@@ -59,7 +59,7 @@ def test_threads_make_distinct_ids() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though its process number and millisecond may be the parent's, as in containers."""
+    """This holds although process number and millisecond may equal the parent's, as in containers."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     ids = UniqueIds(lambda: NOW, bytes(4))
     ids.next()
@@ -74,7 +74,7 @@ def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_unique_ids_differ_though_address_and_pid_are_shared() -> None:
-    """Repair 1.5: in containers every process has number 1, and often starts in one millisecond with others."""
+    """Repair 1.5: in containers every process has number 1, and several often start in the same millisecond."""
     program = (
         "import os; os.getpid = lambda: 1\n"
         "from librmq import ManualClock, ManualRunner, Broker, Producer\n"

@@ -13,7 +13,7 @@ from librmq.message.record import RESERVED_PROPERTIES
 
 
 def test_all_but_topic_body_and_flag_are_ordered_properties() -> None:
-    """Everything but topic body and flag is a property in a fixed order."""
+    """Everything but topic, body and flag is a property, and their order is fixed."""
     message = Message(
         "T",
         b"body",

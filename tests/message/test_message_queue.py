@@ -1,4 +1,4 @@
-"""Queues as values, and their order."""
+"""Message queues as values, and their order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_queues_sort_by_utf16_units() -> None:
         MessageQueue("T", "a", 2),
         MessageQueue("T", "b", 1),
         MessageQueue("T\U0001f600", "a", 0),
-        MessageQueue("T\uffee", "\U0001f600", 0),  # after it in UTF-16, before it by code points
+        MessageQueue("T\uffee", "\U0001f600", 0),  # after it in UTF-16, but before it by code points
         MessageQueue("T\uffee", "\uffee", 0),
     ]
     shuffled = ordered[:]

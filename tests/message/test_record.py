@@ -1,4 +1,4 @@
-"""Records, properties, hosts, compressed bodies: constructed, and every way to refuse them."""
+"""Records, properties, hosts and compressed bodies: how they are built, and every reason to refuse them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_negative_lengths_count_as_0_as_in_rocketmq() -> None:
         odd = patched(raw, at, value)
         assert check_record(odd, 0, len(odd), check_body=True) == len(raw)
         assert (decode_record(odd).body, decode_record(odd).properties_raw) == (b"", b"")
-        assert encode_record(decode_record(odd)) == raw  # which shows that it was odd
+        assert encode_record(decode_record(odd)) == raw  # encoding gives the regular record again
 
 
 def test_only_the_body_has_a_checksum() -> None:
@@ -249,7 +249,7 @@ def test_properties_are_written_in_the_order_of_a_java_map() -> None:
     raw = record_format.encode_properties(properties)
     assert record_format.decode_properties(raw) == properties
     names = [part.split(b"\x01")[0] for part in raw.split(b"\x02")]
-    real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # as in any store
+    real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # in the same order as in any store
     assert [name for name in names if name in real] == real
     assert len(names) == 6
 
@@ -423,7 +423,7 @@ LZ4 = record_format.COMPRESSED | record_format.COMPRESSION_LZ4
 ZSTD = record_format.COMPRESSED | record_format.COMPRESSION_ZSTD
 SENT = b"".join(b"order %d shipped; " % number for number in range(40))
 
-# As written by the classes that RocketMQ uses: LZ4FrameOutputStream, ZstdOutputStream at level 5.
+# As written by the classes that RocketMQ uses: LZ4FrameOutputStream, and ZstdOutputStream at level 5.
 WRITTEN = {
     LZ4: bytes.fromhex(
         "04224d18607073bb000000f2026f72646572203020736869707065643b2011001c3111001c3211001c3311001c3411001c351100"
@@ -446,7 +446,7 @@ KINDS = [
 
 @pytest.fixture
 def written(request: pytest.FixtureRequest) -> tuple[int, bytes]:
-    """A sys flag, and the same body compressed as it says."""
+    """Return a sys flag, and the same body compressed as that flag says."""
     flag: int = request.param
     module = {"lz4": "lz4.frame", "zstd": "zstandard"}.get(compression_type(flag))
     if module:
@@ -480,7 +480,7 @@ def test_damaged_compressed_bodies(written: tuple[int, bytes]) -> None:
 
 
 def bomb(kind: str) -> bytes:
-    """64 MiB of zeros."""
+    """Return 64 MiB of zeros, compressed."""
     if kind == "lz4":
         return bytes(pytest.importorskip("lz4.frame").compress(bytes(1 << 26)))
     if kind == "zstd":

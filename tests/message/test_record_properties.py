@@ -1,4 +1,4 @@
-"""Properties for any values and any bytes: round trips, and only typed errors."""
+"""Properties that hold for any values and any bytes: round trips, and no errors but typed ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ V6 = st.tuples(st.ip_addresses(v=6).map(lambda ip: ":".join(f"{int(g, 16):x}" fo
 
 @st.composite
 def records(draw: st.DrawFn) -> Record:
-    """Any record that can be written."""
+    """Return any record that can be written."""
     born_host, store_host = draw(V4 | V6), draw(V4 | V6)
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2)))
     most = MAX_TOPIC_SIZE if magic == MESSAGE_MAGIC else 1000
@@ -106,7 +106,7 @@ READ = sorted(name for name, value in vars(StoredMessage).items() if isinstance(
 
 
 def read_all(raw: bytes) -> dict[str, Any]:
-    """Every attribute of a stored message, those that raise left out. Any other error than ours gets through."""
+    """Return all attributes of a stored message but those that raise; let errors other than librmq's through."""
     values: dict[str, Any] = {}
     try:
         message = StoredMessage(raw)
@@ -155,7 +155,7 @@ def test_one_changed_byte_gives_a_record_or_a_typed_error(record: Record, data: 
         assert not begin <= at < end, "a body that was changed passed its checksum"
         decoded = decode_record(broken)
         if "\ufffd" not in decoded.topic:
-            assert encode_record(decoded) in (broken, raw)  # raw: a length of 0 became negative
+            assert encode_record(decoded) in (broken, raw)  # raw, if a length of 0 became negative
 
 
 @given(st.binary(max_size=300), st.integers(0, 300), st.integers(0, 300))
@@ -175,7 +175,7 @@ def test_rubbish_is_a_typed_error(raw: bytes, position: int, limit: int) -> None
 
 @st.composite
 def near_records(draw: st.DrawFn) -> bytes:
-    """A plausible header with arbitrary lengths, and some bytes after it."""
+    """Return a plausible header with arbitrary lengths, and some bytes after it."""
     edges = st.sampled_from((-(2**31), -1, 0, 1, 3, 50, 91, 100, 115, 200, 2**31 - 1)) | st.integers(0, 260)
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2, BLANK_MAGIC)))
     sys_flag = draw(st.sampled_from((0, 1, 16, 32, 48)))
@@ -198,7 +198,7 @@ def test_lengths_that_do_not_agree_are_a_typed_error(raw: bytes) -> None:
         record = decode_record(raw, check_body=False)
         assert FIXED_SIZE <= size <= len(raw)
         assert record.size == size or "\ufffd" in record.topic
-        # The careful way and the fast one agree.
+        # The careful decoder and the fast one agree.
         assert frame(raw, 0, len(raw))[-1] == size
         try:
             assert check_record(raw, 0, len(raw), check_body=True) == size
@@ -219,7 +219,7 @@ PIECES = st.lists(
 def test_properties_there_and_back(properties: dict[str, str]) -> None:
     raw = encode_properties(properties)
     assert decode_properties(raw) == properties
-    # A map filled in stored order has that order again, as when a broker rewrites it.
+    # A map filled in stored order keeps that order, as when a broker rewrites it.
     assert encode_properties(decode_properties(raw)) == raw
 
 
@@ -344,7 +344,7 @@ VALUES_OF_JSON = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of the same types, in the same order."""
+    """Return whether two values are equal, of the same types, and in the same order."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

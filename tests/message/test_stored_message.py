@@ -1,4 +1,4 @@
-"""Messages that were read from a log."""
+"""Messages read from a log."""
 
 from __future__ import annotations
 

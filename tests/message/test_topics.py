@@ -1,4 +1,4 @@
-"""Names of topics: which are taken, which are the broker's own."""
+"""Names of topics: which are valid, and which belong to the broker."""
 
 from __future__ import annotations
 
