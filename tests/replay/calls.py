@@ -1,4 +1,4 @@
-"""Pull consumers and administration of a replay: calls that a recording describes in words."""
+"""The part of a replay for pull consumers and administration: calls that a recording describes in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUEUE: Final = re.compile(r"\bq(\d+)")
 
 
 class Calls:
-    """Each ``on_kind`` repeats an event."""
+    """Each ``on_kind`` method repeats an event."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -62,7 +62,7 @@ class Calls:
             self.stage.played.seen[event["seq"]] = found
 
     def _consumer(self, name: str) -> PullConsumer:
-        """The consumer of a client; started, unless it is the first time."""
+        """Return a client's consumer; start it unless it has just been created."""
         consumer = self.consumers.get(name)
         if consumer is None:
             told = self.recording.pull_consumers[name]
@@ -79,7 +79,7 @@ class Calls:
         return consumer
 
     def _shut_down(self, event: Row) -> None:
-        """Shut down those that had left by then."""
+        """Shut down the consumers that had left by the time of the event."""
         for name, consumer in self.consumers.items():
             if self.recording.left.get(name, event["at_ms"] + 1) <= event["at_ms"]:
                 consumer.shutdown()
@@ -141,7 +141,7 @@ class Calls:
         return NotImplemented
 
     def _reset(self, event: Row, group: str) -> dict[int, int]:
-        """Set the progress of a group that does not run."""
+        """Set the progress of a group that is not running."""
         topic, broker, found = self._topic(group), self.stage.broker(event), {}
         for row in event["result"]:
             queue_id = row["queueId"]
@@ -150,7 +150,7 @@ class Calls:
         return found
 
     def _view(self, event: Row, message_id: str) -> Any:
-        """Return a message by its offset id or unique id; [] for none."""
+        """Return a message by its offset id or unique id, or [] if there is none."""
         if message_id == "record":
             return self._viewed(event, 1)
         if message_id == "end":
@@ -173,11 +173,11 @@ class Calls:
         return sorted(message.message_id for message in found)
 
     def _topic(self, group: str) -> str:
-        """What a group subscribes to."""
+        """Return the topic that a group subscribes to."""
         started = next(event for event in self.recording.of_kind("consumer_start") if event["group"] == group)
         return next(str(topic) for topic in started["subscription"] if not topic.startswith("%RETRY%"))
 
     def _middle(self) -> int:
-        """The time of the reset to the middle."""
+        """Return the time to which the reset to the middle goes."""
         texts = (event["what"] for event in self.recording.of_kind("call"))
         return next(int(found[1]) for text in texts if (found := re.search(r"middle (\d+)", text)))

@@ -1,8 +1,8 @@
 """Compares librmq's run with the recording, as far as the reference data allow.
 
-Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
-offset is compared by what stands there: topic, unique id (or body), and the record's number among them; when and where
-a message was born by whether that is so of the first record with its unique id too.
+Times, ports and physical offsets differ from run to run, and so does the order of concurrent work. A physical offset is
+compared by the record at that place: its topic, its unique id (or body), and its number among such records. Time and
+host of a message's birth are compared by whether the first record with the same unique id has them too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["differences"]
 
 _LEFT_OUT: Final = ("kind", "storeTimestamp", "bornTimestamp", "bornHost")
 _BODY_IN_BRIEF: Final = 20
-_BEGIN: Final = 100  # so much of a body is compared
+_BEGIN: Final = 100  # length of a body's beginning that is compared
 
 
 def differences(played: Played) -> list[Difference]:
-    """Return the differences of librmq's run; empty if all is equal."""
+    """Return the differences of librmq's run, or none if it is equal."""
     recording = played.recording
     usual = recording.broker_settings["brokerName"]
     others = {name: store for name, store in recording.stores.items() if name != usual}
@@ -50,10 +50,10 @@ def differences(played: Played) -> list[Difference]:
 
 
 class Log:
-    """The records of a log, and a name for each that does not depend on its place."""
+    """The records of a log, each with a name that does not depend on its place."""
 
     def __init__(self, rows: Iterable[Row], recording: Recording) -> None:
-        """Leave out the messages of the recording that raced, and those discarded early where they are discarded."""
+        """Leave out recorded messages that raced, and early discarded ones in the topic for discarded ones."""
         raced = recording.raced_halves
         self._together = recording.delivered_together
         self.rows: list[Row] = []
@@ -65,7 +65,7 @@ class Log:
             key = row["properties"].get(UNIQUE_KEY)
             of = key or row["body"]
             self._born.setdefault(of, (row["bornTimestamp"], row["bornHost"]))
-            if row["topic"] == OP_TOPIC:  # its body is the queue offset of a half message
+            if row["topic"] == OP_TOPIC:  # the body is the queue offset of a half message
                 of = halves.get(int(row["body"]), of)
             name = f"{row['topic']} {of}"
             count[name] += 1
@@ -77,11 +77,11 @@ class Log:
                 self.rows.append(row)
 
     def name(self, physical_offset: int) -> str:
-        """Return the record at a physical offset."""
+        """Return the name of the record at a physical offset."""
         return self._names.get(physical_offset, "nothing")
 
     def name_of_id(self, offset_id: str) -> str:
-        """What an offset id names; another text is itself."""
+        """Return the name of the record with an offset id; return any other text unchanged."""
         try:
             host, physical_offset = record.parse_offset_message_id(offset_id)
         except MalformedError:
@@ -90,7 +90,7 @@ class Log:
         return offset_id if name is None else f"{name} of {record.format_host(host)}"
 
     def comparable(self, row: Row, queue: str | None = None) -> Row:
-        """A message without what differs from run to run; ``queue`` is the topic that it was read from."""
+        """Return a message without what differs from run to run; ``queue`` is the topic that it was read from."""
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
         shown["commitLogOffset"] = self.name(row["commitLogOffset"])
         if row["preparedTransactionOffset"]:
@@ -110,7 +110,7 @@ class Log:
         if is_together or _is_unordered(row, row["topic"] if queue is None else queue):
             shown["queueOffset"] = "any"
         raw = shown.pop("properties_raw", None)
-        if _is_dead_letter(row):  # librmq's have one property more: the cause
+        if _is_dead_letter(row):  # librmq's messages have one more property: the cause
             properties.pop(record.PROPERTY_DEAD_LETTER_CAUSE, None)
             shown.pop("storeSize", None)
         elif raw is not None:
@@ -125,14 +125,14 @@ class Log:
 
 
 def _is_dead_letter(row: Row) -> bool:
-    """Whether a record is a dead letter, or one that waits in the delay topic to become one."""
+    """Return whether a record is a dead letter, or waits in the delay topic to become one."""
     return any(
         topic.startswith(DEAD_LETTER_PREFIX) for topic in (row["topic"], row["properties"].get("REAL_TOPIC", ""))
     )
 
 
 def _is_unordered(row: Row, topic: str) -> bool:
-    """Return whether concurrent listeners, or answers to checks, decided the place of a message."""
+    """Return whether the place of a message depends on concurrent listeners or on answers to checks."""
     if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
     was_checked = record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
@@ -140,11 +140,11 @@ def _is_unordered(row: Row, topic: str) -> bool:
 
 
 Logs = Mapping[str, Log]
-"""By broker."""
+"""Logs by broker."""
 
 
 def _records(broker: str, theirs: Log, ours: Log) -> Iterator[Difference]:
-    """Queue by queue, in order."""
+    """Compare the records of each queue in order."""
     wanted, found = _by_queue(theirs), _by_queue(ours)
     for queue in sorted({*wanted, *found}):
         for text in _sequences(wanted.get(queue, []), found.get(queue, [])):
@@ -152,7 +152,7 @@ def _records(broker: str, theirs: Log, ours: Log) -> Iterator[Difference]:
 
 
 def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
-    """Return the messages with those of free order sorted after the others."""
+    """Return the messages, with those whose order is free sorted to the end."""
     queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in log.rows:
         queues[row["topic"], row["queueId"]].append(log.comparable(row))
@@ -199,7 +199,7 @@ def _sends(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
 
 
 def _selectors(played: Played) -> Iterator[Difference]:
-    """Compare the number of queues that selectors chose from, if it is recorded."""
+    """Compare the number of queues that selectors chose from, if it was recorded."""
     wanted = [event["queues"] for event in played.recording.of_kind("selector_sees")]
     if wanted and wanted != played.selected_from:
         yield Difference("selector", text=f"{played.selected_from}, recorded {wanted}")
@@ -212,7 +212,7 @@ def _topic(event: Row, result: Row | None) -> str:
 
 
 def _deliveries(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
-    """Client by client and queue by queue: in order where it is kept, else as a set."""
+    """Compare deliveries by client and queue: in order where RocketMQ keeps it, else as a set."""
     recording = played.recording
     wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
@@ -237,7 +237,7 @@ def _deliveries(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference
 
 
 def _short_deliveries(played: Played) -> Iterator[Difference]:
-    """Deliveries recorded in brief: by group, each message once, because the share of an instance is a race."""
+    """Compare deliveries recorded in brief, by group, each message once: the instances' shares are a race."""
     recording = played.recording
     group_of = {event["client"]: event["group"] for event in recording.events if event["kind"] == "consumer_start"}
     wanted: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
@@ -263,7 +263,7 @@ def _brief(row: Row, fields: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
-    """What polls gave between two moves of the position, queue by queue: how much at once is the consumer's choice."""
+    """Compare by queue what polls returned between two moves of the position, whatever the size of each poll."""
     moves = ("seek", "assign")
     part, parts = 0, {}
     wanted: dict[tuple[str, int], list[Row]] = defaultdict(list)
@@ -282,7 +282,7 @@ def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
 
 
 def _checks(played: Played) -> Iterator[Difference]:
-    """Compare the checked messages, and that all producers take turns, starting with any."""
+    """Compare the checked messages; all producers must take turns, and any may be first."""
     raced = played.recording.raced_halves
     wanted, found = (
         [event for event in events if event["message"]["properties"][UNIQUE_KEY] not in raced]

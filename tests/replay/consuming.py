@@ -1,4 +1,4 @@
-"""Push consumers of a replay: their listeners answer each delivery of a message as the recorded one was answered."""
+"""The push consumers of a replay; their listeners answer each delivery as the recorded ones did."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FROM: Final = {
     "CONSUME_FROM_LAST_OFFSET": ConsumeFrom.LAST,
     "CONSUME_FROM_TIMESTAMP": ConsumeFrom.TIMESTAMP,
 }
-_AT_ONCE_MS: Final = 1  # such a listener is not held up until the recorded broker had delivered
+_AT_ONCE_MS: Final = 1  # such a listener does not wait until the recorded broker has delivered
 _IN_PROSE: Final = {
     "consumeTimeout": "consume_timeout",
     "pullBatchSize": "pull_batch_size",
@@ -37,7 +37,7 @@ _IN_PROSE: Final = {
 
 
 class Consumers:
-    """Each ``on_kind`` repeats an event."""
+    """Each ``on_kind`` method repeats an event."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -89,7 +89,7 @@ class Consumers:
         return settings
 
     def beat(self, name: str) -> None:
-        """Send a client's heartbeat to the brokers."""
+        """Send a client's heartbeat to its brokers."""
         if name in self.consumers and self.consumers[name].is_running:
             self.consumers[name].client.beat()
 
@@ -97,7 +97,7 @@ class Consumers:
         self._leaving.append((self.recording.left_at(event), event["client"]))
 
     def leave(self, seq: int) -> None:
-        """Shut down the consumers that have left their groups by the event of this number."""
+        """Shut down the consumers that had left their groups before or at the event with this number."""
         while self._leaving and self._leaving[0][0] <= seq:
             self.consumers[self._leaving.pop(0)[1]].shutdown()
 
@@ -120,7 +120,7 @@ class Consumers:
         return listen
 
     def _delivered(self, name: str, scope: str, message: DeliveredMessage) -> Row | None:
-        """Note a delivery; return the recorded listener's answer."""
+        """Note a delivery, and return the recorded listener's answer."""
         key = scope, message.message_id
         self.stage.played.delivered.append(
             {"client": name, "mq": message.queue, "msg": describe(message, message.queue)}
@@ -131,7 +131,7 @@ class Consumers:
         return known[number] if number < len(known) else None
 
     async def _work(self, name: str, messages: list[DeliveredMessage]) -> None:
-        """Take the listener's time, if only its deliveries show it."""
+        """Take the listener's time if it is known only from its deliveries."""
         duration = self.recording.durations.get(name)
         if duration is None:
             return
@@ -165,7 +165,7 @@ class Consumers:
         return allocate
 
     def note_held(self) -> None:
-        """Note how much the consumers hold, if it is more than before."""
+        """Note the largest amounts that the consumers have held so far."""
         for name, consumer in self.consumers.items():
             most = self.stage.played.held.setdefault(name, {"count": 0, "bytes": 0, "span": 0})
             for assigned in consumer.assigned.values():
@@ -174,7 +174,7 @@ class Consumers:
 
 
 def _outcome(answers: list[Row | None]) -> Any:
-    """What librmq's listener returns, or raises, where the recorded one answered so."""
+    """Return or raise what makes librmq's listener answer like the recorded one."""
     answer = next((one for one in answers if one is not None), None)
     if answer is None or answer["kind"] == "done":
         return True

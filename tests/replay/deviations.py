@@ -1,4 +1,4 @@
-"""The table `DEVIATIONS` of all deliberate differences of librmq, with reasons."""
+"""The table `DEVIATIONS`: all deliberate differences of librmq, with reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Deviation(NamedTuple):
     name: str
     reason: str
     covers: Callable[[Recording, Difference], bool] = lambda recording, difference: False
-    """Whether a difference is this one; never, where the replay itself goes another way."""
+    """Tells whether this deviation covers a difference; never does if the replay itself does something else."""
 
 
 def _to_own_topic(recording: Recording, difference: Difference) -> bool:
@@ -247,12 +247,12 @@ DEVIATIONS: Final = (
 
 
 def breaks_client(answer: Row) -> bool:
-    """Whether RocketMQ's client fails on a listener's result."""
+    """Return whether RocketMQ's client fails on a listener's result."""
     return bool(answer.get("ackIndex", 0) < -1)
 
 
 def bytes_of_whole_mib(limit_mib: int) -> int:
-    """The limit in bytes that ends pulling where one in whole MiB does."""
+    """Return the limit in bytes that stops pulling at the same size as this limit in whole MiB."""
     return ((limit_mib + 1) << 20) - 1
 
 
@@ -262,13 +262,13 @@ def is_direct(event: Row) -> bool:
 
 
 def without_delay(message: Message) -> Message:
-    """The message without its delay."""
+    """Return the message without its delay."""
     message.properties.pop(record.PROPERTY_DELAY, None)
     return message
 
 
 def unlike(want: Mapping[str, Any], have: Mapping[str, Any]) -> str:
-    """What differs between two mappings."""
+    """Describe the differences between two mappings."""
     parts = []
     for name in sorted({*want, *have}):
         one, other = want.get(name), have.get(name)

@@ -1,7 +1,7 @@
-"""Plays a recording: the same calls at the same times, answered by librmq.
+"""Plays a recording: librmq gets the same calls at the same times.
 
-Each event that is a call is repeated by the ``on_kind`` of a part; each that shows a state makes librmq's be noted
-under its ``seq``. The comparison is about the events that RocketMQ produced by itself.
+A part repeats each event that is a call by its ``on_kind`` method. For each event that shows a state, it notes librmq's
+state under the same ``seq``. Only events that RocketMQ produced by itself are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["play"]
 
 
 def play(recording: Recording, before_ms: int = 0) -> Played:
-    """Let librmq repeat the recording; brokers start this long before the recorded start."""
+    """Let librmq repeat a recording; brokers start this long before the recorded start."""
     stage = Stage(recording, before_ms)
     producers, consumers = Producers(stage), Consumers(stage)
     parts = (_Brokers(stage), producers, consumers, Calls(stage), Refusals(stage, producers.producers))
@@ -51,7 +51,7 @@ def play(recording: Recording, before_ms: int = 0) -> Played:
 
 
 class _Brokers:
-    """Steps and states of brokers."""
+    """Repeats the steps of brokers and notes their states."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -65,7 +65,7 @@ class _Brokers:
         )
 
     def on_delete_files_manually(self, event: Row) -> None:
-        """Delete what was gone at the next look at the queues."""
+        """Delete the messages that were gone when the recording next looked at the queues."""
         store = self.stage.broker(event).store
         following = self.stage.recording.events_from(event["seq"])
         bounds = next(
@@ -78,7 +78,7 @@ class _Brokers:
             if queue is not None
             for message in store.read(bounds["topic"], one["queueId"], one["min"], 1).messages
         ]
-        store.flush()  # the deletion is settled
+        store.flush()  # the deletion is durable
         store._handle.retention.delete_before(min(offsets))
 
     def on_queue_offsets(self, event: Row) -> None:

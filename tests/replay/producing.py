@@ -1,4 +1,4 @@
-"""Producers of a replay: sends, with the unique ids, queues and local transactions of the recording."""
+"""The producers of a replay: they send with the recorded unique ids, queues and local transactions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IN_TURN: Final = ("sync", "oneway", "transaction")
 
 
 class Producers:
-    """Each ``on_kind`` repeats an event."""
+    """Each ``on_kind`` method repeats an event."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -108,7 +108,7 @@ class Producers:
             self.stage.played.sent[event["seq"]] = error
 
     def _message(self, told: Row, key: str | None) -> Message:
-        """The message of an event, with its whole body and its properties in the order in which they are stored."""
+        """Return the message of an event, with its whole body and with its properties in stored order."""
         stored = self.recording.stored.get(key or "")
         body = (told["body"] or "").encode() if stored is None else stored.body
         message = Message(told["topic"], body, flag=told["flag"])
@@ -119,7 +119,7 @@ class Producers:
         return message
 
     def _prepare(self, event: Row, producer: Producer, key: str | None) -> None:
-        """Store the message at its time, by a producer with the recorded settings and first turn."""
+        """Let time pass until the message was stored; give the producer the recorded settings and first turn."""
         stored = self.recording.stored.get(key or "")
         if stored is not None:
             self.stage.play_to(stored.store_timestamp_ms)
@@ -147,7 +147,7 @@ class Producers:
         return None
 
     def _queue_of(self, event: Row) -> tuple[str, int] | None:
-        """Return broker and queue of an event's message."""
+        """Return broker and queue of the event's message."""
         result = (self.recording.results.get(event["seq"]) or {}).get("result") or {}
         queue = result.get("messageQueue")
         if queue is not None:
@@ -165,7 +165,7 @@ class Producers:
     def on_sent_big(self, event: Row) -> None:
         key, queue = event["result"]["msgId"], event["result"]["messageQueue"]
         stored = self.recording.stored.get(key)
-        if stored is None:  # deleted with its file: use the longest remaining one of its topic
+        if stored is None:  # it was deleted with its file: use the longest remaining message of its topic
             of_topic = (one for one in self.recording.stored.values() if one.topic == queue["topic"])
             stored = max(of_topic, key=lambda one: one.size)
         self._note(event, lambda: self._again(event, stored, queue["queueId"], key))
@@ -220,7 +220,7 @@ def _state(answer: Row) -> TransactionState | None:
 
 
 def _compress_from(stored: StoredMessage) -> int:
-    """Return the size from which its producer compressed, as far as a message shows it."""
+    """Return the size from which the producer compressed, as far as a message shows it."""
     size = len(stored.body)
     if stored.sys_flag & record.COMPRESSED:
         return min(_COMPRESS_FROM, size)
@@ -229,7 +229,7 @@ def _compress_from(stored: StoredMessage) -> int:
 
 @contextmanager
 def _turn_of_its_own(producer: Producer, topic: str) -> Iterator[None]:
-    """RocketMQ counts turns by thread, and asynchronous sends run on other threads."""
+    """RocketMQ counts turns per thread, and asynchronous sends run in other threads."""
     kept = producer._topics.pop(topic, None)
     yield
     if kept is not None:

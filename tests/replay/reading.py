@@ -1,6 +1,6 @@
 """A recorded run of real brokers and clients: the content of a folder ``clients-*``, as values.
 
-``README.md`` of the reference data explains the files. What is asked for by message here is found by its unique id.
+``README.md`` of the reference data explains the files. Mappings by message use its unique id as key.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
-"""A ``seq`` that does not come."""
+"""A ``seq`` that no event has."""
 _TICK_MS: Final = 100
-_AWAIT_MS: Final = 1_000  # so long the scenarios wait for listeners, where they do
 """Interval at which brokers do due work."""
+_AWAIT_MS: Final = 1_000  # time for which scenarios wait for listeners, if they wait
 _STARTS: Final = ("broker_started", "broker_started_again")
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
 _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
@@ -40,13 +40,13 @@ _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
 
 @dataclass(frozen=True)
 class Recording:
-    """One folder."""
+    """The content of one folder."""
 
     folder: Path
 
     @property
     def events(self) -> tuple[Row, ...]:
-        """What happened, in order."""
+        """All events in order."""
         return jsonl(self.folder / "events.jsonl")
 
     @property
@@ -60,13 +60,13 @@ class Recording:
 
     @cached_property
     def broker_settings(self) -> dict[str, str]:
-        """The settings with which the brokers were started."""
+        """The settings with which the brokers started."""
         return dict(_SETTING.findall(self._scenario))
 
     def client_settings(self, group: str) -> dict[str, int]:
-        """What the scenario says in its prose of the clients of a group: ``name=number``, minutes as seconds.
+        """Return what the scenario's prose says about a group's clients: ``name=number``, with minutes as seconds.
 
-        What follows ``group:`` counts for that group alone, the rest for all.
+        Settings after ``group:`` apply to that group only, all others to every group.
         """
         prose = self._scenario.partition("Broker settings")[0]
         groups = "|".join(sorted({re.escape(event["group"]) for event in self.of_kind("consumer_start")}))
@@ -96,7 +96,10 @@ class Recording:
 
     @cached_property
     def results(self) -> dict[int, Row]:
-        """The result of each send, by the send's ``seq``: the next of its client and form; async ones may cross."""
+        """The result of each send, by the send's ``seq``.
+
+        It is the next result of the same client and form; asynchronous results may cross.
+        """
         waiting: dict[tuple[str, str], list[Row]] = defaultdict(list)
         found = {}
         for event in self.events:
@@ -110,7 +113,7 @@ class Recording:
         return found
 
     def key_of(self, event: Row) -> str | None:
-        """The unique id that the message of a ``send`` got."""
+        """Return the unique id that the message of a ``send`` event got."""
         result = self.results.get(event["seq"])
         if result is None:
             return None
@@ -119,7 +122,7 @@ class Recording:
 
     @cached_property
     def progress_events(self) -> list[Row]:
-        """The events with a broker's knowledge, with ``progress``: topic, group, queue and offset."""
+        """The events that show a broker's knowledge; ``progress`` is a list of topic, group, queue and offset."""
         found = []
         for event in self.events:
             if event["kind"] == "consumer_offsets_in_memory":
@@ -137,28 +140,28 @@ class Recording:
         return found
 
     def of_kind(self, kind: str) -> Iterator[Row]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return (event for event in self.events if event["kind"] == kind)
 
     def broker_of(self, event: Row) -> str:
-        """The broker that an event is about."""
+        """Return the broker that an event is about."""
         name: str = event.get("broker") or event["client"]
         return name if name.startswith("broker-") else self.broker_settings["brokerName"]
 
     @cached_property
     def stores(self) -> dict[str, str]:
-        """The folder of each broker's store."""
+        """Return the folder of each broker's store."""
         found = {self.broker_settings["brokerName"]: "store"}
         found.update({path.name.replace("store", "broker"): path.name for path in self.folder.glob("store-*")})
         return found
 
     def events_from(self, seq: int) -> Iterator[Row]:
-        """The events from one on."""
+        """Return the events from this number on."""
         return (event for event in self.events if event["seq"] >= seq)
 
     @cached_property
     def default_queues(self) -> dict[str, int]:
-        """Return the number of queues that the producer of a message requests for a topic that it creates."""
+        """The number of queues that a message's producer requests for a topic that it creates."""
         found = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
             if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and row["header"].get("i"):
@@ -167,10 +170,10 @@ class Recording:
         return found
 
     def openings(self, before_ms: int) -> list[tuple[int, str]]:
-        """The brokers' starts: ``before_ms`` before the recorded ones.
+        """Return when brokers start: ``before_ms`` before the recorded times.
 
-        But where half messages are checked, which happens at intervals from the start on, then so that the first pass
-        comes when it came.
+        If half messages are checked, at intervals that count from the start, the start is chosen so that the first
+        pass comes at its recorded time.
         """
         usual = self.broker_settings["brokerName"]
         found: list[tuple[int, str]] = []
@@ -202,13 +205,13 @@ class Recording:
 
     @cached_property
     def check_interval_ms(self) -> float:
-        """From one pass to the next: the setting, and the little that RocketMQ's thread adds each time."""
+        """The time between two passes: the setting, and the little that RocketMQ's thread adds each time."""
         set_ms = int(self.broker_settings["transactionCheckInterval"])
         measured = [later - at for at, later in pairwise(self.check_passes) if later - at < 1.5 * set_ms]
         return sum(measured) / len(measured) if measured else set_ms
 
     def time_of(self, event: Row) -> int:
-        """Time of an event's repetition; for those recorded afterwards, their own time."""
+        """Return when an event is repeated; events recorded afterwards have their own time."""
         at_ms: int = event["at_ms"]
         if event["kind"] == "broker_shutdown":
             return self._written_until(event)
@@ -218,9 +221,9 @@ class Recording:
         return at_ms
 
     def _written_until(self, shutdown: Row) -> int:
-        """When a broker that was shut down wrote for the last time; 0 if that was before.
+        """Return when a broker that was shut down wrote last, or 0 if that was before the shutdown.
 
-        To shut it down takes seconds, in which it answers no calls, but still delivers delayed messages.
+        A shutdown takes seconds, in which the broker answers no calls but still delivers delayed messages.
         """
         begun = max(event["at_ms"] for event in self.events if event["seq"] < shutdown["seq"])
         written = (message.store_timestamp_ms for message in self.log(self.stores[self.broker_of(shutdown)]))
@@ -229,14 +232,14 @@ class Recording:
 
     @cached_property
     def heartbeats(self) -> list[tuple[int, str]]:
-        """The clients' heartbeats after a broker was restarted."""
+        """The heartbeats that clients sent after a broker was restarted."""
         again = [event["at_ms"] for event in self.events if event["kind"] in _STARTS][1:]
         if not again:
             return []
         return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
 
     def introduced(self, start: Row) -> int | None:
-        """Time of a producer's first heartbeat, if after its start and before its first send."""
+        """Return when a producer sent its first heartbeat, if that was between its start and its first send."""
         name = start["client"]
         begun = next((e["at_ms"] for e in self.events_from(start["seq"]) if e["client"] == name and e != start), NEVER)
         told = (row["at_ms"] for row in self.requests("HEART_BEAT") if row["client"] == name)
@@ -252,7 +255,7 @@ class Recording:
 
     @cached_property
     def given_up_early(self) -> frozenset[str]:
-        """The half messages, by unique id, that a pass discarded at its own copies."""
+        """The half messages, by unique id, that a pass discarded when it met its own copies."""
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         put_back: dict[str, int] = {}
         found = set()
@@ -268,7 +271,7 @@ class Recording:
 
     @cached_property
     def delivered_together(self) -> frozenset[str]:
-        """The delayed messages, by unique id, that came to a queue within one look beside one of another level."""
+        """The delayed messages, by unique id, that one look delivered to a queue next to a message of another level."""
         found: set[str] = set()
         queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in self.messages:
@@ -285,7 +288,7 @@ class Recording:
 
     @cached_property
     def has_differing_instances(self) -> bool:
-        """Whether instances of a group subscribe to a topic differently."""
+        """Whether instances of a group subscribe to a topic in different ways."""
         told = {
             (event["group"], topic): of["subString"]
             for event in self.of_kind("consumer_start")
@@ -299,7 +302,7 @@ class Recording:
 
     @cached_property
     def transactional_clients(self) -> frozenset[str]:
-        """The producers of transactions."""
+        """The producers that send transactions."""
         return frozenset(event["client"] for event in self.events if event["kind"] in ("local_tx", "check"))
 
     @cached_property
@@ -314,7 +317,7 @@ class Recording:
 
     @cached_property
     def progress_before(self) -> dict[str, list[tuple[str, int, int]]]:
-        """What brokers knew of a group's progress before its first instance came: topic, queue and offset, by group."""
+        """Topic, queue and offset of the progress that brokers had before a group's first instance, by group."""
         asked: dict[tuple[str, int], Row] = {}
         found: dict[tuple[str, str, int], int] = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
@@ -333,16 +336,16 @@ class Recording:
 
     @cached_property
     def left(self) -> dict[str, int]:
-        """Time at which each client left its group."""
+        """The time at which each client left its group."""
         return {row["client"]: row["at_ms"] for row in self.requests("UNREGISTER_CLIENT")}
 
     @cached_property
     def searched_times(self) -> list[int]:
-        """The times for which clients asked for an offset, in order."""
+        """The times that clients passed when they asked for an offset, in order."""
         return [int(row["header"]["timestamp"]) for row in self.requests("SEARCH_OFFSET_BY_TIMESTAMP")]
 
     def requests(self, name: str) -> Iterator[Row]:
-        """The clients' questions, as far as they were recorded."""
+        """Yield the clients' requests of one kind, as far as they were recorded."""
         return (row for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == name and row["dir"] == "out")
 
     @cached_property
@@ -353,7 +356,7 @@ class Recording:
 
     @cached_property
     def store_hosts(self) -> dict[str, Host]:
-        """The address of each broker, from message ids."""
+        """The address of each broker, taken from message ids."""
         found: dict[str, Host] = {}
         for event in self.events:
             result = event.get("result")
@@ -365,7 +368,7 @@ class Recording:
     def left_at(self, begin: Row) -> int:
         """Return the number of the event by which a consumer that was shut down had left its group.
 
-        It leaves after it has waited for its listeners, before the others of its group take its queues.
+        It waits for its listeners first, and leaves before the others of its group take its queues.
         """
         members = {event["client"] for event in self.of_kind("consumer_start") if event["group"] == begin["group"]}
         others, begun, waited = members - {begin["client"]}, int(begin["seq"]), False
@@ -380,9 +383,9 @@ class Recording:
 
     @cached_property
     def answers(self) -> dict[tuple[str, str], list[Row]]:
-        """What listeners answered, by group and unique id: of each delivery in turn the ``return`` event.
+        """The ``return`` event of each delivery in turn, by group and unique id.
 
-        For broadcasting groups by client and unique id. ``position`` is that of a message in a batch.
+        Broadcasting groups use client and unique id as key. ``position`` is a message's position in its batch.
         """
         group_of: dict[str, str] = {}
         calls: dict[tuple[str, int], Row] = {}
@@ -414,9 +417,9 @@ class Recording:
 
     @cached_property
     def durations(self) -> dict[str, int]:
-        """Return the time (ms) of a client's listener if it is not recorded, from its consecutive deliveries.
+        """The time (ms) that a client's listener takes if it was not recorded, taken from its consecutive deliveries.
 
-        Listeners that begin several within 20 ms take no time.
+        Listeners that begin several deliveries within 20 ms take no time.
         """
         found = {}
         times: dict[str, list[int]] = defaultdict(list)
@@ -429,14 +432,14 @@ class Recording:
         return found
 
     def release(self, client: str) -> Row | None:
-        """The event that continues a listener which stopped at its first message, if no return is recorded."""
+        """Return the event that releases a listener held at its first message, if none of its returns is recorded."""
         if client not in self.durations:
             return None
         return next((e for e in self.events if e["kind"] == "release" and e["client"] == client), None)
 
     @cached_property
     def local_transactions(self) -> dict[str, list[Row]]:
-        """What the local transaction of a message returned, by its unique id."""
+        """What each message's local transaction returned, by unique id."""
         found: dict[str, list[Row]] = defaultdict(list)
         for event, after in pairwise(self.events):
             if event["kind"] == "local_tx":
@@ -445,7 +448,7 @@ class Recording:
 
     @cached_property
     def checks(self) -> dict[str, list[Row]]:
-        """The producers' answers to checks: by unique id, in order."""
+        """The producers' answers to checks in order, by unique id."""
         found: dict[str, list[Row]] = defaultdict(list)
         asked: dict[tuple[str, str, int], str] = {}
         for event in self.events:
@@ -459,16 +462,16 @@ class Recording:
     # ---- remains
 
     def log(self, store: str) -> list[StoredMessage]:
-        """The records of a broker's log."""
+        """Return the records of a broker's log."""
         return _records(self.folder / store / "commitlog")
 
     def config(self, store: str, name: str) -> Any:
-        """A file of a broker's configuration, as it left it; None if there is none."""
+        """Return a file of a broker's configuration as the broker left it, or None."""
         path = self.folder / store / "config" / name
         return java_json.loads(path.read_text("utf-8")) if path.exists() else None
 
     def client_files(self) -> dict[str, Any]:
-        """The files of broadcasting clients, by their path."""
+        """The files of broadcasting clients, by path."""
         folder = self.folder / "client"
         return {
             str(path.relative_to(folder)): java_json.loads(path.read_text("utf-8"))

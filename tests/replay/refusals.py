@@ -1,4 +1,4 @@
-"""Calls of a replay that were refused, or that a recording only describes in words, reconstructed from them."""
+"""The part of a replay for calls that were refused or only described in words; it reconstructs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROPERTY: Final = re.compile(r"one property of (\d+) characters")
 
 
 class Refusals:
-    """Each ``on_kind`` repeats an event; its result is noted under its ``seq``."""
+    """Each ``on_kind`` method repeats an event, and its result is noted under the event's ``seq``."""
 
     def __init__(self, stage: Stage, producers: dict[str, Producer]) -> None:
         self.stage = stage

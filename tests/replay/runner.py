@@ -1,4 +1,4 @@
-"""A manual runner that follows a recording: listeners end when the recorded ones did."""
+"""A manual runner that follows a recording: its listeners end when the recorded ones did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ReplayRunner(ManualRunner):
-    """Coroutines wait for events of the recording, named by their ``seq``; `resume` continues one."""
+    """Coroutines wait for events of the recording, given by ``seq``; `resume` continues those of one event."""
 
     def __init__(self, now_ms: int) -> None:
         super().__init__(ManualClock(now_ms))
@@ -29,18 +29,18 @@ class ReplayRunner(ManualRunner):
         self._waiting: dict[int, list[tuple[Work, Coroutine[Any, Any, object]]]] = {}
 
     def play_to(self, at_ms: int) -> None:
-        """Take all turns up to a time."""
+        """Take all turns that are due up to a time."""
         self._take_turns(at_ms)
         self.manual_clock.move_to(max(at_ms, self.now_ms()))
 
     def resume(self, seq: int) -> None:
-        """Note that the event has happened, and continue what waits for it."""
+        """Note that the event has happened, and continue the work that waits for it."""
         self.reached = max(self.reached, seq)
         for work, coroutine in self._waiting.pop(seq, []):
             self._go_on(work, coroutine)
 
     def begin_at(self, queue: tuple[str, int], queues: list[tuple[str, int]]) -> None:
-        """A producer without a next queue starts at this one of a topic, given by broker and number."""
+        """Let a producer without a next queue start at this queue of a topic, given by broker and number."""
         self._first_queue, self._queues = queue, queues
 
     def choose(self, kind: str, options: Sequence[T]) -> T:
@@ -77,5 +77,5 @@ class ReplayRunner(ManualRunner):
 
 @types.coroutine
 def until(seq: int = -1, at_ms: int = 0) -> Generator[tuple[int, int], None, None]:
-    """Wait for an event of the recording, or for a time."""
+    """Wait until an event of the recording, or until a time."""
     yield seq, at_ms

@@ -1,4 +1,4 @@
-"""Shared by the parts of a replay: the recording, brokers with a manual clock, and librmq's results."""
+"""What the parts of a replay share: the recording, brokers with a manual clock, and librmq's results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["Played", "Stage", "describe"]
 STORE: Final = "/store"
 _EVERY_MS: Final = 1_000
 CLIENT: Final = "/client"
-"""Where broadcasting clients keep their progress."""
+"""The folder in which broadcasting clients keep their progress."""
 Table = dict[tuple[str, str, int], int]
-"""Progress by topic, group and queue; -1: none."""
+"""Progress by topic, group and queue; -1 means none."""
 
 
 @dataclass
@@ -36,31 +36,31 @@ class Played:
 
     recording: Recording
     sent: dict[int, SendResult | RmqError] = field(default_factory=dict)
-    """By the ``seq`` of the event that sent."""
+    """Results of sends, by the ``seq`` of the event that sent."""
     selected_from: list[int] = field(default_factory=list)
-    """Number of queues that each selector got."""
+    """The number of queues that each selector was given."""
     delivered: list[Row] = field(default_factory=list)
-    """Rows like ``deliver`` events, of one message each; ``msg`` is it."""
+    """Rows like ``deliver`` events, one for each message, which is ``msg``."""
     polled: list[Row] = field(default_factory=list)
-    """The same of pull consumers."""
+    """Rows of the same form, of pull consumers."""
     checked: list[Row] = field(default_factory=list)
     """Rows like ``check`` events."""
     allocated: list[Row] = field(default_factory=list)
     """Rows like ``allocate`` events."""
     held: dict[str, Row] = field(default_factory=dict)
-    """By client: the most that its process queues held, as in ``cached`` events."""
+    """The most that each client's process queues held, as in ``cached`` events."""
     seen: dict[int, Any] = field(default_factory=dict)
-    """Observations and answers, by the ``seq`` of the event with RocketMQ's."""
+    """Observations and answers, by the ``seq`` of the event that has RocketMQ's."""
     progress: list[tuple[int, str, Table]] = field(default_factory=list)
-    """What each broker knew of progress, again and again: when, which broker, what."""
+    """What each broker knew of progress, at many times: time, broker, progress."""
     logs: dict[str, list[StoredMessage]] = field(default_factory=dict)
-    """By broker: its log at the end."""
+    """Each broker's log at the end."""
     files: dict[str, MemoryFiles] = field(default_factory=dict)
-    """By broker: its files; by ``""``: those of broadcasting clients."""
+    """The files of each broker; those of broadcasting clients are under ``""``."""
 
 
 class Stage:
-    """One replay under way."""
+    """A replay under way."""
 
     def __init__(self, recording: Recording, before_ms: int) -> None:
         self.recording = recording
@@ -74,25 +74,25 @@ class Stage:
 
     @property
     def route(self) -> RouteTable:
-        """All brokers, as clients know them; they look again at times that count from the first one's start."""
+        """All brokers as clients know them. Clients look again at times that count from the first broker's start."""
         if self._route is None:
             self._route = RouteTable(*self.brokers.values())
         return self._route
 
     @property
     def files(self) -> MemoryFiles:
-        """Of broadcasting clients."""
+        """The files of broadcasting clients."""
         return self.played.files[""]
 
     def broker(self, event: Row) -> Broker:
-        """The broker that an event is about; opened, if no start was recorded."""
+        """Return the broker that an event is about; open it if no start was recorded."""
         name = self.recording.broker_of(event)
         if name not in self.brokers:
             self.open(name)
         return self.brokers[name]
 
     def open(self, name: str) -> None:
-        """Start a broker with the recorded settings, on its store."""
+        """Start a broker with the recorded settings on its store."""
         told = self.recording.broker_settings
         store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
         transactions = TransactionConfig(
@@ -126,14 +126,14 @@ class Stage:
             self._route.add(broker)
 
     def close(self, name: str) -> None:
-        """Shut a broker down in order."""
+        """Shut down a broker properly."""
         broker = self.brokers[name]
         if not broker.dead:
             self.played.logs[name] = list(broker.store)
             broker.close()
 
     def play_to(self, at_ms: int) -> None:
-        """Let time pass, and note the brokers' progress on the way."""
+        """Let time pass, and note the brokers' progress from time to time."""
         while self.runner.now_ms() < at_ms:
             self.runner.play_to(min(at_ms, self.runner.now_ms() + _EVERY_MS))
             self._note_progress()
@@ -157,7 +157,7 @@ class Stage:
 
 
 def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:
-    """A message as the recordings show one."""
+    """Return a message in the form of the recordings."""
     delivered = message if isinstance(message, DeliveredMessage) else None
     return {
         "topic": message.topic,
@@ -184,7 +184,7 @@ def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:
 
 
 def in_log(messages: list[StoredMessage]) -> Iterator[Row]:
-    """Records as ``messages.jsonl`` shows them."""
+    """Return records in the form of ``messages.jsonl``."""
     for message in messages:
         yield {
             **describe(message, None),

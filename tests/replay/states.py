@@ -1,4 +1,4 @@
-"""Compares states: progress, queues, allocations, configuration, what clients held, what calls answered."""
+"""Compares states: progress, queues, allocations, configuration, what clients held, and what calls answered."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["states"]
 
 _BEFORE_MS: Final = 10_000
 _AFTER_MS: Final = 5_000
-"""What a broker knows of progress is as old as its clients' habit of telling it: with pulls, and by time."""
+"""A broker knows progress only as of its clients' last report, which comes with pulls and at intervals."""
 _TIMES: Final = ("bornTime", "clientVersion", "deadTime")
 
 
 def states(played: Played) -> Iterator[Difference]:
-    """All differences of states."""
+    """Yield all differences of states."""
     yield from _progress(played)
     yield from _queues(played)
     yield from _subscriptions(played)
@@ -55,16 +55,16 @@ Offsets = Mapping[tuple[str, str, int], set[int]]
 
 
 def _is_told_apart(delivered: Offsets, group: str, topic: str, queue_id: int, one: int, other: int) -> bool:
-    """Whether a message of the group lies between two states of its progress.
+    """Return whether a message of the group lies between two states of its progress.
 
-    If none does, a filter passes them by; when that is noticed, a sweep decides that comes at unknown times.
+    If none does, a filter skipped the messages between. A sweep at unknown times decides when that is noticed.
     """
     between = range(min(one, other), max(one, other))
     return -1 in between or not delivered[group, topic, queue_id].isdisjoint(between)
 
 
 def _delivered_offsets(played: Played) -> Offsets:
-    """The messages that each group got, in both runs, by group, topic and queue."""
+    """Return the messages that each group got in both runs, by group, topic and queue."""
     group_of = {event["client"]: event["group"] for event in played.recording.of_kind("consumer_start")}
     found: dict[tuple[str, str, int], set[int]] = defaultdict(set)
     for event in played.recording.of_kind("deliver"):
@@ -86,7 +86,7 @@ def _queues(played: Played) -> Iterator[Difference]:
 
 
 def _subscriptions(played: Played) -> Iterator[Difference]:
-    """What the broker believes that a group subscribes to."""
+    """Return what the broker believes that a group subscribes to."""
     for event in played.recording.of_kind("subscription_at_broker"):
         want = {
             topic: {name: told[name] for name in ("subString", "expressionType")}
@@ -99,7 +99,7 @@ def _subscriptions(played: Played) -> Iterator[Difference]:
 
 
 def _allocations(played: Played) -> Iterator[Difference]:
-    """Client by client and topic by topic: what lasted, of the inputs and the share, came in this order here too."""
+    """Compare by client and topic: inputs and shares that lasted must occur here in the same order."""
     wanted: dict[tuple[str, str], list[tuple[int, Row]]] = defaultdict(list)
     found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for event in played.recording.of_kind("allocate"):
@@ -122,7 +122,7 @@ _LASTING_MS: Final = 5_000
 
 
 def _held(played: Played) -> Iterator[Difference]:
-    """The most that a client's queues held of limited amounts: flow control."""
+    """Compare the most that a client's queues held where amounts are limited: flow control."""
     recording = played.recording
     group_of = {event["client"]: event["group"] for event in recording.of_kind("consumer_start")}
     wanted: dict[str, dict[str, int]] = {}
@@ -146,7 +146,7 @@ _LIMITS: Final = {
 
 
 def _files(played: Played) -> Iterator[Difference]:
-    """Files as they were on the way; those with progress are compared as progress."""
+    """Compare files as they were during the run; those with progress are compared as progress."""
     for event in played.recording.events:
         if event["kind"] in ("file", "file_client") and not event["path"].endswith(PROGRESS_FILE):
             texts = event["text"], played.seen[event["seq"]]
@@ -158,7 +158,7 @@ def _files(played: Played) -> Iterator[Difference]:
 
 
 def _calls(played: Played) -> Iterator[Difference]:
-    """What calls answered, or that they failed."""
+    """Compare what calls answered, or that they failed."""
     for event in played.recording.events:
         if event["seq"] in played.seen and event["kind"] in ("refused", "send_result", "send_batch_result"):
             have = played.seen[event["seq"]]
@@ -180,7 +180,7 @@ def _calls(played: Played) -> Iterator[Difference]:
 
 
 def _answer(result: Any) -> Any:
-    """The result of a call: messages by their ids, queues by what names them."""
+    """Return the result of a call, with messages given by their ids and queues by what names them."""
     if isinstance(result, dict) and "messages" in result:
         return sorted(message["msgId"] for message in result["messages"])
     if isinstance(result, dict) and "msgId" in result:
@@ -193,7 +193,7 @@ def _answer(result: Any) -> Any:
 
 
 def _configuration(played: Played) -> Iterator[Difference]:
-    """The files that brokers and broadcasting clients left."""
+    """Compare the files that brokers and broadcasting clients left."""
     recording = played.recording
     for name, store in recording.stores.items():
         files = played.files[name]
@@ -221,7 +221,7 @@ _CONFIGURATION: Final = (
 
 
 def _rows(want: Any, have: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Return the rows of a file, in both versions, without times."""
+    """Yield the rows of a file in both versions, without times."""
     want, have = want or {}, have or {}
     table = next((key for key in (*want, *have) if key != "dataVersion"), "")
     one, other = want.get(table, {}), have.get(table, {})

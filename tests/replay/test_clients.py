@@ -29,8 +29,8 @@ def test_a_recorded_run_is_repeated(folder: Path) -> None:
 def phases(recording: Recording) -> Iterator[int]:
     """Time before the recorded start at which the broker may have started.
 
-    From then on it looks every 5 s at the pulls that it holds, and passes over messages that its filter does not take.
-    It is not recorded, and decides deliveries if instances of a group have different subscriptions.
+    From then on, every 5 s, it looks at the pulls that it holds, and skips messages that their filters do not accept.
+    The start is not recorded, but decides deliveries if instances of a group have different subscriptions.
     """
     yield 500
     if recording.has_differing_instances:

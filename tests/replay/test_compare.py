@@ -1,4 +1,4 @@
-"""The comparison finds what librmq does otherwise, and the table of deviations covers no more than it says."""
+"""The comparison finds what librmq does differently, and the table of deviations covers no more than it says."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ PATH = f"{STORE}/config/consumerOffset.json"
 
 
 def lose_a_record(played: Played) -> None:
-    """The broker has lost the first message of its log."""
+    """Let the broker lose the first message of its log."""
     next(iter(played.logs.values())).pop(0)
 
 
 def deliver_twice(played: Played) -> None:
-    """A listener got a message again."""
+    """Let a listener get a message twice."""
     played.delivered.append(played.delivered[0])
 
 
 def change_a_property(played: Played) -> None:
-    """A listener saw another property."""
+    """Let a listener see a different property."""
     played.delivered[0]["msg"]["properties"]["CLUSTER"] = "another"
 
 
 def forget_progress(played: Played) -> None:
-    """The broker has not stored its groups' progress."""
+    """Let the broker not store its groups' progress."""
     files = next(files for name, files in played.files.items() if name)
     files.write(PATH, b'{"offsetTable":{}}')
 
 
 def send_elsewhere(played: Played) -> None:
-    """A send came to another place."""
+    """Let a send reach another place."""
     seq, sent = next(iter(played.sent.items()))
     assert isinstance(sent, tuple)
     played.sent[seq] = sent._replace(queue_offset=sent.queue_offset + 1)
 
 
 def allocate_nothing(played: Played) -> None:
-    """No instance got a queue."""
+    """Let no instance get a queue."""
     played.allocated.clear()
 
 
@@ -62,7 +62,7 @@ FAULTS: list[Callable[[Played], None]] = [
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    """A run with sends, and with listeners recorded in full."""
+    """Return a run with sends, and with listeners that were recorded in full."""
     for parameter in folders("clients-"):
         folder: Any = parameter.values[0]
         if folder is not None and {"send", "deliver", "allocate"} <= {e["kind"] for e in Recording(folder).events}:

@@ -1,4 +1,4 @@
-"""Real signals that arrive during a critical block are handled after it."""
+"""Real signals that arrive during a critical block are handled after the block."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs si
 
 
 class Taken(Exception):
-    """What the handlers of these tests raise."""
+    """Raised by the signal handlers of these tests."""
 
 
 @pytest.fixture
 def handlers() -> Iterator[list[int]]:
-    """The signals that were handled, in order; SIGUSR1 and SIGUSR2 raise, SIGALRM does not."""
+    """List the handled signals in order; the handlers of SIGUSR1 and SIGUSR2 raise, that of SIGALRM does not."""
     handled: list[int] = []
 
     def handle(number: int, _: object) -> None:
@@ -88,7 +88,7 @@ def test_handlers_are_the_applications_again(handlers: list[int]) -> None:
 
 
 def test_a_signal_at_any_call_is_neither_lost_nor_early(handlers: list[int]) -> None:
-    """Entering and leaving are interrupted at each call: the block runs completely or not at all."""
+    """A signal interrupts each call of entering and leaving: the block runs completely or not at all."""
     stretches: list[str] = []
 
     def run() -> None:
@@ -126,7 +126,7 @@ def was_interrupted(number: int) -> bool:
 
     def send() -> None:
         for _ in range(50):
-            while b") S " not in state.read_bytes():  # until the thread waits
+            while b") S " not in state.read_bytes():  # until the thread is waiting
                 pass
             signal.pthread_kill(main, number)
         os.write(writing, b"!")
@@ -143,7 +143,7 @@ def was_interrupted(number: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize("interrupts", [True, False])
 def test_system_calls_resume_as_the_application_chose(handlers: list[int], interrupts: bool) -> None:
-    """The choice of `signal.siginterrupt` holds during a block and after it."""
+    """The setting of `signal.siginterrupt` holds during a block and after it."""
     signal.siginterrupt(signal.SIGALRM, interrupts)
     with critical:
         assert was_interrupted(signal.SIGALRM) is interrupts
@@ -154,7 +154,7 @@ def test_system_calls_resume_as_the_application_chose(handlers: list[int], inter
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_of_another_thread_handles_signals(handlers: list[int]) -> None:
-    """The main thread is in a critical block when another one forks; the block does not exist in the child."""
+    """Another thread forks while the main thread is in a critical block; the child is not in that block."""
     statuses = []
 
     def fork() -> None:

@@ -44,7 +44,7 @@ def test_reserved_names_of_log_records_are_allowed(log: EventLog, caplog: pytest
 
 
 def test_fields_of_every_line_and_texts_of_values(log: EventLog, caplog: pytest.LogCaptureFixture) -> None:
-    """A percent sign in a line without fields stays as it is."""
+    """In a line without fields, a percent sign stays as it is."""
     bound = log.with_fields(group="g").with_fields(client="c")
     bound.error("%(group)s: %(error)s", error=ValueError("no"))
     log.error("100%")

@@ -1,4 +1,4 @@
-"""Progress is saved after a flush: when, during which other turns, and again after which failures."""
+"""Saving progress after a flush: when, during which other turns, and when again after a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from librmq.runtime.flush_aside import FlushAside
 
 
 class Owner:
-    """An owner of progress: ``at`` is the current progress, ``saved`` the recorded one."""
+    """An owner of progress: ``at`` is the current progress, ``saved`` is the stored one."""
 
     def __init__(self, *, runs_aside: bool) -> None:
         self.at = self.saved = self.now = 0
@@ -124,7 +124,7 @@ def test_a_flush_that_a_save_has_overtaken_does_nothing() -> None:
     owner.run(5000)
     owner.at = 2
     owner.saver.save()
-    owner.error = full()  # a second flush would get this error
+    owner.error = full()  # a second flush would get this error, but there is none
     owner.flushed()
     assert owner.saved == 2
 

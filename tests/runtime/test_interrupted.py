@@ -1,4 +1,4 @@
-"""Ctrl-C in the main thread, by a real signal at any call: later work still runs."""
+"""Ctrl-C in the main thread, sent as a real signal at each call: later work still runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 30
 
 
 def places() -> Iterator[int]:
-    """The first calls one by one, then each tenth or so of those that follow."""
+    """Yield the first calls one by one, then at growing distances."""
     number = 0
     while True:
         yield number
@@ -33,7 +33,7 @@ def places() -> Iterator[int]:
 
 @contextmanager
 def having_workers(count: int) -> Iterator[ThreadRunner]:
-    """A runner with this many workers, which still exist at the end."""
+    """Yield a runner with this many workers, and check that they still exist at the end."""
     runner = ThreadRunner()
 
     def all_work() -> None:
@@ -58,7 +58,7 @@ def released(ran: threading.Semaphore, now_ms: int) -> None:
 @pytest.mark.parametrize("in_ms", [None, 2])
 @pytest.mark.parametrize("has_clock", [False, True])
 def test_a_step_that_was_or_is_woken_again_runs(workers: int, in_ms: int | None, has_clock: bool) -> None:
-    """Once it counts as due, it need not be woken again."""
+    """A step that counts as due does not have to be woken again."""
     for number in places():
         with having_workers(workers) as runner:
             ran = threading.Semaphore(0)
@@ -132,7 +132,7 @@ def broker() -> Iterator[Broker]:
 
 
 def test_messages_of_an_interrupted_send_are_delivered(broker: Broker) -> None:
-    """By the next send at the latest."""
+    """They are delivered at the latest when the next message is sent."""
     came_to: dict[bytes, threading.Event] = {}
     consumer = PushConsumer(broker, "G")
 
@@ -184,7 +184,7 @@ def test_changes_of_an_interrupted_call_are_saved(change: Callable[[Broker], obj
 def test_an_interrupted_consumer_leaves_its_group(
     kind: type[PushConsumer] | type[PullConsumer], call: str, broker: Broker
 ) -> None:
-    """At its start or its shutdown; another shutdown has it leave."""
+    """The start or the shutdown is interrupted; a second shutdown makes the consumer leave."""
     for number in places():
         consumer = kind(broker, "G")
         if isinstance(consumer, PushConsumer):

@@ -1,4 +1,4 @@
-"""Running with threads: long backlogs, user code that ends in unusual ways, forks."""
+"""Running with threads: long backlogs, user code that ends in unusual ways, and forks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_step_that_fails_is_logged_and_others_continue(
 
 
 def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
-    """An outcome that cannot be applied is logged and others continue."""
+    """A result that cannot be applied is logged, and the others continue."""
 
     def done(result: object, error: Exception | None) -> None:
         raise ValueError("of the outcome")
@@ -120,7 +120,7 @@ def test_a_base_exception_ends_no_thread(
         runner.wake(Step("fails", fails))
         runner.submit(Work("fails too", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
-    assert runner.shutdown()  # which waits for both
+    assert runner.shutdown()  # waits for both
     assert "fails: an internal step failed" in caplog.text
     assert "fails too: its result could not be applied" in caplog.text
 
@@ -189,7 +189,7 @@ def test_work_that_waits_for_each_other_runs_at_once(runner: ThreadRunner) -> No
 
     submit(lambda: together.wait(30), 8)
     for _ in range(3):
-        submit(lambda: None, 2_000)  # fast listeners, all of which one worker runs
+        submit(lambda: None, 2_000)  # fast listeners, which a single worker can run
         submit(lambda: together.wait(30), 8)
 
 
@@ -282,7 +282,7 @@ class PutBack(SystemClock):
 
 @pytest.mark.parametrize("reading", range(1, 12))
 def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
-    """The thread that sleeps until the next step took its time from a clock that was put back just then."""
+    """The thread that sleeps until the next step reads the clock just when it is set back."""
     runner, has_run = ThreadRunner(PutBack(reading)), threading.Event()
 
     def run_due(now_ms: int) -> int | None:

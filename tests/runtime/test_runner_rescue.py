@@ -1,4 +1,4 @@
-"""No thread can be started, or all are busy or fail: due work is still done, and failures are logged."""
+"""If no thread can be started, or all are busy or fail, due work is still done and failures are logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Refusing = Callable[[str], AbstractContextManager[threading.Event]]
 
 
 class Outcomes:
-    """Results of work, and the number of finished pieces."""
+    """The results of work, and the number of finished pieces."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -50,7 +50,7 @@ class Busy:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
-    """``with refusing("clock") as refused:`` the system starts no more threads whose names contain that word."""
+    """Within ``with refusing("clock") as refused:`` no thread whose name contains that word can be started."""
     start = threading.Thread.start
 
     @contextmanager
@@ -137,7 +137,7 @@ def test_a_first_thread_that_cannot_start_is_retried(
 
 @pytest.mark.parametrize("how", ["plain", "delayed", "transaction"])
 def test_a_send_without_a_thread_is_not_failed(how: str, tmp_path: Path, refusing: Refusing) -> None:
-    """A message that the broker has written is acknowledged, though the runner can start no thread."""
+    """A message that the broker has written is acknowledged even if the runner can't start a thread."""
     bodies = [b"0", b"1"]
     with refusing(""), Broker.open(tmp_path) as broker:
         for body in bodies:
@@ -239,9 +239,9 @@ def test_a_step_in_the_far_future_delays_nothing(runner: ThreadRunner) -> None:
     asleep, stepped = threading.Event(), threading.Event()
     with runner.lock:
         runner.wake(Step("first", lambda now_ms: asleep.set()), runner.now_ms() + 1)
-        runner.wake(Step("in ages", lambda now_ms: None), 1 << 61)  # no system waits for so long in one call
+        runner.wake(Step("in ages", lambda now_ms: None), 1 << 61)  # longer than any system can wait in one call
     assert asleep.wait(WAIT_S)
-    with runner.lock:  # which the clock thread lets go of when it sleeps
+    with runner.lock:  # the clock thread releases the lock while it sleeps
         runner.wake(Step("soon", lambda now_ms: stepped.set()), runner.now_ms() + 20)
     assert stepped.wait(WAIT_S)
 

@@ -1,4 +1,4 @@
-"""Delivery at any time by levels: number of hops, lateness, and the proxy that forwards the messages."""
+"""Delivery at any time by delay levels: number of hops, lateness, and the proxy that forwards messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_of_equal_levels_the_first_is_taken() -> None:
 
 
 class Carried:
-    """A store in memory with schedule and proxy."""
+    """A store in memory with a schedule and a proxy."""
 
     def __init__(self, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
         self.files = files or MemoryFiles()

@@ -1,4 +1,4 @@
-"""The timer: times of deliveries, refusals, deletions and rolls, and its files."""
+"""The timer: when it delivers, refuses, deletes and rolls, and its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_store_without_timers_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("at", "delay", "out", "comes"),
     [
-        (0, 1, -1_000, 0),  # its slot has passed when it reaches the wheel: delivered immediately
+        (0, 1, -1_000, 0),  # its slot has passed when it reaches the wheel, so it is delivered immediately
         (0, 999, 0, 1_000),
         (0, 1_000, 0, 1_000),
         (0, 1_001, 1_000, 2_000),
@@ -74,7 +74,7 @@ def test_late_messages_skip_the_wheel() -> None:
     wheel.save()
     again = wheel.after_kill()
     again.pass_to(60_000)
-    assert again.delivered() == [(b"late", 5_500)]  # once: the delivery is noted, although there is no wheel yet
+    assert again.delivered() == [(b"late", 5_500)]  # only once: the delivery is noted although there is no wheel yet
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_messages_beyond_the_window_roll() -> None:
     assert wheel.delivered() == [(b"b", 430_000)]
     assert [m.properties["TIMER_ROLL_TIMES"] for m in wheel.rolled()] == ["1", "2", "3", "4"]
     assert {m.properties["TIMER_OUT_MS"] for m in wheel.rolled()} == {str(START_MS + 429_000)}
-    assert wheel.runs == [101_000, 202_000, 303_000, 354_000, 430_000]  # nearly there: half the window
+    assert wheel.runs == [101_000, 202_000, 303_000, 354_000, 430_000]  # the last roll is half the window
 
 
 def test_a_deletion_rolls_with_its_message() -> None:
@@ -233,8 +233,8 @@ def test_a_deletion_rolls_with_its_message() -> None:
     ("key", "deliver", "gone"),
     [
         (delete_key("T", "U"), 10_500, True),
-        (delete_key("T", "U"), 10_001, True),  # of the same slot
-        (delete_key("T", "U"), 9_500, False),  # of an earlier one: it is empty when the message comes
+        (delete_key("T", "U"), 10_001, True),  # in the same slot
+        (delete_key("T", "U"), 9_500, False),  # in an earlier slot, which is empty when the message arrives
         (delete_key("T", "U"), 11_500, False),  # too late
         (delete_key("T", "V"), 10_500, False),
         ("T-U", 10_500, False),
@@ -261,7 +261,7 @@ def test_a_deletion_stored_before_its_message() -> None:
 
 
 def test_a_deletion_that_comes_too_late_does_nothing() -> None:
-    """A deletion that comes to the wheel too late does nothing."""
+    """A deletion that reaches the wheel too late does nothing."""
     wheel = Wheel()
     message = Message("T", b"delete")
     message.properties |= {"TIMER_DELAY_SEC": "2", "TIMER_DEL_UNIQKEY": "T+U"}
@@ -377,7 +377,7 @@ def test_units_behind_the_checkpoint_are_cut_and_made_again() -> None:
 
 
 def test_a_queue_offset_ahead_of_the_log_that_was_flushed() -> None:
-    """RocketMQ leaves it like this when it is killed."""
+    """RocketMQ leaves such a file when it is killed."""
     wheel = Wheel()
     wheel.put(b"one", TIMER_DELAY_SEC=5)
     wheel.save()
@@ -425,7 +425,7 @@ def test_chains_that_lead_nowhere_terminate(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_file_of_the_timer_log_goes_with_its_messages() -> None:
-    """As 5.3.3: once the commit log's begin has passed all that the file names."""
+    """As in 5.3.3, this happens once the commit log begins after every record that the file names."""
     wheel = Wheel()
     for number in range(200):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)

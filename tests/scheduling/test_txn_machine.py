@@ -1,7 +1,7 @@
 """Transactions compared with what an observer expects, over lost answers, repeated ends, crashes and time.
 
-A message is delivered once if its transaction was committed, and never otherwise. In the end every transaction that its
-producer has decided is also decided in the store.
+A committed transaction's message is delivered once, any other never. In the end the store has decided every transaction
+that its producer has decided.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Local:
 
     number: int
     places: list[Place] = field(default_factory=list)
-    """The offsets by which it can be ended: those of the send, and those of each question."""
+    """The offsets by which the transaction can be ended: that of the send, and that of each check."""
     outcome: str | None = None
-    """What the local transaction came to; None while it runs."""
+    """Outcome of the local transaction; None while it runs."""
 
 
 class TransactionMachine(RuleBasedStateMachine):
-    """Producers that decide and answer, or do not; a broker that checks and dies."""
+    """Producers that decide and may or may not answer, and a broker that checks and dies."""
 
     @initialize(check_max=st.sampled_from([2, 15]))
     def begin(self, check_max: int) -> None:
@@ -73,14 +73,14 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.locals)
     @rule(data=st.data(), outcome=st.sampled_from(["commit", "rollback"]))
     def decide(self, data: st.DataObject, outcome: str) -> None:
-        """The local transaction ends; the broker does not hear of it."""
+        """End the local transaction without the broker hearing of it."""
         local = data.draw(st.sampled_from(self.locals))
         local.outcome = local.outcome or outcome
 
     @precondition(lambda self: any(local.outcome for local in self.locals))
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """A producer ends a transaction, with any offsets that it knows, possibly repeatedly."""
+        """Let a producer end a transaction with any offset that it knows, possibly more than once."""
         local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
         self.tell(local, data.draw(st.sampled_from(local.places)))
 
@@ -93,7 +93,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.questions)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        """A check is answered, in any order, or never."""
+        """Answer a check, in any order, or never."""
         question = self.questions.pop(data.draw(st.integers(0, len(self.questions) - 1)))
         local = self.locals[int(question.half.body)]
         place = question.half.physical_offset, question.half.queue_offset
@@ -104,7 +104,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(local.outcome for local in self.locals))
     @rule(data=st.data())
     def the_opposite_is_refused(self, data: st.DataObject) -> None:
-        """After an end was acknowledged, its opposite changes nothing; except for halves discarded before."""
+        """An acknowledged end can't be reversed, except for half messages discarded before."""
         local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
         place = local.places[0]
         self.tell(local, place)
@@ -131,7 +131,7 @@ class TransactionMachine(RuleBasedStateMachine):
 
     @rule()
     def one_turn(self) -> None:
-        """Part of a pass, so that transactions end during it."""
+        """Run part of a pass, so that transactions end during it."""
         due = self.transactions.run_due(self.clock.now_ms())
         if due is not None:
             self.clock.move_to(due)

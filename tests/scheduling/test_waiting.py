@@ -1,4 +1,4 @@
-"""Common behaviour of delay levels and timers: many due messages, undeliverable ones, full disks, settings."""
+"""What delay levels and timers have in common: many due messages, undeliverable ones, full disks, settings."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_failed_flush_is_reported(part: type[ByTime], monkeypatch: pytest.Monk
             ("timer_precision_ms", 0), ("timer_roll_window_slot", 1), ("timer_log_file_size", 60),
             ("timer_max_delay_sec", 0), ("slots_total", 62), ("slots_total", 1 << 40), ("most_at_once", True),
             ("save_every_s", -1), ("retry_s", None),
-            ("timer_precision_ms", 86_400_000),  # the window is longer than a unit can say
+            ("timer_precision_ms", 86_400_000),  # the window is longer than a unit can express
         )),
     ],
 )  # fmt: skip
