@@ -150,7 +150,7 @@ class Run:
                 self.promise(acknowledgement.result.physical_offset + acknowledgement.result.size)
         self.waiting = [one for one in self.waiting if not one.done]
 
-    # --- what happens
+    # --- operations
 
     def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
         message, fields = any_message(self.rng, delay=delay)

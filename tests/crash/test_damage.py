@@ -78,7 +78,7 @@ def subjects() -> list[Subject]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ spoiling
+# ----------------------------------------------------------------------------------------------- damaging a file
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def spoil(subject: Subject, rng: random.Random) -> Spoilt:
     return Spoilt(kind, path, begin, end, found)
 
 
-# ------------------------------------------------------------------------------------------------------- knowing
+# --------------------------------------------------------------------------------------------- detectable damage
 
 
 def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
@@ -205,7 +205,7 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
     return log_end > start + len(before) and before[blank + 4 : blank + 8] != after[blank + 4 : blank + 8]
 
 
-# --------------------------------------------------------------------------------------------------------- a case
+# ------------------------------------------------------------------------------------------------------- one case
 
 
 def check_case(subject: Subject, spoilt: Spoilt) -> None:

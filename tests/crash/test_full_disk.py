@@ -140,7 +140,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
         assert [message.physical_offset for message in found] == [result.physical_offset]
 
 
-# ------------------------------------------------------------------------------------------------------- for real
+# ---------------------------------------------------------------------------------------------- real file systems
 
 
 @real
@@ -336,7 +336,7 @@ def open_when_full(disk: Path) -> None:
     assert verify(str(path), CONFIG).sound
 
 
-# ------------------------------------------------------------------------------------------------------- simulated
+# ------------------------------------------------------------------------------------------------- simulated disks
 
 
 class BoundedFiles(MemoryFiles):

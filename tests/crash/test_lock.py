@@ -178,7 +178,7 @@ def test_librmq_is_refused_while_a_jvm_writes(store: Path, capsys: pytest.Captur
     fill(store)
 
 
-# ------------------------------------------------------------------------------------- what must not end the lock
+# --------------------------------------------------------------------------------- what must not release the lock
 
 
 def test_a_backup_by_the_process_itself_does_not_end_the_lock(store: Path, tmp_path: Path) -> None:

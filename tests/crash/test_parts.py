@@ -226,7 +226,7 @@ def test_a_file_of_the_index_is_written_again() -> None:
     assert_settled(files)
 
 
-# --------------------------------------------------------------------------------------- a flush that failed
+# -------------------------------------------------------------------------------------------- a failed flush
 
 
 @pytest.mark.parametrize("make", [lambda files: queue_of(files, 12), lambda files: index_of(files)])
@@ -274,7 +274,7 @@ def test_the_marker() -> None:
     assert_settled(files)
 
 
-# ------------------------------------------------------------------------------------------------- one by one
+# ---------------------------------------------------------------------------------------- deleting one by one
 
 
 DELETIONS: dict[str, Callable[[MappedFileQueue], object]] = {

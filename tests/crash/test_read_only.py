@@ -172,7 +172,7 @@ def test_no_byte_is_changed_and_no_name(path: Path, writers: list[Writer]) -> No
     assert snapshot_of(path) == before
 
 
-# ------------------------------------------------------------------------------------------------- coming and going
+# ------------------------------------------------------------------------------------------------- writers that die
 
 
 def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[Writer]) -> None:

@@ -290,7 +290,7 @@ def test_reading_changes_nothing(folder: Path, store_copy: StoreCopy, commands: 
     assert contents(store) == before
 
 
-# --- care
+# --- verifying and recovering
 
 
 @stores

@@ -36,7 +36,7 @@ stores = pytest.mark.parametrize("folder", store_folders())
 INDEX_HEADER = 40
 
 
-# --- operations as they were recorded
+# --- recorded operations
 
 
 def recorded(folder: Path) -> list[tuple[Row, Row]]:
@@ -298,7 +298,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     assert (loaded.path / "abort").exists() is crashed
 
 
-# --- the rest of the operations: the recorded ones at other places
+# --- other operations: the recorded messages at other places
 
 
 def essence(message: StoredMessage) -> tuple[Any, ...]:
@@ -465,7 +465,7 @@ def timeless(value: Any) -> Any:
     return value
 
 
-# --- one run and another
+# --- two runs
 
 
 @stores

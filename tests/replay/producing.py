@@ -157,7 +157,7 @@ class Producers:
             return None
         return self.recording.broker_settings["brokerName"], stored.queue_id
 
-    # ---- recorded in brief: the message is in the log
+    # ---- sends recorded in brief, whose messages are in the log
 
     def on_sent(self, event: Row) -> None:
         self._note(event, lambda: self._again(event, self.recording.stored[event["msgId"]], event["queueId"]))

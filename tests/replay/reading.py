@@ -459,7 +459,7 @@ class Recording:
                 found[asked[event["client"], event["body"], event["n"]]].append(event)
         return found
 
-    # ---- remains
+    # ---- files left at the end
 
     def log(self, store: str) -> list[StoredMessage]:
         """Return the records of a broker's log."""

@@ -19,7 +19,7 @@ from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel
 from tests.bytime import TINY, Wheel
 from tests.stores import ROOT, START_MS, contents, died
 
-# --- when
+# --- delivery times
 
 
 def test_a_store_without_timers_is_left_as_it_is() -> None:
@@ -203,7 +203,7 @@ def test_many_new_messages_take_several_steps() -> None:
     assert len(wheel.delivered()) == 100
 
 
-# --- put on
+# --- rolls
 
 
 def test_messages_beyond_the_window_roll() -> None:
@@ -226,7 +226,7 @@ def test_a_deletion_rolls_with_its_message() -> None:
     assert wheel.delivered() == [(b"stays", 250_000)]
 
 
-# --- deleted
+# --- deletions
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,7 @@ def test_a_deletion_that_comes_too_late_does_nothing() -> None:
     assert wheel.delivered() == []
 
 
-# --- undeliverable messages
-
-
-# --- on disk
+# --- files
 
 
 def test_settings_of_a_row() -> None:

@@ -249,7 +249,7 @@ def test_an_observer_sees_them_complete_in_order() -> None:
             done = states.count(True)
 
 
-# ----------------------------------------------------------------------------------------------------- by time
+# --------------------------------------------------------------------------------------------- flushes by time
 
 
 def test_moving_a_manual_clock_flushes_the_log() -> None:
@@ -398,7 +398,7 @@ def test_after_each_end_the_store_opens_and_takes_messages(how: str) -> None:
         again.flush()
 
 
-# ------------------------------------------------------------------------------------------------------ letting go
+# --------------------------------------------------------------------------------------------- releasing the store
 
 
 def test_a_store_is_abandoned_though_the_disk_is_full() -> None:
@@ -531,7 +531,7 @@ def test_opening_after_a_kill_flushes_unflushed_data() -> None:
             assert path in before
 
 
-# --------------------------------------------------------------------------------------------------------- the thread
+# ------------------------------------------------------------------------------------------------- the store's thread
 
 
 def test_the_thread_begins_with_the_first_append() -> None:

@@ -279,7 +279,7 @@ def test_an_acknowledgement_is_not_given_after_a_failure(device: Device) -> None
     assert first.wait() == "first"
 
 
-# ------------------------------------------------------------------------------------------------------- letting go
+# ---------------------------------------------------------------------------------------------------------- release
 
 
 def test_nothing_is_acknowledged_once_the_log_is_released(device: Device) -> None:

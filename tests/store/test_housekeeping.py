@@ -365,7 +365,7 @@ def test_a_failure_of_retention_is_logged_and_retried(subject: Subject, caplog: 
     assert subject.expired == [0, 10]
 
 
-# ------------------------------------------------------------------------------------------------------- making ready
+# ---------------------------------------------------------------------------------------------------- preparing files
 
 
 def test_pages_are_prepared_ahead_of_the_producer(subject: Subject) -> None:
@@ -452,7 +452,7 @@ def test_any_order_of_appends_is_flushed_in_time() -> None:
             appended = [(at, end) for at, end in appended if end > subject.commit.flushed]
 
 
-# ---------------------------------------------------------------------------------------------------------- the thread
+# -------------------------------------------------------------------------------------------------- the store's thread
 
 
 class Calls:

@@ -188,7 +188,7 @@ def test_read_only_and_closed_handles_refuse() -> None:
         _ = file.header
 
 
-# ------------------------------------------------------------------------------------------------ its queries
+# ------------------------------------------------------------------------------------------ queries of a file
 
 
 def entry(file: IndexFile, number: int, **changes: int) -> None:

@@ -190,7 +190,7 @@ def test_groups_register_and_leave_while_messages_arrive() -> None:
     assert wrong == []
 
 
-# --- recovery makes them again
+# --- bitmaps after a recovery
 
 
 def filled(filters: Registrations | None) -> MemoryFiles:
@@ -447,7 +447,7 @@ def test_a_slow_predicate_is_reported_with_the_message(caplog: pytest.LogCapture
         assert strict.counts.over_budget == 1
 
 
-# --- the switches
+# --- switches
 
 
 def test_sql_switched_off_names_the_switch() -> None:

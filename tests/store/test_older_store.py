@@ -2,7 +2,7 @@
 
 ``older-store.tar.xz`` was written before the modules moved into rooms, with tiny files, and closed cleanly. It holds
 50 messages in two queues with extension files, one delayed message, the key index, and a group with an SQL filter and
-progress. It is never made again.
+progress. It is never regenerated.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def pair() -> Pair:
     return Pair()
 
 
-# ------------------------------------------------------------------------------------------------ beside a writer
+# -------------------------------------------------------------------------------------------------- with a writer
 
 
 @configs
@@ -270,7 +270,7 @@ def test_only_repeated_requests_are_read_again(pair: Pair) -> None:
     assert files.looks > before
 
 
-# ------------------------------------------------------------------------------------- before there is anything
+# -------------------------------------------------------------------------------- before the writer has written
 
 
 @configs
@@ -386,7 +386,7 @@ def test_rubbish_after_the_end_is_not_damage(pair: Pair) -> None:
     assert len(list(pair.reader)) == 2
 
 
-# ------------------------------------------------------------------- queues and index that lag or are half written
+# --------------------------------------------------------------------------- late or half-written queues and index
 
 
 def lanes_only(pair: Pair) -> None:

@@ -631,7 +631,7 @@ def test_the_first_of_index_files_with_one_end_is_covered() -> None:
         assert again.verify().sound
 
 
-# ------------------------------------------------------------------------------------- files that can't be right
+# -------------------------------------------------------------------------------------- damaged or missing files
 
 
 def spoil_length(data: bytes) -> bytes:

@@ -93,7 +93,7 @@ class RetentionMachine(RuleBasedStateMachine):
                 self.round = self.round[0], self.round[1] + 1
         return self.begin_file - before
 
-    # --- what happens
+    # --- operations
 
     @rule(
         count=st.integers(1, 12),
@@ -186,7 +186,7 @@ class RetentionMachine(RuleBasedStateMachine):
             for _, entries in queue.blocks():
                 assert (entries["physical_offset"] < self.store.log.end).all()
 
-    # --- what always holds
+    # --- invariants
 
     @invariant()
     def agrees(self) -> None:

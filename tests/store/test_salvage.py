@@ -84,7 +84,7 @@ def with_body(files: Files, *, last: int) -> StoredMessage:
     return found[-last]
 
 
-# ------------------------------------------------------------------------------------------------------- finding
+# ----------------------------------------------------------------------------------------------- finding records
 
 
 @pytest.mark.parametrize("clean", [True, False])
@@ -191,7 +191,7 @@ def test_folders_that_are_not_stores_are_refused() -> None:
         list(salvage.records("/nowhere", MemoryFiles()))
 
 
-# ------------------------------------------------------------------------------------------------------- keeping
+# --------------------------------------------------------------------------------------------- keeping cut bytes
 
 
 def damaged_in_the_middle(seed: int = 1) -> tuple[Contents, int]:
@@ -369,7 +369,7 @@ def test_on_disk_too(tmp_path: Path) -> None:
     assert verify(str(tmp_path)).sound
 
 
-# ------------------------------------------------------------------------------------------------------ refusing
+# ----------------------------------------------------------------------------------------------- refusing to cut
 
 Damaged = Callable[[], tuple[Contents, int]]
 
@@ -495,7 +495,7 @@ def test_an_open_store_cuts_on_demand() -> None:
     assert [cut.physical_offset for cut in salvage.kept(ROOT, files)] == [record.physical_offset]
 
 
-# ------------------------------------------------------------------------------------------------- files with links
+# ----------------------------------------------------------------------------------------------------- linked files
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -67,7 +67,7 @@ def raws(store: MessageStore) -> dict[int, bytes]:
     return {message.physical_offset: message.raw for message in store}
 
 
-# ------------------------------------------------------------------------------------------------ of a store at rest
+# -------------------------------------------------------------------------------------- snapshots of a store at rest
 
 
 @configs
@@ -219,7 +219,7 @@ def test_without_links_all_files_are_copied(code: int) -> None:
     assert verify(TARGET, SMALL, files).sound
 
 
-# ------------------------------------------------------------------------------------------------ of a store in use
+# -------------------------------------------------------------------------------------- snapshots of a store in use
 
 
 @configs

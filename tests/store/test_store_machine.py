@@ -271,7 +271,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert found in file
         assert abs(times[found] - START_MS - ms) == min(abs(times[at] - START_MS - ms) for at in file)
 
-    # --- closing, dying
+    # --- closing and dying
 
     @rule()
     def flush(self) -> None:
