@@ -1,8 +1,8 @@
-"""The master's side of replication: bytes of the log for replicas, and sends that wait for one of them.
+"""The master's side of replication: log bytes for replicas, and sends that wait for a replica.
 
-Mirrors ``HAService``, ``HAConnection`` and ``CommitLog.submitReplicaRequest``. A replica asks for the bytes from a
-place on, which acknowledges all before it. With ``replication="sync"`` a send first lets the replicas follow in its
-own thread, so that senders share what one of them copies, and then waits.
+Mirrors ``HAService``, ``HAConnection`` and ``CommitLog.submitReplicaRequest``. A replica requests the bytes after a
+physical offset, and thereby acknowledges all bytes before it. With ``replication="sync"`` the thread of a send first
+lets the replicas copy, so that one copy serves many senders, and then waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OK: Final = SendStatus.SEND_OK
 
 
 class _Follower:
-    """A replica, as its master knows it."""
+    """A replica as its master sees it."""
 
     __slots__ = ("acknowledged", "behind_since_ms", "follow")
 
@@ -39,7 +39,7 @@ class _Follower:
         self.acknowledged = 0
         self.follow: Callable[[], int] | None = None
         self.behind_since_ms: int | None = None
-        """When there was more for it than it has asked for since; None while it has all."""
+        """Since when the master has had more bytes than the replica requested; None while the replica has all."""
 
 
 class Replication:
@@ -66,7 +66,7 @@ class Replication:
     # ---- requests of replicas
 
     def describe(self, _: DescribeLog) -> LogDescription:
-        """Return what a replica must know before it follows."""
+        """Return what a replica needs to know before it follows."""
         self._check_open()
         store = self._store
         files = None if store.files.is_shared else store.files
@@ -74,11 +74,11 @@ class Replication:
         return LogDescription(self._context.name, place, store.config, store.log.begin, store.log.end)
 
     def follow(self, request: FollowLog) -> LogBytes:
-        """Note what a replica has, and return the bytes that follow."""
+        """Record what a replica has, and return the bytes that follow."""
         self._check_open()
         log, at = self._store.log, request.physical_offset
         end = log.end
-        if at > end:  # which the replica sees by the end
+        if at > end:  # the replica sees this by the end
             return LogBytes(b"", log.begin, end)
         if request.replica:
             self._acknowledge(request)
@@ -97,7 +97,7 @@ class Replication:
             self._note(follower, request.physical_offset)
 
     def _note(self, follower: _Follower, acknowledged: int) -> None:
-        """Note what a replica has, and wake the sends that wait for it. Under the guard."""
+        """Record what a replica has, and wake the sends that wait for it. Called under the guard."""
         follower.acknowledged, follower.behind_since_ms = acknowledged, None
         if self._waiting:
             waited_for, self._acknowledged = self._acknowledged, threading.Event()
@@ -116,7 +116,7 @@ class Replication:
             self._followers.pop(request.replica, None)
 
     def tables(self, request: CopyTables) -> CopiedTables:
-        """Return the tables as they are now. Under the runner's lock."""
+        """Return the current tables. Called under the runner's lock."""
         tables = self._context.tables
         if request.notify is not None:
             self._context.writing.watch(request.notify)
@@ -127,7 +127,7 @@ class Replication:
 
     @property
     def has_followers(self) -> bool:
-        """Whether any replica has asked and not left."""
+        """Whether at least one replica has made a request and not left."""
         return bool(self._followers)
 
     @property
@@ -136,11 +136,11 @@ class Replication:
         return len(self._available())
 
     def lag(self) -> int:
-        """Return the bytes that the nearest replica lacks; 0 without replicas."""
+        """Return how many bytes the most advanced replica lacks; 0 without replicas."""
         return min((max(0, self._store.log.end - one.acknowledged) for one in self._available()), default=0)
 
     def confirm(self, end: int) -> SendStatus:
-        """Return when a replica has the log up to ``end``, or the status of a send for which none has it in time."""
+        """Wait until a replica has the log up to ``end``; return the status of the send if none has it in time."""
         deadline = self._clock.monotonic() + self._timeout_s
         followers = self._available()
         if not any(end - one.acknowledged <= self._max_lag for one in followers):
@@ -169,12 +169,12 @@ class Replication:
             if any(one.acknowledged >= end for one in followers) and self._clock.monotonic() <= deadline:
                 return _OK
             left = deadline - self._clock.monotonic()
-            if left <= 0 or not moves_by_itself(self._clock):  # then nothing happens meanwhile
+            if left <= 0 or not moves_by_itself(self._clock):  # nothing can happen while a send waits
                 return SendStatus.FLUSH_SLAVE_TIMEOUT
             self._clock.wait(acknowledged, left)
 
     def _available(self) -> list[_Follower]:
-        """Return the replicas that are level, or have asked a short time ago."""
+        """Return the replicas that have the whole log or made a request recently."""
         now_ms = self._now_ms()
         with self._guard:
             return [

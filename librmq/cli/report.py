@@ -1,4 +1,4 @@
-"""``report``: a page about stores, and the same as JSON beside it."""
+"""``report``: write a page about stores, and optionally the same values as JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Clients by the old rule of default instance names: one for the whole process, whatever its routes.
+"""Clients under the old rule of default instance names: one client per process, whatever its routes are.
 
-Before 4.9.1 the default instance name was the process id, so all producers and consumers of a process that named no
-instance shared one ``MQClientInstance``, bound to the brokers of the first. Mirrors ``MQClientManager`` of that time.
+Before 4.9.1 the default instance name was the process id, so all producers and consumers that named no instance
+shared one ``MQClientInstance``, which used the brokers of the first. Mirrors ``MQClientManager`` of that time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = EventLog("librmq.client")
 
 
 class ProcessClients:
-    """The clients of one process by the old rule, to reproduce its mix-ups. New code lets each client have its own id.
+    """The clients of one process under the old rule, to reproduce its mix-ups. New code gives each client its own id.
 
     A producer for cluster B gets the client of a consumer of cluster A, and its sends go to cluster A::
 
@@ -32,7 +32,7 @@ class ProcessClients:
         self._clients: dict[str, Client] = {}
 
     def of(self, route: Route, *, instance_name: str | None = None) -> Client:
-        """Return the client of a name, by default the process id; the first call binds it to its ``route``."""
+        """Return the client with that name, by default the process id. The first call binds it to its ``route``."""
         name = str(os.getpid()) if instance_name is None else instance_name
         client = self._clients.get(name)
         if client is None:

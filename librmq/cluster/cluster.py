@@ -25,7 +25,7 @@ _NOT_IN_NAMES: Final = frozenset("/\\\0:")
 
 
 class Cluster(RouteTable):
-    """A `RouteTable` that opens, crashes and reopens its brokers. A context manager that closes them. Thread-safe."""
+    """A `RouteTable` that opens, crashes and reopens its brokers, and closes them as a context manager. Thread-safe."""
 
     name: str
     """The cluster's name in stored messages."""
@@ -49,17 +49,17 @@ class Cluster(RouteTable):
         files: Files | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Open brokers with these names, each with its store in the folder of that name in ``path``.
+        """Open brokers with these names, each with its store in the folder of ``path`` that has its name.
 
         A broker's store host is derived from its name, so an offset id identifies its broker in every process.
 
         Args:
-            path: The folder of all stores.
-            brokers: Names; a name such as ``hz-broker-a`` begins with the broker's site.
+            path: The folder that contains all stores.
+            brokers: Their names. A name such as ``hz-broker-a`` begins with the broker's site.
             name: The cluster's name in stored messages.
-            config: Settings of each broker for its clients.
-            store_config: Settings of each store.
-            runner: Runs the work of brokers and clients; None starts threads, which end with the cluster.
+            config: Settings for every broker.
+            store_config: Settings for every store.
+            runner: Runs the work of brokers and clients. None starts threads, which end with the cluster.
             files: The file system; None is the disk.
             metrics: Counts events.
 
@@ -128,11 +128,11 @@ class Cluster(RouteTable):
                 broker.create_topic(topic, queues)
 
     def crash(self, name: str) -> None:
-        """Let a broker die without saving, like a killed process."""
+        """Let a broker end without saving, like a killed process."""
         self.broker(name).abandon()
 
     def reopen(self, name: str) -> Broker:
-        """Open a broker that has died or was closed, with all acknowledged messages; return it.
+        """Reopen a broker that has died or was closed, with all acknowledged messages, and return it.
 
         Raises:
             ConfigError: The broker is open.
@@ -144,7 +144,7 @@ class Cluster(RouteTable):
         return broker
 
     def close(self) -> None:
-        """Close all brokers. Shut down clients first. A second call does nothing."""
+        """Close all brokers; shut down their clients first. A second call does nothing."""
         with ExitStack() as last:
             if self._own_runner is not None:
                 last.callback(self._own_runner.shutdown)
@@ -162,7 +162,7 @@ class Cluster(RouteTable):
 
 
 def _check(names: Sequence[object]) -> None:
-    """Refuse names before a broker is opened."""
+    """Refuse invalid names before any broker is opened."""
     hosts: dict[str, str] = {}
     if not names:
         raise ConfigError("brokers: expected at least one name")
@@ -177,6 +177,6 @@ def _check(names: Sequence[object]) -> None:
 
 
 def _host_of(name: str) -> str:
-    """Return the store host of a broker: an address of this machine that is made from the broker's name."""
+    """Return the store host of a broker: a loopback address derived from the broker's name."""
     high, middle, low = blake2b(name.encode("utf-8", "replace"), digest_size=3).digest()
     return f"127.{high}.{middle}.{low}:{_PORT}"

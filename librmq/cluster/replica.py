@@ -1,13 +1,13 @@
-"""A replica: a store that copies its master's log as it grows, and a broker that answers reads from it.
+"""A replica: a store that copies its master's log as it grows, and a broker that serves reads from the copy.
 
 ::
 
     master                          replica
-    log      ── FollowLog ───────>  log, byte for byte; queues and index derived from it, as the master's are
+    log      ── FollowLog ───────>  log, byte for byte; the replica derives queues and index like the master
     tables   ── CopyTables ──────>  topics, groups, progress of consumers and delays; every 10 s if they have changed
 
-Mirrors ``HAClient`` and ``SlaveSynchronize``. The tables follow apart from the log, so after a failover consumers get
-again what they consumed since the last copy of their progress.
+Mirrors ``HAClient`` and ``SlaveSynchronize``. The tables are copied separately from the log, so after a failover
+consumers receive again what they consumed since the last copy of their progress.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _LONGEST_RETRY_MS: Final = 60_000
 
 
 class Replica:
-    """The copy of a master's store in a folder, which follows until it is closed. Thread-safe.
+    """A copy of a master's store, which follows the master until it is closed. Thread-safe.
 
-    Made by `open`; a context manager that closes it.
+    Created by `open`; a context manager that closes it.
     """
 
     broker: Broker
-    """Answers reads under the master's name: pulls, queries, progress. It refuses writes."""
+    """Serves reads under the master's name: pulls, queries, progress. It refuses writes."""
     path: str
     runner: Runner
     dead: bool
-    """Whether it was closed."""
+    """Whether the replica was closed."""
     failure: ReplicaError | None
     """Why the replica has stopped following; None while it follows."""
     _own_runner: ThreadRunner | None
@@ -77,18 +77,18 @@ class Replica:
         files: Files | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Open the replica in ``path``, a new folder or one that has copied this master before, and let it follow.
+        """Open the replica in ``path``, a new folder or an earlier copy of this master, and start following.
 
         Args:
             path: The folder of the copy.
             of: The master: a broker of this process, a link to one, or the folder of a store that any process writes.
             config: Times and sizes.
-            runner: Runs its turns. None is that of a `Broker`; for a folder it makes threads of its own.
-            files: The file system; None is that of a `Broker`, or the disk.
+            runner: Runs its turns. None uses the runner of a `Broker`; for a folder it starts threads.
+            files: The file system. None uses that of a `Broker`, or the disk.
             metrics: Gets the gauges of the copy.
 
         Raises:
-            ReplicaError: the folder can't copy this master: it is the master's, has a store of its own or the copy of
+            ReplicaError: the folder can't copy this master: it is the master's, has an independent store or the copy of
                 another one, or is ahead of the master. Nothing was changed.
             BrokerUnreachableError: the master is closed.
             StoreLockedError: another process has the copy open for writing.
@@ -153,25 +153,25 @@ class Replica:
             self._followed(reached, None)
             self._tables_copied(reached, None)
 
-    # ---- what it has
+    # ---- what the replica has
 
     @property
     def store(self) -> MessageStore:
-        """The copy, for reading."""
+        """The copied store, for reading."""
         return self.broker.store
 
     @property
     def end(self) -> int:
-        """Physical offset up to which it has the master's log."""
+        """Physical offset up to which the replica has the master's log."""
         return self.store.log.end
 
     @property
     def lag_bytes(self) -> int:
-        """Bytes that it lacks, as of its last question to the master."""
+        """Bytes that the replica lacks, according to the master's last answer."""
         return max(0, self._master_end - self.end)
 
     def follow(self) -> bool:
-        """Copy all that the master has now, and its tables; return whether the master could be reached.
+        """Copy everything that the master has now, including its tables; return whether the master was reachable.
 
         Raises:
             ReplicaError: the replica has stopped following.
@@ -207,7 +207,7 @@ class Replica:
         return self._copy_log(_MOST_AT_ONCE)
 
     def _followed(self, reached: bool | None, error: Exception | None) -> None:
-        """Schedule the next copy. Under the runner's lock."""
+        """Schedule the next copy. Called under the runner's lock."""
         if error is not None:
             _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
         if self.failure is not None:
@@ -225,14 +225,14 @@ class Replica:
             self.runner.wake(self._step, now_ms + wait_ms)
 
     def _notified(self) -> None:
-        """Note that the master has more. In the thread of an append."""
+        """Note that the master has more. Called in the thread of an append."""
         runner = self.runner
         with runner.lock:
             if not self.dead:
                 runner.wake(self._step, runner.now_ms() + round(1000 * self._config.follow_after_s))
 
     def _follow_for_send(self) -> int:
-        """Copy at once, in the thread of a send that waits for it, or let the thread do it that copies already.
+        """Copy immediately, in the thread of a waiting send, unless another thread is already copying.
 
         Return the physical offset up to which the replica has the log.
         """
@@ -241,16 +241,16 @@ class Replica:
             try:
                 self._is_asked = False
                 queues, _ = self._copy(None, is_enough=True)
-            except RmqError as error:  # the send gets a status
+            except RmqError as error:  # the status of the send says so
                 _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
                 break
             finally:
                 self._following.release()
-            self.broker.copied(queues)  # without the lock, because a holder of the runner's may wait for it
+            self.broker.copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
         return self.end
 
     def _copy_log(self, limit: int | None) -> bool:
-        """Copy up to ``limit`` bytes, None for all; return whether the master could be reached."""
+        """Copy up to ``limit`` bytes, or everything if None; return whether the master was reachable."""
         while True:
             with self._following:
                 self._is_asked = False
@@ -260,10 +260,10 @@ class Replica:
                 return reached
 
     def _copy(self, limit: int | None, *, is_enough: bool = False) -> tuple[set[tuple[str, int]], bool]:
-        """Copy up to ``limit`` bytes; return the queues that got messages, and whether the master could be reached.
+        """Copy up to ``limit`` bytes; return the queues that got messages, and whether the master was reachable.
 
-        With ``is_enough`` the end of the master's log as first heard is enough; otherwise the last question finds
-        nothing, which acknowledges everything and lets the master notify.
+        With ``is_enough`` the copy ends where the master's log ended at the first answer. Otherwise it ends with a
+        request that finds nothing, which acknowledges everything and lets the master notify the replica.
         """
         store, size, copied = self.store, self._config.chunk_size, 0
         queues: set[tuple[str, int]] = set()
@@ -287,14 +287,14 @@ class Replica:
                 copied, size = copied + whole, self._config.chunk_size
                 if is_enough and at + whole >= answer.end:
                     break
-            elif answer.data and size < left:  # a longer record
+            elif answer.data and size < left:  # for a record that is longer than a copy
                 size = min(max(needed, 2 * size), left)
             else:
                 break
         return queues, True
 
     def _lost(self, error: RmqError) -> None:
-        """Log that the master cannot be reached, once until it can."""
+        """Log once that the master is unreachable, until it is reachable again."""
         if self._is_reached:
             self._is_reached = False
             _log.warning("%(path)s: the replica cannot reach its master: %(error)s", path=self.path, error=error)
@@ -305,7 +305,7 @@ class Replica:
         return log.end if log.sequence.starts else self._first
 
     def _is_placed(self, at: int, answer: LogBytes) -> bool:
-        """Return whether the answer is for this place; otherwise stop following, or begin at another place."""
+        """Return whether the answer continues the copy; otherwise stop following, or start again at another offset."""
         if at > answer.end:
             self.failure = ReplicaError(
                 f"{self.path}: the replica is {at - answer.end} bytes ahead of its master, whose log ends at "
@@ -333,7 +333,7 @@ class Replica:
         return None
 
     def _copy_tables(self) -> bool:
-        """Copy the master's tables; return whether it could be reached."""
+        """Copy the master's tables; return whether the master was reachable."""
         notify = None if self._are_tables_watched else self._tables_changed
         self._are_tables_watched = True
         try:
@@ -346,14 +346,14 @@ class Replica:
         return True
 
     def _tables_copied(self, reached: bool | None, error: Exception | None) -> None:
-        """Schedule the next copy of a master that can't notify. Under the runner's lock."""
+        """Schedule the next copy of a master that can't notify. Called under the runner's lock."""
         if error is not None:
             _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
         if error is not None or (reached and isinstance(self._master, StoredMaster)):
             self.runner.wake(self._tables_step, self._next_tables_ms())
 
     def _tables_changed(self) -> None:
-        """Note that a table of the master has changed. Under the master's lock."""
+        """Note that a table of the master has changed. Called under the master's lock."""
         self._are_tables_watched = False
         with self.runner.lock:
             if not self.dead:
@@ -363,15 +363,15 @@ class Replica:
         now_ms, every_ms = self.runner.now_ms(), max(1, self._tables_ms)
         return now_ms - (now_ms - self._begun_ms) % every_ms + every_ms
 
-    # ---- its end
+    # ---- closing
 
     def promote(self) -> None:
-        """Close the replica and make its store one of its own, for `Broker.open` to take writes."""
+        """Close the replica and make its store independent, so that `Broker.open` can write to it."""
         self.close()
         promote_replica(self.path, files=self._files)
 
     def close(self) -> None:
-        """Stop following, and close the copy. A repetition does nothing."""
+        """Stop following, and close the copy. A second call does nothing."""
         if self._end():
             with self._following:
                 self._leave()
@@ -379,14 +379,14 @@ class Replica:
             self._release()
 
     def abandon(self) -> None:
-        """Release everything without saving, like a killed process; the next `open` recovers the copy."""
+        """Release everything without saving, like a killed process. The next `open` recovers the copy."""
         if self._end():
             with self._following:
                 self.broker.abandon()
             self._release()
 
     def _end(self) -> bool:
-        """Take no more turns; return False after an earlier end."""
+        """Stop taking turns; return False if this has happened before."""
         with self.runner.lock:
             was_dead, self.dead = self.dead, True
         return not was_dead
@@ -427,10 +427,10 @@ def _endpoint(of: object, files: Files, runner: Runner) -> Endpoint:
 
 
 def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None) -> None:
-    """Make the closed replica in ``path`` a store of its own, which takes writes and follows no master.
+    """Make the closed replica in ``path`` an independent store, which takes writes and follows no master.
 
     Raises:
-        ReplicaError: it is no replica.
+        ReplicaError: it is not a replica.
         StoreLockedError: it is open.
     """
     folder, files = os.fspath(path), files or DiskFiles()

@@ -1,8 +1,8 @@
-"""Checks that a folder can copy a master, before anything in it is changed.
+"""Checks that a folder can copy a master, made before anything in the folder changes.
 
-A replica is distinguished from another store by its bytes: the end of its log, with the whole last record, must be in
-the master's log too. A record has its place, its time and its host, so no two logs agree there by chance. The log of a
-killed replica is compared from its third last file on, because zeros in a record's properties look sound.
+A replica is recognised by its bytes: the end of its log, including the whole last record, must also be in the
+master's log. Records contain their position, time and host, so two logs never agree there by chance. After a kill the
+comparison starts at the third last log file, because zeros in a record's properties look valid.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["check_bytes", "check_folder"]
 
 _COMPARED: Final = 64 << 10
 _AT_ONCE: Final = 1 << 20
-_SECTOR: Final = 512  # bytes that reach a device together
+_SECTOR: Final = 512  # bytes that a device writes together
 
 
 def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, described: LogDescription) -> bool:
-    """Check that the folder is new, or has a replica of this master; return whether that replica was killed.
+    """Check that the folder is new or has a replica of this master; return whether that replica was killed.
 
     Raises:
-        ReplicaError: it is the master's own folder, has a store of its own or the copy of another one, or is ahead.
-        NotAStoreError: it has something else.
+        ReplicaError: it is the master's own folder, has an independent store or the copy of another one, or is ahead.
+        NotAStoreError: it has other content.
     """
     own = None if files.is_shared else files
     other, place = described.place
@@ -49,7 +49,7 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
     except CorruptionError:
         if not was_killed:
             raise
-        return True  # a kill leaves files without bytes: recovery clears them away, then `check_bytes` is called
+        return True  # after a kill some files have no bytes: recovery removes them, and then `check_bytes` is called
     with copy:
         log = copy.log
         if log.sequence.starts and log.file_size != described.config.commitlog_file_size:
@@ -64,13 +64,13 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
 def check_bytes(
     path: str, log: CommitLog, master: Endpoint, described: LogDescription, *, was_killed: bool = False
 ) -> int | None:
-    """Check that the end of a copy's log is in the master's log too.
+    """Check that the end of a copy's log is also in the master's log.
 
-    If the copy was killed, more is compared. A record can lack bytes that never reached the disk, which no checksum of
-    its own shows; return the physical offset of the first such record, None without any.
+    After a kill more is compared, because a record may lack bytes that never reached the disk, and no checksum of
+    the record covers them. Return the physical offset of the first such record; None if there is none.
 
     Raises:
-        ReplicaError: it is not; the error says whether the copy is ahead, or another store's.
+        ReplicaError: it is not; the error says whether the copy is ahead or belongs to another store.
     """
     end = log.end
     if end > described.end:
@@ -80,7 +80,7 @@ def check_bytes(
             f"librmq.cluster.promote_replica, or delete its folder to copy the master again"
         )
     if end <= max(described.begin, log.begin):
-        return None  # the bytes are gone on one side
+        return None  # one side no longer has the bytes
     file_start = end - 1 - (end - 1) % log.file_size
     at = max(end - _COMPARED, file_start)
     if was_killed:
@@ -104,13 +104,13 @@ def check_bytes(
 
 
 def _never_written(log: CommitLog, physical_offset: int) -> bool:
-    """Return whether the rest of a sector is zero, or of the log."""
+    """Return whether all bytes to the end of the sector, or of the log, are zero."""
     upto = min(log.end, physical_offset - physical_offset % _SECTOR + _SECTOR)
     return not any(log.data_at(physical_offset, upto - physical_offset))
 
 
 def _record_at(log: CommitLog, begin: int, physical_offset: int) -> int:
-    """Return the start of the record that has the byte at ``physical_offset``."""
+    """Return the start of the record that contains ``physical_offset``."""
     found = begin
     for found, size, _ in log.scan(begin, check_body=False):
         if found + size > physical_offset:

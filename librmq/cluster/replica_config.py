@@ -12,15 +12,15 @@ __all__ = ["ReplicaConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig(Config):
-    """Times and sizes of a replica's following."""
+    """Times and sizes that control how a replica follows."""
 
     follow_after_s: Annotated[float, Seconds()] = 0.05
-    """Time from an append of the master to the copy, which many messages share. Sends with ``sync`` skip it."""
+    """Time from the master's append to the copy, which many messages share. Sends with ``sync`` do not wait for it."""
     copy_tables_every_s: Annotated[float, Seconds()] = 10
     """Interval at which changed topics, groups and progress are copied."""
     retry_after_s: Annotated[float, Seconds()] = 5
-    """Time to the next attempt after the master could not be reached; it doubles up to a minute."""
+    """Time to the next attempt if the master is unreachable; it doubles up to a minute."""
     look_every_s: Annotated[float, Seconds()] = 0.1
-    """Interval at which the files of another process's store are looked at, which can't notify."""
+    """Interval between checks of the files of another process's store, which can't notify."""
     chunk_size: Annotated[int, Between(256)] = 1 << 20
-    """Most bytes of one copy, except for a longer record."""
+    """Most bytes in one copy, except for a longer record."""

@@ -1,4 +1,4 @@
-"""The route of clients that read from replicas: while a master is down, and messages that are not in its memory.
+"""The route of clients that also read from replicas: while a master is down, and messages not in its memory.
 
 Mirrors how clients of 4.9 choose between a master and its slaves (``PullAPIWrapper``, ``suggestWhichBrokerId``).
 """
@@ -48,13 +48,13 @@ _MEMBERSHIP: Final = frozenset((Heartbeat, Unregister, ChannelClosed))
 
 
 class _Pair:
-    """A master and its replica, as one endpoint."""
+    """A master and its replica as one endpoint."""
 
     def __init__(self, master: Endpoint | None, replica: Replica) -> None:
         self.master = master
         self._replica = replica
-        self._behind: set[tuple[str, str, str, int]] = set()  # the pulls that ask the replica
-        self._held: dict[tuple[str, str, str, int], Callable[[], None]] = {}  # at the master
+        self._behind: set[tuple[str, str, str, int]] = set()  # pulls that ask the replica
+        self._held: dict[tuple[str, str, str, int], Callable[[], None]] = {}  # pulls at the master
 
     def call(self, request: Request[R], /) -> R:
         kind = type(request)
@@ -75,7 +75,7 @@ class _Pair:
         return self.master.call(request)
 
     def _tell_both(self, request: Request[R]) -> R:
-        """Tell both of a client, so that the replica knows its subscriptions when the master is gone."""
+        """Forward a client's request to both, so that the replica knows its subscriptions when the master is gone."""
         if self._replica.dead:
             return self._of_master(request)
         answer = self._replica.broker.call(request)
@@ -115,8 +115,8 @@ class _Pair:
 class ReplicaRoute:
     """A `Route` over brokers and their replicas. Thread-safe.
 
-    Consumers read from a replica while its master cannot be reached, and from the moment when a pull has read so far
-    back that the messages are not in the master's memory until it has caught up. Sends, locks and transactions need
+    Consumers read from a replica while its master is unreachable. They also do so after a pull for messages so old
+    that they are not in the master's memory, until they have caught up. Sends, locks and transactions need
     the master.
     """
 
@@ -124,7 +124,7 @@ class ReplicaRoute:
         """Add ``replicas`` to a route, a broker or a `RouteTable`.
 
         Raises:
-            ConfigError: two have one master, or their runner is another.
+            ConfigError: two replicas have the same master, or a different runner.
         """
         self._route = route
         self._replicas: dict[str, Replica] = {}
@@ -137,7 +137,7 @@ class ReplicaRoute:
                 raise ConfigError(f"the replica of broker {name!r} has another runner: open both with one runner")
             self._replicas[name] = replica
         self.end = route.watch(self._changed)
-        """Ends the route's part in failovers."""
+        """Stop switching between masters and replicas."""
 
     @property
     def runner(self) -> Runner:
@@ -145,7 +145,7 @@ class ReplicaRoute:
         return self._route.runner
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name; those of which only the replica is there, as readable."""
+        """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
         found = {data.broker_name: data for data in self._route.topic_route(topic)}
         for name, replica in self._replicas.items():
             if name not in found and not replica.dead:
@@ -159,12 +159,12 @@ class ReplicaRoute:
         return cast("tuple[QueueData, ...]", registered(topic))
 
     def broker_names(self) -> tuple[str, ...]:
-        """Return the names of the brokers of which the master or the replica can be reached, sorted."""
+        """Return the names of the brokers whose master or replica is reachable, sorted."""
         alive = {name for name, replica in self._replicas.items() if not replica.dead}
         return tuple(sorted(alive.union(self._route.broker_names())))
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name with its replica; `NoRouteError` if there is none."""
+        """Return the broker with that name and its replica; `NoRouteError` if there is none."""
         replica = self._replicas.get(broker_name)
         if replica is None:
             return self._route.endpoint(broker_name)
@@ -173,12 +173,12 @@ class ReplicaRoute:
         except NoRouteError:
             master = None
         pair = self._pairs.get(broker_name)
-        if pair is None or pair.master is not master:  # clients notice a reopened broker by its new endpoint
+        if pair is None or pair.master is not master:  # a new endpoint shows clients that the broker was reopened
             pair = self._pairs[broker_name] = _Pair(master, replica)
         return pair
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
+        """Call ``changed`` under the runner's lock when brokers, topics or queues change; call the result to stop."""
         ends = [self._route.watch(changed), *(one.broker.watch(changed) for one in self._replicas.values())]
 
         def end() -> None:

@@ -1,14 +1,14 @@
-"""A router of sites: it says which cluster a site uses, and rebuilds the site's clients when that changes.
+"""A router of sites: it decides which cluster a site uses, and rebuilds the site's clients when that changes.
 
 ::
 
     router = SiteRouter({"hz": hz, "sh": sh}, {"hz": "hz", "sh": "sh"})     site -> cluster of its own
     producer = router.producer("hz", lambda route: Producer(route, "shop"))
     producer.run(lambda one: one.send("orders", b"o-1"))
-    router.switch("hz", "sh")                                               by hand, or router.probe()
+    router.switch("hz", "sh")                                               manually, or by router.probe()
 
-Clients are made by the caller's factories, so the router knows none. A switch first makes the new client, then lets new
-calls use it, and shuts the old one down after its last call.
+Factories of the caller create the clients, so the router depends on no kind of client. A switch first creates the new
+client, then directs new calls to it, and shuts the old one down after its last call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANY: Final = float("inf")
 
 
 class _Client(Protocol):
-    """A producer or consumer, as the router sees it."""
+    """A producer or consumer as the router sees it."""
 
     def shutdown(self) -> object: ...
 
@@ -60,7 +60,7 @@ class RoutedClient(Generic[C]):
     def __init__(self, site: str, factory: Callable[[SiteRoute], C], route: SiteRoute, moves: bool) -> None:
         self.site = site
         self.moves = moves
-        """Whether a switch rebuilds it."""
+        """Whether a switch rebuilds this client."""
         self._factory = factory
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
@@ -68,11 +68,11 @@ class RoutedClient(Generic[C]):
 
     @property
     def current(self) -> C:
-        """The client now; the next switch shuts it down, so use `run` for calls beside a switch."""
+        """The current client. The next switch shuts it down, so use `run` for calls that may overlap a switch."""
         return self._current
 
     def run(self, action: Callable[[C], R]) -> R:
-        """Return ``action(client)``; a switch shuts this client down only after the action has ended."""
+        """Return ``action(client)``. A switch shuts this client down only after the action has ended."""
         with self._lock:
             client = self._current
             self._users[id(client)] += 1
@@ -89,7 +89,7 @@ class RoutedClient(Generic[C]):
                 client.shutdown()
 
     def rebuild(self, route: SiteRoute) -> None:
-        """Make the client again for another route, and shut the old one down when nothing uses it."""
+        """Create the client again for another route, and shut the old one down when it is no longer used."""
         new = self._factory(route)
         with self._lock:
             old, self._current = self._current, new
@@ -99,7 +99,7 @@ class RoutedClient(Generic[C]):
 
 
 class SiteRouter:
-    """The cluster of each site, switched by hand or by probe. Thread-safe."""
+    """The cluster of each site, switched manually or by probes. Thread-safe."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class SiteRouter:
         load: Mapping[str, float] | None = None,
         moves_consumers: bool = False,
     ) -> None:
-        """Begin with each site at its home.
+        """Start with each site at its home.
 
         Args:
             clusters: Clusters by name, which share one runner.
             homes: The cluster of each site.
-            capacity: Most load of each cluster, in any unit; a cluster that is not named takes any load.
+            capacity: Highest load of each cluster, in any unit. A cluster without an entry takes any load.
             load: The load of each site in that unit.
-            moves_consumers: Whether a switch rebuilds consumers too. Otherwise they stay, and read what is left.
+            moves_consumers: Whether a switch also rebuilds consumers. Otherwise they stay and read what is left.
 
         Raises:
             ConfigError: A site has no cluster, or clusters have different runners.
@@ -156,13 +156,13 @@ class SiteRouter:
         return self._at[site]
 
     def producer(self, site: str, factory: Callable[[SiteRoute], C]) -> RoutedClient[C]:
-        """Return a producer for a site, made by ``factory(route)`` now and after each switch."""
+        """Return a producer for a site, created by ``factory(route)`` now and after each switch."""
         return self._routed(site, factory, moves=True)
 
     def consumer(self, site: str, factory: Callable[[SiteRoute], C]) -> RoutedClient[C]:
-        """Return a consumer for a site, made by ``factory(route)`` now and, if consumers move, after each switch.
+        """Return a consumer for a site, created by ``factory(route)`` now and, if consumers move, after each switch.
 
-        If they do not move, the route is that of the site's home.
+        If consumers do not move, the route is that of the site's home.
         """
         return self._routed(site, factory, moves=self._moves_consumers)
 
@@ -175,16 +175,16 @@ class SiteRouter:
             return client
 
     def release(self, client: RoutedClient[C]) -> None:
-        """Switch a client no more; the caller shuts it down."""
+        """Stop switching a client; the caller shuts it down."""
         with self._lock:
             self._clients = [one for one in self._clients if one is not client]
 
     def switch(self, site: str, to: str, *, why: str = "by hand") -> None:
-        """Let a site use another cluster, and rebuild its clients.
+        """Let a site use another cluster, and rebuild the site's clients.
 
         Raises:
             ConfigError: There is no such site or cluster; nothing was changed.
-            CapacityError: The cluster cannot take the site's load too; nothing was changed.
+            CapacityError: The cluster cannot also take the site's load; nothing was changed.
         """
         with self._lock:
             self._check_site(site)
@@ -208,17 +208,17 @@ class SiteRouter:
                     client.rebuild(self._clusters[to].at(site))
 
     def probe(self, *, every: float = 5, failures: int = 3) -> None:
-        """Switch by itself: away from a cluster without a reachable broker, and home again when it is back.
+        """Switch automatically: away from a cluster without a reachable broker, and home when it is back.
 
-        A change counts after ``failures`` probes in a row, one each ``every`` seconds. Probes run only while a cluster
-        changes.
+        A change takes effect after ``failures`` probes in a row, one every ``every`` seconds. Probes run only while
+        the reachability of a cluster changes.
         """
         with self._runner.lock:
             if self._probing is None:
                 self._probing = _Probing(self, self._runner, round(1000 * to_seconds("every", every)), failures)
 
     def close(self) -> None:
-        """End the probes, and shut all clients down."""
+        """Stop the probes, and shut all clients down."""
         with self._runner.lock:
             if self._probing is not None:
                 self._probing.end()
@@ -227,11 +227,11 @@ class SiteRouter:
             client.current.shutdown()
 
     def is_reachable(self, cluster: str, site: str) -> bool:
-        """Return whether a site reaches a broker of a cluster."""
+        """Return whether a site can reach a broker of a cluster."""
         return bool(self._clusters[cluster].at(site).broker_names())
 
     def redirect(self) -> None:
-        """Switch each site whose cluster is out of reach to the first one in reach that has the capacity, or home."""
+        """Switch each site with an unreachable cluster to the first reachable one with the capacity, or back home."""
         for site, home in self._homes.items():
             at = self._at[site]
             if self.is_reachable(home, site):
@@ -249,7 +249,7 @@ class SiteRouter:
                 break
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` under the runner's lock when brokers of any cluster change; the result ends this."""
+        """Call ``changed`` under the runner's lock when brokers of any cluster change; call the result to stop."""
         ends = [cluster.watch(changed) for cluster in self._clusters.values()]
 
         def end_all() -> None:
@@ -259,7 +259,7 @@ class SiteRouter:
         return end_all
 
     def state(self) -> tuple[tuple[str, str, bool], ...]:
-        """Return for each site and cluster whether the site reaches a broker there."""
+        """Return for each site and cluster whether the site can reach a broker there."""
         return tuple((site, name, self.is_reachable(name, site)) for site in self._homes for name in self._clusters)
 
     def _check_site(self, site: str) -> None:
@@ -316,6 +316,6 @@ class _Probing:
             _log.error("a site could not be switched: %(error)s", error=error, exc_info=error)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop probing."""
         self._unwatch()
         self._settled = self._router.state()

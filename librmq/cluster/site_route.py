@@ -1,4 +1,4 @@
-"""The route of one site's clients: the same brokers, over links that can fail for this site alone."""
+"""The route of one site's clients: the same brokers, over links that can fail for this site only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class _Table(Protocol):
-    """What a site's route needs of its table."""
+    """What a site's route needs from its table."""
 
     runner: Runner
 
@@ -53,7 +53,7 @@ class SiteRoute:
 
     def __init__(self, table: _Table, site: str) -> None:
         self.site = site
-        """The site's name; ids of clients on this route begin with it."""
+        """The name of the site, with which the ids of clients on this route begin."""
         self.cut: set[str] = set()
         """Names of the brokers that this site cannot reach."""
         self.runner = table.runner
@@ -61,7 +61,7 @@ class SiteRoute:
         self._links: dict[str, _SiteLink] = {}
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name, except those that clients know to be gone."""
+        """Return the brokers that have ``topic``, by name, except those that clients know to be down."""
         return self._table.topic_route(topic)
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
@@ -73,15 +73,15 @@ class SiteRoute:
         return tuple(name for name in self._table.broker_names() if name not in self.cut)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker with that name; its calls raise `BrokerUnreachableError` while its link is cut."""
+        """Return the broker with that name. Its calls raise `BrokerUnreachableError` while its link is cut."""
         behind = self._table.endpoint(broker_name)
         link = self._links.get(broker_name)
-        if link is None or link.behind is not behind:  # clients notice a reopened broker by its new endpoint
+        if link is None or link.behind is not behind:  # a new endpoint shows clients that the broker was reopened
             link = self._links[broker_name] = _SiteLink(behind, broker_name, self.site, self.cut)
         return link
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
+        """Call ``changed`` under the runner's lock at each change of the route; call the result to stop."""
         return self._table.watch(changed)
 
     def __repr__(self) -> str:

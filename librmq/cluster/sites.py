@@ -1,6 +1,6 @@
 """Sites: brokers and clients belong to the site that their name begins with (``hz-broker-a``, ``hz-10.0.0.1@pay``).
 
-A site name has letters and digits only. Names of another form, such as ``10.0.0.1@pay``, have no site.
+The name of a site has letters and digits only. Names of another form, such as ``10.0.0.1@pay``, have no site.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def site_of(name: str) -> str | None:
 
 
 def check_site(site: object) -> None:
-    """Refuse a name that ids could not begin with.
+    """Refuse a site name that cannot begin an id.
 
     Raises:
         ConfigError: The site has other characters than letters and digits.

@@ -1,4 +1,4 @@
-"""A store on disk as the master of a replica, also while another process writes it."""
+"""A store on disk as the master of a replica, even while another process writes it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ R = TypeVar("R")
 
 
 class StoredMaster:
-    """An `Endpoint` that answers a replica from the files of a store, and changes none of them. Thread-safe.
+    """An `Endpoint` that serves a replica from the files of a store, without changing them. Thread-safe.
 
-    It can't wait for the writer, so a replica looks at it from time to time, and no send waits for such a replica.
+    It can't wait for the writer, so a replica checks it from time to time, and no send waits for such a replica.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, files: Files | None = None, clock: Clock | None = None) -> None:
         """Open the store in ``path`` for reading.
 
         Raises:
-            NotAStoreError: there is no store.
+            NotAStoreError: the folder has no store.
             CorruptionError: the store is damaged.
         """
         self.path = os.fspath(path)
@@ -46,10 +46,10 @@ class StoredMaster:
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
 
     def call(self, request: Request[R], /) -> R:
-        """Answer a request of a replica.
+        """Answer a replica's request.
 
         Raises:
-            BrokerUnreachableError: the files can't be read now.
+            BrokerUnreachableError: the files can't be read at the moment.
         """
         try:
             return cast(R, self._answer(request))

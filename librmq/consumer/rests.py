@@ -1,4 +1,4 @@
-"""Rests: a consumer, or single queues of it, begin nothing for a time because something downstream is down."""
+"""Rests: a consumer, or some of its queues, starts no messages for a while because a downstream service is down."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Rests"]
 
 
 class Rests:
-    """The rests of one consumer. Called under the runner's lock."""
+    """The rests of one consumer. Its methods are called under the runner's lock."""
 
     def __init__(self, consumer: Instance, resumed: Callable[[int], None]) -> None:
-        """``resumed(now_ms)`` is called when a rest is over."""
+        """``resumed(now_ms)`` is called when a rest ends."""
         self._consumer = consumer
         self._resumed = resumed
-        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None: of the whole consumer
+        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None is the whole consumer
         self.is_probing = False
         """Whether the next call decides if the whole consumer continues."""
         self._step = Step(f"{consumer.label} resume", self._resume, consumer.client)
@@ -34,7 +34,7 @@ class Rests:
         return bool(self._times) and (None in self._times or queue in self._times)
 
     def begin(self, error: DownstreamDown, queue: MessageQueue) -> int:
-        """Begin a rest, and return its time in milliseconds; only the first of a row is logged as a warning."""
+        """Begin a rest and return its length in milliseconds; only the first in a row is logged as a warning."""
         consumer, key = self._consumer, queue if error.only_queue else None
         now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
         self._times[key] = now_ms, now_ms + rest_ms
@@ -46,14 +46,14 @@ class Rests:
         return rest_ms
 
     def succeeded(self) -> None:
-        """Note that a call went well, which ends the probing."""
+        """Note a successful call, which ends the probing."""
         if not self._times:
             self.is_probing = False
             self._consumer.states.works(("downstream",), "what listeners call")
 
     def _resume(self, now_ms: int) -> int | None:
         for key, (begin, end) in list(self._times.items()):
-            if not begin <= now_ms < end:  # before its begin: the clock was set back
+            if not begin <= now_ms < end:  # earlier than its begin, because the clock was set back
                 del self._times[key]
         self._resumed(now_ms)
         return min((end for _, end in self._times.values()), default=None)

@@ -1,4 +1,4 @@
-"""Subscriptions as consumers of all kinds make and check them."""
+"""Subscriptions, as consumers of all kinds create and check them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["check_at_brokers", "make_subscription"]
 def make_subscription(
     topic: str, tags: str | None, sql: str | None, version: int
 ) -> tuple[Subscription, TagFilter | None]:
-    """Return a subscription, and its exact check if it has tags.
+    """Return a subscription, and the exact check of its tags if it has any.
 
     Raises:
-        ConfigError: Both ``tags`` and ``sql`` are given, or one is not a text.
+        ConfigError: Both ``tags`` and ``sql`` are given, or one is not a string.
         FilterSyntaxError: The expression does not compile.
-        MessageIllegalError: The name of the topic is invalid.
+        MessageIllegalError: The topic has an invalid name.
     """
     validate_client_topic(topic)
     if tags is not None and sql is not None:
@@ -37,7 +37,7 @@ def make_subscription(
 
 
 def check_at_brokers(client: Client, group: str, subscription: Subscription) -> None:
-    """Ask each reachable broker whether it serves an SQL subscription; raise `BrokerError` if one does not."""
+    """Check that each reachable broker serves an SQL subscription; raise `BrokerError` if one does not."""
     if subscription.expression_type == TAG:
         return
     request = CheckSubscription(client.client_id, group, subscription)

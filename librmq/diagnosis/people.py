@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and times as people read them."""
+"""Formats numbers, durations, sizes and times for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DURATIONS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min
 
 
 def number(value: float | None) -> str:
-    """Return ``12,345``, or three digits of a fraction."""
+    """Return ``12,345``; fractions are rounded to three significant digits."""
     if value is None:
         return UNKNOWN
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
@@ -63,7 +63,7 @@ def percent(share: float | None) -> str:
 
 
 def moment(timestamp_ms: int | None) -> str:
-    """Return a time as ``2026-11-20 08:00:00`` in UTC; the number where no calendar has it."""
+    """Return a time as ``2026-11-20 08:00:00`` in UTC; a number if it is outside the calendar."""
     if timestamp_ms is None:
         return UNKNOWN
     try:
@@ -73,7 +73,7 @@ def moment(timestamp_ms: int | None) -> str:
 
 
 def span(first_ms: int | None, last_ms: int | None) -> str:
-    """Return two times as ``2026-11-20 08:00 – 09:30``, with seconds where they tell them apart."""
+    """Return two times as ``2026-11-20 08:00 – 09:30``, with seconds if these are needed to distinguish them."""
     first, last = moment(first_ms), moment(last_ms)
     if first[:16] != last[:16]:
         first, last = first[:16], last[:16]
@@ -81,10 +81,10 @@ def span(first_ms: int | None, last_ms: int | None) -> str:
 
 
 def short(text: str, longest: int = 64) -> str:
-    """Return ``text`` with its middle left out if it is long."""
+    """Return ``text``, with its middle left out if it is long."""
     return text if len(text) <= longest else f"{text[: longest * 2 // 3]}…{text[-(longest // 3 - 1) :]}"
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with codes in place of characters that could hide or reorder text."""
+    """Return ``text`` with escape codes for characters that could hide or reorder text."""
     return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)

@@ -1,4 +1,4 @@
-"""The report about stores or brokers: values that become a page and JSON."""
+"""Reports about stores or brokers: values that can be rendered as a page or as JSON."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def report(
     window_s: float = WINDOW_S,
     check: bool | None = None,
 ) -> Report:
-    """Return a report about a store, a running broker, or several as the brokers of one cluster.
+    """Return a report about a store, a running broker, or several of them as brokers of one cluster.
 
-    `render_page` makes a page of it, ``to_json`` its JSON. One pass reads the headers and keys of all messages. Memory
-    does not grow with their number: beyond 200,000 messages, figures about keys are estimates and say so.
+    `render_page` renders it as a page, ``to_json`` as JSON. One pass reads the headers and keys of all messages. Memory
+    use does not grow with their number: beyond 200,000 messages, figures about keys are estimates and say so.
 
     Args:
         sources: Folders of stores, running brokers, or views.
         title: The heading.
         only: The part to report about: ``topic`` and ``group`` (names separated by commas), ``tags`` (such as
             ``"created || paid"``), ``since`` and ``until`` (store times in milliseconds, ``until`` exclusive).
-        thresholds: Limits beyond which something is a finding.
+        thresholds: Limits above which something is a finding.
         window_s: Seconds between messages of one key that count as repeated.
         check: Whether to run ``verify``; by default for stores of up to 300,000 messages.
 
@@ -80,7 +80,7 @@ def report(
 def join_parts(
     parts: Sequence[ReportPart], axis: TimeAxis | None, wanted: ReportScope, *, title: str | None, window_s: float
 ) -> Report:
-    """Return one report of the parts of several stores."""
+    """Combine the reports about several stores in one."""
     names = ", ".join(part.summary.store for part in parts)
     rows: dict[str, Any] = {
         name: tuple(row for part in parts for row in getattr(part, name)) for name in ROW_NAMES if name != "findings"
@@ -104,7 +104,7 @@ def _place(one: ReportedFinding) -> tuple[object, ...]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the part of each path that tells it from the others, such as ``broker-a`` for ``/data/broker-a/store``.
+    """Return the part of each path that distinguishes it, such as ``broker-a`` for ``/data/broker-a/store``.
 
     Raises:
         ConfigError: A path occurs twice.
@@ -128,7 +128,7 @@ def _path(source: Source) -> str:
 
 @contextmanager
 def _open(source: Source) -> Iterator[StoreView | CorruptionError]:
-    """View a source; a store that is too damaged to open gives its error."""
+    """Open a view of a source. If a store is too damaged to open, return the error."""
     with ExitStack() as stack:
         found: StoreView | CorruptionError
         try:

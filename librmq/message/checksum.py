@@ -1,6 +1,6 @@
-"""The checksum of bodies: CRC-32, by ISA-L where the package ``isal`` is installed (extra ``fast``), else by zlib.
+"""The checksum of bodies: CRC-32 by ISA-L if the package ``isal`` is installed (extra ``fast``), else by zlib.
 
-Both give equal results.
+Both give the same results.
 """
 
 from __future__ import annotations

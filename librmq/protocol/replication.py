@@ -1,4 +1,4 @@
-"""What replicas ask their master: bytes of its log, and its tables."""
+"""Requests of replicas to their master: bytes of its log, and its tables."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class LogDescription:
     name: str
     """The broker's name, or the store's folder."""
     place: tuple[object, str]
-    """The master's files if they are not the disk, and the folder of its store."""
+    """The master's files unless they are on the disk, and the folder of its store."""
     config: StoreConfig
     begin: int
-    """Physical offset of its first file."""
+    """Physical offset of the log's first file."""
     end: int
 
 
 @value
 class DescribeLog(Request[LogDescription]):
-    """Return what a replica must know before it follows."""
+    """Return what a replica needs to know before it follows."""
 
 
 @value
@@ -44,33 +44,33 @@ class LogBytes:
 
 @value
 class FollowLog(Request[LogBytes]):
-    """Read up to ``size`` bytes from one file of the log.
+    """Read at most ``size`` bytes from one file of the log.
 
-    Everything before ``physical_offset`` is acknowledged: the replica has it. A place beyond the log's end, or before
-    its begin, gets no bytes and acknowledges nothing.
+    Acknowledges everything before ``physical_offset``: the replica has it. An offset after the log's end or before
+    its begin gets no bytes and acknowledges nothing.
     """
 
     replica: str
-    """The replica's id; an empty one only reads, and acknowledges nothing."""
+    """The replica's id. With an empty id the request only reads, and acknowledges nothing."""
     physical_offset: int
     size: int
     notify: Callable[[], None] | None = None
-    """Called once when there is more to read, in the thread of a send: it must be short."""
+    """Called once when there is more to read, in the thread of a send, so it must be short."""
     follow: Callable[[], int] | None = None
-    """Lets the replica follow at once in the calling thread, for a send that waits for it, and returns the physical
-    offset up to which it has the log then."""
+    """Lets the replica copy immediately, in the thread of a send that waits for it. Returns the physical
+    offset up to which it then has the log."""
 
 
 @value
 class LeaveLog(Request[None]):
-    """End the following of a replica, which is closed."""
+    """Stop serving a replica that was closed."""
 
     replica: str
 
 
 @value
 class CopiedTables:
-    """The tables of a master, by the name of their rows in its files."""
+    """The tables of a master, by the names of their rows in its files."""
 
     topics: Mapping[str, Any]
     groups: Mapping[str, Any]
@@ -80,7 +80,7 @@ class CopiedTables:
 
 @value
 class CopyTables(Request[CopiedTables]):
-    """Return the topics, groups, progress of consumers and of delays."""
+    """Return the topics, the groups, and the progress of consumers and delays."""
 
     notify: Callable[[], None] | None = None
-    """Called once when a table changes, under the runner's lock."""
+    """Called once, under the runner's lock, when a table changes."""

@@ -1,4 +1,4 @@
-"""Log lines with named fields: one call gives the text of a line and the attributes of its record.
+"""Log lines with named fields: one call supplies the text of a line and the attributes of its log record.
 
 ::
 
@@ -20,50 +20,50 @@ from typing import Final, Self
 __all__ = ["EventLog"]
 
 _PREFIX: Final = "rmq_"
-_DEEP: Final = 3  # from a record's place to its caller: `_write`, the method of the level, the caller
+_DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
 
 
 class EventLog:
-    """A logger whose lines have named fields. A disabled line costs one look at its level. Thread-safe.
+    """A logger whose lines have named fields. A disabled line costs one check of its level. Thread-safe.
 
-    Text, numbers and None stay what they are in a record; anything else becomes its text. A ``queue`` is the tuple of
-    topic, broker name and queue id, and adds these three fields where they are not given. A name that begins with
-    ``_`` is part of the text only.
+    Strings, numbers and None are unchanged in a record; other values become strings. A ``queue`` is the tuple of topic,
+    broker name and queue id, and adds these three fields unless they are given. Fields whose names begin with ``_``
+    appear in the text only.
     """
 
     __slots__ = ("_fields", "_logger")
 
     def __init__(self, name: str, **fields: object) -> None:
-        """``fields`` belong to every line."""
+        """``fields`` are added to every line."""
         self._logger = logging.getLogger(name)
         self._fields = fields
 
     def with_fields(self, **fields: object) -> Self:
-        """Return the same logger with more fields that belong to every line."""
+        """Return this logger with more fields for every line."""
         return type(self)(self._logger.name, **self._fields, **fields)
 
     def debug(self, text: str, **fields: object) -> None:
-        """Write a line about normal work that only a developer of librmq needs."""
+        """Log normal work that matters only to developers of librmq."""
         self._write(logging.DEBUG, text, None, fields)
 
     def info(self, text: str, **fields: object) -> None:
-        """Write a line about a normal change."""
+        """Log a normal change."""
         self._write(logging.INFO, text, None, fields)
 
     def warning(self, text: str, **fields: object) -> None:
-        """Write a line about a failure that librmq copes with by itself."""
+        """Log a failure that librmq handles by itself."""
         self._write(logging.WARNING, text, None, fields)
 
     def error(self, text: str, *, exc_info: BaseException | None = None, **fields: object) -> None:
-        """Write a line about something that a person has to look at."""
+        """Log a problem that needs a person's attention."""
         self._write(logging.ERROR, text, exc_info, fields)
 
     def exception(self, text: str, **fields: object) -> None:
-        """Write an error with the traceback of the exception that is handled now."""
+        """Log an error with the traceback of the current exception."""
         self._write(logging.ERROR, text, True, fields)
 
     def log(self, level: int, text: str, *, exc_info: BaseException | None = None, **fields: object) -> None:
-        """Write a line of a level that is chosen at run time."""
+        """Log a line at a level that is chosen at run time."""
         self._write(level, text, exc_info, fields)
 
     def _write(self, level: int, text: str, exc_info: BaseException | bool | None, fields: dict[str, object]) -> None:
@@ -82,5 +82,5 @@ class EventLog:
 
 
 def _plain(value: object) -> object:
-    """Return a value that every formatter of logs can write."""
+    """Return a value that every log formatter can write."""
     return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -1,9 +1,9 @@
-"""Headway of a long call: how much it has done so far, for a caller that shows it.
+"""Headway of a long call: how much it has done so far, for callers that show it.
 
 ::
 
     with watched(lambda done, total: print(done)):
-        verify(path)                     # reports the bytes of the log that it walks over, a MiB at a time
+        verify(path)                     # reports the log bytes that it has read, a MiB at a time
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final, TypeAlias
 __all__ = ["advance", "watched"]
 
 Watcher: TypeAlias = Callable[[int, int | None], object]
-"""Gets the amount that was just done, and the whole amount if the call knows it."""
+"""Receives the amount just done, and the total if the call knows it."""
 
 _watcher: Final[ContextVar[Watcher | None]] = ContextVar("librmq_headway", default=None)
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Report the headway of calls inside the block, in this thread or task, to ``watcher``."""
+    """Report the headway of calls inside the block, in the current thread or task, to ``watcher``."""
     before = _watcher.set(watcher)
     try:
         yield
@@ -32,7 +32,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def advance(done: int, total: int | None = None) -> None:
-    """Report that ``done`` more is done, of ``total`` in all."""
+    """Report that another ``done`` is done, of ``total`` altogether."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(done, total)

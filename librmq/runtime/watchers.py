@@ -1,4 +1,4 @@
-"""Functions that are called at each change, until their owner ends that."""
+"""Functions that are called at each change until their owner removes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Watchers"]
 
 
 class Watchers:
-    """The functions to call when something changes, in the order in which they were added. False if there are none."""
+    """Functions to call when something changes, in the order in which they were added. False if there are none."""
 
     __slots__ = ("_functions",)
 
@@ -19,7 +19,7 @@ class Watchers:
         return len(self._functions)
 
     def add(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` at each change; return a function that ends this, whose repetition does nothing."""
+        """Call ``changed`` at each change; return a function that stops this, and may be called repeatedly."""
 
         def end() -> None:
             if changed in self._functions:
@@ -29,6 +29,6 @@ class Watchers:
         return end
 
     def notify(self) -> None:
-        """Call the functions. Those that are added meanwhile are called at the next change."""
+        """Call the functions. A function that is added meanwhile is called at the next change."""
         for changed in list(self._functions):
             changed()

@@ -1,4 +1,4 @@
-"""The brokers of a test: one, or a cluster over sites; they crash, return, and lose links to processes and sites."""
+"""The brokers of a test: one, or a cluster over sites. They crash, return, and lose links to processes and sites."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOST_BROKERS: Final = len(ascii_lowercase)
 
 
 def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str]:
-    """Return the names of a cluster's brokers, each with its site: ``hz-broker-a`` for the first one at ``hz``.
+    """Return the names of a cluster's brokers with their sites: ``hz-broker-a`` for the first one at ``hz``.
 
     Raises:
-        ConfigError: The number of brokers, or the name of a site, cannot be.
+        ConfigError: The number of brokers, or the name of a site, is invalid.
     """
     for site in sites:
         check_site(site)
@@ -47,7 +47,7 @@ def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str
 
 
 class Peer(Protocol):
-    """A process, as its links see it."""
+    """A process as its links see it."""
 
     name: str
     label: str
@@ -74,7 +74,7 @@ class Network:
         self._read_only: dict[str, MessageStore] = {}
         first = self._open()
         self.table = RouteTable(first)
-        """The route of all processes."""
+        """The route that all processes use."""
         self.by_name: dict[str, Broker] = {first.name: first}
         """The brokers as they were opened last."""
 
@@ -95,11 +95,11 @@ class Network:
 
     @property
     def is_whole_cluster(self) -> bool:
-        """Whether there are several brokers, all of which run and can be reached."""
+        """Whether there are several brokers, all running and reachable."""
         return len(self.by_name) > 1 and not self._cuts and not any(broker.dead for broker in self.by_name.values())
 
     def make_cluster(self, names: Sequence[str]) -> Cluster:
-        """Replace the one broker, which nothing has used, by a cluster."""
+        """Replace the single broker, which is still unused, with a cluster."""
         cluster = Cluster.open(
             os.path.join(self._path, "cluster"),
             names,
@@ -114,7 +114,7 @@ class Network:
         return cluster
 
     def named(self, name: str) -> Broker:
-        """Return the broker of that name.
+        """Return the broker with that name.
 
         Raises:
             NoRouteError: There is none.
@@ -125,7 +125,7 @@ class Network:
         return found
 
     def reopen(self, name: str) -> Broker:
-        """Open a broker again that has died."""
+        """Reopen a broker that has died."""
         read_only = self._read_only.pop(name, None)
         if read_only is not None:
             read_only.close()
@@ -141,7 +141,7 @@ class Network:
         """Return the brokers of a site.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The site has no brokers.
         """
         found = [broker for name, broker in self.by_name.items() if site_of(name) == site]
         if not found:
@@ -151,7 +151,7 @@ class Network:
     # ---- messages
 
     def store(self, name: str) -> MessageStore:
-        """Return the store of a broker, to read; of one that is down, a read-only handle."""
+        """Return the store of a broker for reading; for a broker that is down, a read-only handle."""
         broker = self.by_name[name]
         if not broker.dead:
             return broker.store
@@ -162,18 +162,18 @@ class Network:
         return found
 
     def messages(self, name: str, topic: str) -> list[StoredMessage]:
-        """Return a broker's messages of a topic, queue by queue; the broker may be down."""
+        """Return a broker's messages in a topic, queue by queue. The broker may be down."""
         store = self.store(name)
         return [one for queue in sorted(of for of in store.queues if of[0] == topic) for one in store.messages(*queue)]
 
     # ---- route
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic, as clients know them."""
+        """Return the queues of a topic as clients know them."""
         return self.table.topic_route(topic)
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic in all brokers, also in those that are down."""
+        """Return the queues of a topic in all brokers, including those that are down."""
         return self.table.registered_route(topic)
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
@@ -203,7 +203,7 @@ class Network:
         ]
 
     def others(self, one: str, processes: Iterable[Peer]) -> list[str]:
-        """Return the ends of the links that isolate a broker or a site from everything beside it."""
+        """Return the ends of the links that isolate a broker or a site from everything else."""
         if one in self.by_name:
             return sorted({process.name for process in processes})
         outside = {process.site or process.name for process in processes} | set(self.table.sites())
@@ -238,10 +238,10 @@ class Network:
             raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
         return broker
 
-    # ---- their end
+    # ---- closing
 
     def close(self) -> None:
-        """Close all brokers, which run."""
+        """Close all brokers that are running."""
         for broker in self.by_name.values():
             broker.close()
 
@@ -253,7 +253,7 @@ class Network:
             broker.abandon()
 
     def damage(self) -> list[str]:
-        """Return a line for each damage of the closed stores."""
+        """Return a line for each damaged place in the closed stores."""
         found = []
         for name, broker in self.by_name.items():
             of = f"{name}: " if self.is_cluster else ""

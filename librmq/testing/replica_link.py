@@ -14,19 +14,19 @@ R = TypeVar("R")
 
 
 class ReplicaLink:
-    """An `Endpoint` in front of a master's, for rehearsing failures: pass it to `Replica.open` as the master."""
+    """An `Endpoint` in front of a master, for simulating failures. Pass it to `Replica.open` as the master."""
 
     def __init__(self, master: Endpoint, clock: ManualClock) -> None:
         self.master = master
         self.is_cut = False
         self.seconds = 0.0
-        """Time that each copy takes."""
+        """Seconds that each copy takes."""
         self.most_bytes: int | None = None
-        """Bytes after which the next copy ends, perhaps in the middle of a record, and the link is cut."""
+        """Number of bytes after which the link breaks, even in the middle of a record."""
         self._clock = clock
 
     def call(self, request: Request[R], /) -> R:
-        """Pass a request on, later, or not at all."""
+        """Forward a request now or later, or fail."""
         if self.is_cut:
             raise BrokerUnreachableError("the master cannot be reached: the link is cut")
         answer = self.master.call(request)
@@ -43,5 +43,5 @@ class ReplicaLink:
         self.is_cut = True
 
     def restore(self) -> None:
-        """Let calls pass again; the replica notices at its next attempt, or at `Replica.follow`."""
+        """Let calls through again. The replica notices at its next attempt, or at `Replica.follow`."""
         self.is_cut, self.most_bytes = False, None

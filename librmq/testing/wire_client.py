@@ -1,4 +1,4 @@
-"""What the kit sees and fails of a client that is connected over the wire."""
+"""Records and fails requests of a client that is connected over the wire, as the kit does for its own clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LATE_S: Final = 20.0
 
 
 class WireClient:
-    """The endpoint of one client: a process of the kit, whose code runs elsewhere. Thread-safe."""
+    """The endpoint of one client: a process of the kit whose code runs elsewhere. Thread-safe."""
 
     def __init__(self, kit: Kit, process: Process, client_id: str) -> None:
         self._kit = kit
@@ -43,7 +43,7 @@ class WireClient:
         self._calls: dict[str, Call] = {}
 
     def call(self, request: Request[R], /) -> R:
-        """Pass a request to the broker, and apply history and faults."""
+        """Pass a request to the broker, with the kit's history and faults."""
         if isinstance(request, SendMessage):
             return cast(R, self._send(request))
         if isinstance(request, Heartbeat):
@@ -100,7 +100,7 @@ class WireClient:
         return response
 
     def _wait(self, seconds: float) -> None:
-        """Wait until the test has moved the clock by that much, or the client has long given up."""
+        """Wait until the test has moved the clock by that much, or until the client must have given up."""
         runner, is_due = self._kit.runner, threading.Event()
 
         def due(_: int) -> None:
@@ -130,7 +130,7 @@ class WireClient:
         kit = self._kit
         with kit.runner.lock:
             call = self._calls.pop(receipt, None)
-            if call is None:  # acknowledged again, or renewed: the delivery is over for the history
+            if call is None:  # acknowledged again, or renewed: for the history the delivery is over
                 return
             call.ended_ms, call.outcome = kit.clock.now_ms() - kit.history().begin_ms, outcome
         self._note(f"{what} ({call.where})", call.group)

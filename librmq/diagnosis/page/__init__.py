@@ -1,4 +1,4 @@
-"""The page of a report: one file of HTML that needs nothing from elsewhere, with plots and no script.
+"""The page of a report: one HTML file that loads nothing from elsewhere, with plots and without scripts.
 
-Every text from a store is escaped. Needs the extra ``report``.
+Every string from a store is escaped. Needs the extra ``report``.
 """

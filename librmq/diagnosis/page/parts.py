@@ -28,7 +28,7 @@ class NoticeItem(NamedTuple):
     what: str
     evidence: Sequence[tuple[str, str]]
     next_step: str
-    """Empty where the whole notice has one next step."""
+    """Empty if the whole notice has a single next step."""
 
 
 class Notice(NamedTuple):
@@ -43,7 +43,7 @@ class Notice(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a table."""
+    """A column in a table."""
 
     name: str
     kind: Literal["text", "number", "plot", "store"] = "text"
@@ -55,12 +55,12 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows of texts and plots."""
+    """Rows of strings and plots."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
     left_out: str = ""
-    """What the table leaves out."""
+    """Says what the table leaves out."""
     legend: bool = False
     """Whether the shades of `plots.cells` are explained below."""
 
@@ -72,7 +72,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a sentence and tables; without tables only the sentence is shown, at the end of the page."""
+    """A heading with a sentence and tables. Without tables only the sentence is shown, at the end of the page."""
 
     anchor: str
     title: str
@@ -83,7 +83,7 @@ class Section:
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, stores: bool, legend: bool = False, most: int = MOST
 ) -> Sequence[PageTable]:
-    """Return a table of rows that begin with their store; empty columns are left out, as is a single store."""
+    """Return a table whose rows begin with their store; empty columns are omitted, and so is a single store."""
     every = list(rows)
     if not every:
         return ()

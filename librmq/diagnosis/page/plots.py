@@ -1,6 +1,6 @@
-"""Plots as inline SVG without text in them: labels are text of the page beside them, and colours are its classes.
+"""Plots as inline SVG. They contain no text: the page adds the labels, and its classes set the colours.
 
-Each stretches to the width of its place. What it shows stands in words in its title, for screen readers and hovering.
+A plot stretches to the width of its place. For screen readers and hovering, its title says what it shows.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from markupsafe import Markup, escape
 __all__ = ["CELLS", "WIDE", "Scale", "area", "bar", "cells", "columns", "heat_level"]
 
 CELLS: Final = 60
-"""Most cells of a strip; with more queues a cell stands for several."""
+"""Most cells in a strip. With more queues than this, a cell stands for several queues."""
 WIDE: Final = 40
 """Most pixels between two columns, and between the labels of their axis."""
 _DWARFED: Final = 50
-"""Ratio of the largest to the median from which a scale is logarithmic."""
+"""A scale is logarithmic if the ratio of the largest value to the median exceeds this."""
 
 
 class Scale(NamedTuple):
-    """The length of bars that are compared with each other."""
+    """The common scale of bars that are compared."""
 
     most: float
     is_log: bool
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Scale:
-        """Return a scale on which the smaller of these values stay visible too."""
+        """Return a scale that keeps the smaller values visible too."""
         positive = sorted(value for value in values if value > 0)
         if not positive:
             return cls(1, False)
         return cls(positive[-1], positive[-1] > _DWARFED * positive[len(positive) // 2])
 
     def share(self, value: float) -> float:
-        """Return the length of a bar between 0 and 1."""
+        """Return the length of a bar, from 0 to 1."""
         if value <= 0:
             return 0.0
         found = math.log10(1 + value) / math.log10(1 + self.most) if self.is_log else value / self.most
         return min(1.0, max(0.004, found))
 
     def ticks(self) -> list[float]:
-        """Return the places of the grid between 0 and 1: powers of ten, or quarters."""
+        """Return the positions of the grid, from 0 to 1: powers of ten, or quarters."""
         if not self.is_log:
             return [0.25, 0.5, 0.75]
         powers = range(1, int(math.log10(1 + self.most)) + 1)
@@ -59,7 +59,7 @@ def _svg(kind: str, width: float, height: float, what: str, inside: str, most: i
 
 
 def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
-    """Draw a horizontal bar on its grid; ``part`` of the value is drawn lighter."""
+    """Draw a horizontal bar on its grid; the part of the value given by ``part`` is lighter."""
     grid = "".join(f'<path class="grid" d="M{at * 1000:.1f} 0V10"/>' for at in scale.ticks())
     whole = scale.share(value) * 1000
     inside = f'<rect class="fill" y="1" width="{whole:.1f}" height="8"/>'
@@ -70,12 +70,12 @@ def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
 
 
 def heat_level(value: float) -> int:
-    """Return the shade of a value: 0 for none, then one more for each power of ten from 1 on, at most 6."""
+    """Return the shade of a value: 0 for 0, 1 from 1 on, and one more for each power of ten, at most 6."""
     return 0 if value <= 0 else min(6, 1 + int(math.log10(max(1, value))))
 
 
 def cells(values: Sequence[int], what: str) -> Markup:
-    """Draw a square for each value, shaded by its power of ten; of many values the largest of each bin."""
+    """Draw a square per value, shaded by its power of ten; with many values, a square shows the largest of several."""
     count = min(len(values), CELLS)
     bounds = [len(values) * at // count for at in range(count + 1)] if count else []
     inside = []
@@ -90,7 +90,7 @@ def cells(values: Sequence[int], what: str) -> Markup:
 
 
 def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()) -> Markup:
-    """Draw a column for each value, from a common ground line; those of ``warn`` in the colour of problems."""
+    """Draw a column per value from a common base line; those in ``warn`` have the colour for problems."""
     most = max(values, default=0) or 1
     inside = [f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>']
     for at, value in enumerate(values):
@@ -105,7 +105,7 @@ def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()
 
 
 def area(values: Sequence[int], what: str) -> Markup:
-    """Draw values over equal intervals of time as an area under a stepped line."""
+    """Draw values over equal time intervals as an area under a stepped line."""
     most = max(values, default=0) or 1
     path, is_open = "", False
     for at, value in enumerate(values):

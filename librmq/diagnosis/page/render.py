@@ -1,4 +1,4 @@
-"""A report as one page of HTML."""
+"""Renders a report as one page of HTML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_A_KIND: Final = 5
 
 
 def require() -> None:
-    """Check that a page can be made.
+    """Check that a page can be rendered.
 
     Raises:
         MissingExtraError: The extra ``report`` is not installed.
@@ -30,7 +30,7 @@ def require() -> None:
 
 
 def render_page(report: Report, earlier: Report | None = None) -> str:
-    """Return the page of a report; with an earlier one it also says what has changed.
+    """Return the page of a report. With an earlier report, it also says what has changed.
 
     Raises:
         MissingExtraError: The extra ``report`` is not installed.

@@ -1,4 +1,4 @@
-"""The sections of a page: what each says about a report, in words, plots and tables."""
+"""The sections of a page: what each says about a report in words, plots and tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS: Final = {
 
 
 def sections(report: Report, comparison: Comparison | None) -> Iterator[Section]:
-    """Yield the sections in the order of the page."""
+    """Yield the sections in page order."""
     several = len(report.stores) > 1
     if comparison is not None:
         yield _changes(comparison, several)
@@ -130,7 +130,7 @@ def _drain(change: GroupLagChange | None) -> str:
 
 
 def _by_decade(late: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
-    """Show many queues by the size of their lag: the picture that stays readable with any number of them."""
+    """Show many queues grouped by the size of their lag, which stays readable for any number of queues."""
     lags = [each for row in late for each in row.lags]
     if len(late) <= 20 and max(len(row.lags) for row in late) <= 60:
         return ()
@@ -205,7 +205,7 @@ def _topics(report: Report, several: bool) -> Section:
 
 
 def _time_axis(moments: Sequence[str]) -> list[str]:
-    """Return times without what they share: the date, or the seconds of longer spans."""
+    """Return times without their common part: the date, or for longer spans the seconds."""
     days = {text[:10] for text in moments}
     if len(days) == 1:
         return [text[11:] for text in moments[::2]]
@@ -325,7 +325,7 @@ def _delays(report: Report, several: bool) -> Section:
 
 
 def _most_within(row: BornToStored, share: float) -> str:
-    """Return the bound that a share of the delays does not exceed."""
+    """Return the bound that covers this share of the delays."""
     total, below = sum(row.counts), 0
     for bound_ms, count in zip(DELAY_BOUNDS_MS, row.counts, strict=False):
         below += count

@@ -1,1 +1,1 @@
-"""What a report says, as values: one pass over the messages of each store, the findings, and a comparison."""
+"""The values of a report: one pass over the messages of each store, the findings, and a comparison."""

@@ -1,4 +1,4 @@
-"""What has changed since an earlier report: findings that are new, gone or worse, lag, rates, the time to drain."""
+"""Changes since an earlier report: new, gone and worse findings, lag, rates, and the time to drain."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Comparison(NamedTuple):
     added: tuple[ReportedFinding, ...]
     removed: tuple[ReportedFinding, ...]
     changed: tuple[tuple[ReportedFinding, ReportedFinding], ...]
-    """The earlier and the present finding of the same kind about the same subject."""
+    """The earlier and the current finding of one kind about one subject."""
     lags: tuple[GroupLagChange, ...]
-    """The largest growth first."""
+    """The largest growth comes first."""
 
 
 def compare(earlier: Report, later: Report) -> Comparison:
-    """Return what has changed. Findings are the same if store, kind and subject are."""
+    """Return what has changed. Findings are the same if their store, kind and subject are equal."""
     before, now = _by_subject(earlier), _by_subject(later)
     return Comparison(
         earlier,
@@ -41,7 +41,7 @@ def compare(earlier: Report, later: Report) -> Comparison:
 def _by_subject(report: Report) -> dict[tuple[str, ...], ReportedFinding]:
     found: dict[tuple[str, ...], ReportedFinding] = {}
     for one in report.findings:
-        cause = str(one.evidence.get("cause", ""))  # several causes can have one subject
+        cause = str(one.evidence.get("cause", ""))  # one subject can have several causes
         found[one.store, one.kind, one.subject, cause] = one
     return found
 

@@ -1,7 +1,7 @@
-"""Frequent keys, and keys that come again within a window, in memory of a fixed size.
+"""Frequent keys, and keys that repeat within a window, in a fixed amount of memory.
 
-All keys are counted up to some number of messages. Of more messages a share is taken: for frequent keys a share of the
-messages, for repeated keys the messages of a share of the keys. Both results are then estimates.
+Up to some number of messages, all keys are counted. Beyond it, keys are sampled: frequent keys in a sample of the
+messages, and repeated keys in all messages of a sample of the keys. Both results are then estimates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD: Final = (1 << 64) - 1
 
 
 def share_of(number: Any, shares: int) -> Any:  # noqa: ANN401 (a whole number, or an array of unsigned ones)
-    """Return in which of the ``shares`` (a power of two) a number is: a key's last eight bytes, or a place."""
+    """Return the share of a number among ``shares`` (a power of two): of a key's last eight bytes, or of a place."""
     return (number * _MULTIPLIER & _WORD) >> 32 & shares - 1
 
 
@@ -40,9 +40,9 @@ class KeyCounts:
     """The keys of a store's messages, in the order of the log."""
 
     def __init__(self, expected: int, window_s: float) -> None:
-        """Expect so many messages; beyond `MOST_KEYED` only a share is counted."""
+        """Prepare for ``expected`` messages; beyond `MOST_KEYED` only a sample is counted."""
         self.shares = 1 << max(0, (expected - 1) // MOST_KEYED).bit_length()
-        """The number of shares of which one is counted, a power of two."""
+        """The number of shares, a power of two; one of them is counted."""
         self._window_ms = round(window_s * 1000)
         self._frequent: dict[str, Counter[str]] = defaultdict(Counter)
         self._keyed: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class KeyCounts:
         self._repeats: dict[str, _Repeats] = {}
 
     def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
-        """Count the keys of messages in one share of the places."""
+        """Count the keys of messages whose places are in one share."""
         found: dict[str, list[str]] = defaultdict(list)
         for topic, text in zip(topics, keys, strict=True):
             if " " in text:
@@ -64,7 +64,7 @@ class KeyCounts:
     def look_back(
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
     ) -> None:
-        """Compare the messages in one share of the keys with those before them."""
+        """Compare messages whose keys are in one share with earlier ones."""
         last, window_ms = self._last, self._window_ms
         for topic, text, own, at_ms in zip(topics, keys, unique, times_ms, strict=True):
             for key in dict.fromkeys(split_keys(text)) if " " in text else (text,):
@@ -79,7 +79,7 @@ class KeyCounts:
                     found.shortest_ms = after_ms if found.shortest_ms is None else min(after_ms, found.shortest_ms)
 
     def frequent(self, store: str) -> Iterator[FrequentKey]:
-        """Yield the most frequent keys of all topics that several messages have."""
+        """Yield the most frequent keys of all topics, if several messages have them."""
         each = [
             (count, topic, key)
             for topic, counts in self._frequent.items()

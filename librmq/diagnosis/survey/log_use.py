@@ -1,4 +1,4 @@
-"""The files of a store's log: when each was written, and what groups have left to consume in it."""
+"""The files of a store's log: when each was written, and which messages in it groups still have to consume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEVER: Final = (1 << 63) - 1
 
 
 def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse]:
-    """Yield a row for each file of the log, oldest first; ``found`` is the lag of all groups."""
+    """Yield a row per file of the log, oldest first; ``found`` is the lag of all groups."""
     log, size = view.store.log, view.store.log.sequence.file_size
     first = log.begin // size
     count = max(0, -(-log.end // size) - first)
@@ -44,11 +44,11 @@ def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse
 
 
 Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-"""Physical offsets and sizes of messages, and whether some group has not consumed them."""
+"""Physical offsets and sizes of messages, and whether a group has yet to consume them."""
 
 
 def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
-    """Yield the entries of all queues in log order, in memory that does not grow with their number."""
+    """Yield the entries of all queues in log order; memory use does not grow with their number."""
     import pyarrow as pa
 
     from librmq.columns import reader
@@ -68,14 +68,14 @@ def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[
 
 def _by_queues(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
     for name in view.ranges:
-        with suppress(CorruptionError):  # reported by verify
+        with suppress(CorruptionError):  # verify reports it
             for begin, block in view.store.queues[name].blocks():
                 is_unread = begin + np.arange(len(block)) >= unread_from.get(name, _NEVER)
                 yield block["physical_offset"].astype(np.int64), block["size"].astype(np.int64), is_unread
 
 
 def _unread_from(found: Lag) -> dict[QueueName, int]:
-    """Return the first queue offset that some group has not consumed, by queue."""
+    """Return for each queue the first queue offset that a group has yet to consume."""
     unread: dict[QueueName, int] = {}
     for row in found:
         if row.lag:

@@ -1,4 +1,4 @@
-"""One pass over a store's messages for a report: by columns where pyarrow is installed, else record by record."""
+"""One pass over a store's messages for a report: by columns if pyarrow is installed, else record by record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_columns() -> bool:
 
 
 def read_messages(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
-    """Add the messages of a store to ``traffic``; return the places that cannot be read."""
+    """Add the messages of a store to ``traffic``; return the places that can't be read."""
     if has_columns():
         return _by_columns(view, name, wanted, traffic)
     return _by_messages(view, name, wanted, traffic)
@@ -129,7 +129,7 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
 
 
 def _last_bytes(column: Any) -> Any:  # noqa: ANN401 (arrays of Arrow and numpy)
-    """Return the last eight bytes of each text as a number."""
+    """Return the last eight bytes of each string as a number."""
     _, offsets, data = column.buffers()
     bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1].astype(np.int64)
     raw = np.frombuffer(data if data else b"\0", np.uint8)
@@ -157,7 +157,7 @@ def _counted(view: StoreView, wanted: ReportScope, topic: str, sql: str | None) 
 
 
 def _messages(view: StoreView, wanted: ReportScope) -> Iterator[StoredMessage]:
-    """Yield the wanted messages that are in a queue, in log order."""
+    """Yield the wanted messages of all queues in log order."""
     from librmq.filter import TagFilter
 
     tags = TagFilter(wanted.tags)

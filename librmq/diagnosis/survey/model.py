@@ -1,4 +1,4 @@
-"""The values of a report: flat rows that each name their store, so that they go to JSON and come back equal."""
+"""The values of a report: flat rows that each name their store, and survive a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ __all__ = [
 VERSION: Final = 1
 
 DELAY_BOUNDS_MS: Final = (0, 1, 10, 100, 1_000, 10_000, 60_000, 600_000, 3_600_000)
-"""Bounds between the bins of `BornToStored`; the first bin holds messages that were stored before they were born."""
+"""Bounds between the bins of `BornToStored`. The first bin has messages that were stored before they were born."""
 DUE_BOUNDS_MS: Final = (0, 60_000, 600_000, 3_600_000, 6 * 3_600_000, 86_400_000, 7 * 86_400_000)
-"""Bounds between the bins of `WaitingMessages`, from now; the first bin is overdue."""
+"""Bounds between the bins of `WaitingMessages`, counted from now. The first bin has overdue messages."""
 ATTEMPTS: Final = 17
-"""Bins of `RetriedMessages`: attempts 1 to 16, and later ones."""
+"""Bins of `RetriedMessages`: one for each of the attempts 1 to 16, and one for later attempts."""
 
 
 class StoreSummary(NamedTuple):
-    """A store of the report."""
+    """A store in the report."""
 
     store: str
-    """The shortest end of its path that tells it from the others."""
+    """The shortest end of its path that distinguishes it from the others."""
     path: str
     owner: str | None
-    """The process that has it open for writing."""
+    """The process that has the store open for writing."""
     now_ms: int | None
-    """The time for ages."""
+    """The time from which ages are counted."""
     is_sound: bool | None
     """The result of ``verify``; None if it did not run."""
     error: str | None
-    """Why the store cannot be read further than to its damage."""
+    """Why the store can only be read up to its damage."""
     messages: int
     bytes: int
-    """Size of the records of these messages."""
+    """Total size of the records of these messages."""
     first_ms: int | None
     last_ms: int | None
-    """Store times of the first and the last message."""
+    """Store times of the first and last messages."""
 
 
 class DamagedPlace(NamedTuple):
-    """A place that ``verify`` calls damaged."""
+    """A damaged place, as reported by ``verify``."""
 
     store: str
     file: str
@@ -97,11 +97,11 @@ class GroupTopicLag(NamedTuple):
     oldest_timestamp_ms: int | None
     oldest_age_s: float | None
     without_progress: int
-    """Queues without progress, which count from their begin."""
+    """Queues without progress; their lag counts from their begin."""
     expired: int
-    """Messages that retention deleted before the group consumed them."""
+    """Messages that retention deleted before the group had consumed them."""
     instances: int | None
-    """Running instances of the group; None for a folder, which does not tell."""
+    """Running instances of the group. None for a folder, where they are unknown."""
     queue_ids: tuple[int, ...]
     min_offsets: tuple[int, ...]
     max_offsets: tuple[int, ...]
@@ -110,7 +110,7 @@ class GroupTopicLag(NamedTuple):
 
 
 class StoredTopic(NamedTuple):
-    """The messages of a topic, over time and by queue."""
+    """The messages of a topic by time and by queue."""
 
     store: str
     topic: str
@@ -119,13 +119,13 @@ class StoredTopic(NamedTuple):
     first_ms: int
     last_ms: int
     stored: tuple[int, ...]
-    """Messages in each interval of the report."""
+    """Messages in each time interval of the report."""
     queue_ids: tuple[int, ...]
     queue_messages: tuple[int, ...]
 
 
 class BornToStored(NamedTuple):
-    """The time between birth and storing of a topic's messages, in bins of `DELAY_BOUNDS_MS`."""
+    """The time from birth to storing of a topic's messages, in the bins of `DELAY_BOUNDS_MS`."""
 
     store: str
     topic: str
@@ -134,12 +134,12 @@ class BornToStored(NamedTuple):
 
 
 class RetriedMessages(NamedTuple):
-    """Messages that were written again for a group, by attempt."""
+    """Messages that were stored again for a group, by attempt."""
 
     store: str
     group: str
     attempts: tuple[int, ...]
-    """Messages for the first, the second … retry; the last number counts all later ones."""
+    """Messages for the first, the second … retry. The last number counts all later retries."""
 
 
 class ReportedCause(NamedTuple):
@@ -154,7 +154,7 @@ class ReportedCause(NamedTuple):
     last_ms: int
     most_times: int
     physical_offset: int
-    """The place of the last one."""
+    """The place of the last dead letter."""
 
 
 class FrequentKey(NamedTuple):
@@ -170,13 +170,13 @@ class FrequentKey(NamedTuple):
 
 
 class RepeatedKeys(NamedTuple):
-    """Messages of a topic whose key an earlier message had within the window."""
+    """Messages of a topic that share a key with an earlier message in the window."""
 
     store: str
     topic: str
     messages: int
     resent: int
-    """Those with the unique id of the earlier one: a client or a broker repeated them."""
+    """How many also have the unique id of the earlier message, because a client or a broker repeated them."""
     keys: int
     shortest_s: float
     is_estimate: bool
@@ -195,24 +195,24 @@ class WaitingMessages(NamedTuple):
     last_due_ms: int | None
     most_checks: int
     due: tuple[int, ...]
-    """Messages by the time until they are due, in bins of `DUE_BOUNDS_MS`."""
+    """Messages by the time until they are due, in the bins of `DUE_BOUNDS_MS`."""
 
 
 class LogFileUse(NamedTuple):
-    """A file of the log: when it was written, and what groups have left to consume in it."""
+    """A file of the log: when it was written, and which messages in it groups still have to consume."""
 
     store: str
     physical_offset: int
     bytes: int
     messages: int
     unread: int
-    """Messages that some group has not consumed."""
+    """Messages that at least one group has not consumed."""
     last_ms: int | None
     """Store time of its last message."""
 
 
 class FilterMatch(NamedTuple):
-    """A registered SQL filter: what it matches, and what the broker need not send because of it."""
+    """A registered SQL filter: how many messages match it, and how many the broker need not send because of it."""
 
     store: str
     group: str
@@ -237,7 +237,7 @@ class GroupLagChange(NamedTuple):
     stored_per_s: float | None
     consumed_per_s: float | None
     drain_s: float | None
-    """Time until nothing waits at these rates; None if never or unknown."""
+    """Time until no message waits, at these rates. None if never or unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,21 +270,21 @@ class ReportPart(ReportRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(ReportRows):
-    """What a report says about one store or several."""
+    """What a report says about one or several stores."""
 
     title: str
     only: Mapping[str, str]
-    """The settings that limit the report, such as ``topic``."""
+    """The settings that select the part to report about, such as ``topic``."""
     window_s: float
     """Seconds between messages of one key that count as repeated."""
     begin_ms: int | None
-    """Begin of the first interval of `StoredTopic.stored`; None without messages."""
+    """Begin of the first interval of `StoredTopic.stored`. None without messages."""
     interval_ms: int
     stores: tuple[StoreSummary, ...]
     version: int = field(default=VERSION)
 
     def to_json(self) -> str:
-        """Return the report as JSON, which `from_json` reads."""
+        """Return the report as JSON, for `from_json`."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         for name in ROWS:
             found[name] = [row._asdict() for row in found[name]]
@@ -292,10 +292,10 @@ class Report(ReportRows):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the report in a text of `to_json`.
+        """Return the report that `to_json` wrote.
 
         Raises:
-            InputError: The text holds no report of this version.
+            InputError: The string is not a report of this version.
         """
         try:
             found: dict[str, Any] = json.loads(text)

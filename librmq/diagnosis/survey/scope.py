@@ -1,4 +1,4 @@
-"""Which part of a store a report is about, and the time axis of its rates."""
+"""The part of a store that a report is about, and the time axis of its rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS: Final = ("topic", "group", "tags", "since", "until")
 
 @dataclass(frozen=True, slots=True)
 class ReportScope:
-    """The messages, topics and groups of a report; by default all."""
+    """The messages, topics and groups of a report. The default is everything."""
 
     topics: frozenset[str] | None = None
     groups: frozenset[str] | None = None
@@ -28,14 +28,14 @@ class ReportScope:
     end_ms: int | None = None
     """Exclusive."""
     names: tuple[tuple[str, str], ...] = ()
-    """The settings as they were given, for the page."""
+    """The settings as the caller gave them, for the page."""
 
     @classmethod
     def of(cls, settings: Mapping[str, str | None]) -> Self:
-        """Parse ``topic`` and ``group`` (names between commas), ``tags``, ``since`` and ``until``.
+        """Parse ``topic`` and ``group`` (names separated by commas), ``tags``, ``since`` and ``until``.
 
         Raises:
-            ConfigError: A setting is unknown, or a time is none.
+            ConfigError: A setting is unknown, or a time is invalid.
         """
         for name in settings:
             if name not in _SETTINGS:
@@ -70,7 +70,7 @@ class ReportScope:
         return self.begin_ms is not None or self.end_ms is not None
 
     def has_subject(self, subject: str) -> bool:
-        """Return whether a finding's subject, such as ``group g, topic t``, is part of the report."""
+        """Return whether the subject of a finding, such as ``group g, topic t``, is part of the report."""
         for kind, wanted in (("topic ", self.topics), ("group ", self.groups)):
             named = {part.removeprefix(kind) for part in subject.split(", ") if part.startswith(kind)}
             if wanted is not None and named and not named & wanted:
@@ -79,7 +79,7 @@ class ReportScope:
 
 
 class TimeAxis(NamedTuple):
-    """Equal intervals of time, over which rates are counted."""
+    """Equal time intervals over which rates are counted."""
 
     begin_ms: int
     interval_ms: int
@@ -87,16 +87,16 @@ class TimeAxis(NamedTuple):
 
     @classmethod
     def over(cls, first_ms: int, last_ms: int) -> Self:
-        """Cut the time from the first to the last message into intervals."""
+        """Divide the time from the first to the last message into intervals."""
         interval_ms = max(1_000, -(-(last_ms - first_ms + 1) // _INTERVALS))
         return cls(first_ms, interval_ms, (last_ms - first_ms) // interval_ms + 1)
 
 
 def parse_time(name: str, text: str) -> int:
-    """Return the milliseconds since 1970 of a time in digits or as ISO 8601 with a zone.
+    """Return a time, given in digits or as ISO 8601 with a zone, in milliseconds since 1970.
 
     Raises:
-        ConfigError: The text is neither; the error names the setting.
+        ConfigError: The string is neither; the error names the setting.
     """
     if text.isascii() and text.isdigit():
         return int(text)

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 VERIFIED: Final = 300_000
-"""Messages up to which a report runs ``verify`` by default, because it reads the records one by one."""
+"""Most messages for which a report runs ``verify`` by default, because it reads every record."""
 
 
 def find_time_range(view: StoreView, wanted: ReportScope) -> tuple[int, int] | None:
@@ -79,7 +79,7 @@ def _is_checked(view: StoreView, check: bool | None) -> bool:
 
 
 def passes_over(view: StoreView, check: bool | None) -> int:
-    """Return the bytes of the log that a report walks over: ``verify`` takes two passes."""
+    """Return the number of log bytes that a report reads; ``verify`` takes two passes."""
     return (view.store.log.end - view.store.log.begin) * (3 if _is_checked(view, check) else 1)
 
 
@@ -92,7 +92,7 @@ def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[Damage
 
 
 def broken_store(path: str, name: str, error: CorruptionError) -> ReportPart:
-    """Return what can be said of a store that cannot be opened."""
+    """Return what is known about a store that cannot be opened."""
     damage = _verify(path, name)
     summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None)
     return ReportPart(summary=summary, damage=damage, findings=_damage_findings(name, damage, str(error)))
@@ -115,13 +115,13 @@ def survey_store(
         name: Its name in the report.
         wanted: The part of it that the report is about.
         axis: The intervals of rates.
-        limits: Limits beyond which something is a finding.
+        limits: Limits above which something is a finding.
         window_s: Seconds between messages of one key that count as repeated.
-        check: Whether to run ``verify``; None for up to `VERIFIED` messages.
+        check: Whether to run ``verify``; None runs it for up to `VERIFIED` messages.
     """
     count = _count(view)
     part = survey_findings(view, name, wanted, limits=limits, check=_is_checked(view, check))
-    if view.store.read_only:  # the pages of queues that findings looked at would add up with those of the reading
+    if view.store.read_only:  # the findings' pages of queues would add to those of this pass
         for queue_name in view.ranges:
             view.store.queues[queue_name].keep_descriptors(False)
     traffic = Traffic(axis, KeyCounts(count, window_s))
@@ -153,7 +153,7 @@ def survey_store(
 
 
 def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: Thresholds, check: bool) -> ReportPart:
-    """Return the part of a report for which not every message has to be read."""
+    """Return the part of a report that needs no pass over all messages."""
     path = view.store.path
     damage: tuple[DamagedPlace, ...] = ()
     if check:

@@ -1,6 +1,6 @@
 """Sums over a store's messages: by topic, time and queue, delays from birth to storing, retries, keys.
 
-Messages come as columns, a batch at a time: from the reader of columns where pyarrow is installed, else from the log.
+Messages come as columns, a batch at a time: from the column reader if pyarrow is installed, else from the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Headers(NamedTuple):
     """Columns of some messages."""
 
     topics: Sequence[str]
-    """Names, each once."""
+    """Distinct names."""
     codes: Ints
     """Indexes in ``topics``."""
     queue_ids: Ints
@@ -95,7 +95,7 @@ class Traffic:
             self._queues[queue] = self._queues.get(queue, 0) + count
 
     def topics(self, store: str) -> Iterator[StoredTopic]:
-        """Yield the sums of each topic, the largest first."""
+        """Yield the totals of each topic, the largest first."""
         queues: dict[str, list[tuple[int, int]]] = {}
         for (topic, queue_id), count in sorted(self._queues.items()):
             queues.setdefault(topic, []).append((queue_id, count))
@@ -105,7 +105,7 @@ class Traffic:
             yield StoredTopic(store, topic, sums.messages, sums.bytes, sums.first_ms, sums.last_ms, stored, ids, counts)
 
     def delays(self, store: str) -> Iterator[BornToStored]:
-        """Yield the delays of each topic of producers, the largest topic first."""
+        """Yield the delays of each topic that producers send to, the largest topic first."""
         for topic, sums in sorted(self._topics.items(), key=lambda one: (-one[1].messages, one[0])):
             if is_user_topic(topic):
                 yield BornToStored(store, topic, tuple(sums.delays.tolist()), sums.most_ms)

@@ -1,6 +1,6 @@
-"""Copying: bytes of another store's log are appended to this one, and their records dispatched to queues and index.
+"""Copying: appends bytes of another store's log to this one, and dispatches their records to queues and index.
 
-Mirrors 4.9.4's ``DefaultMessageStore.appendToCommitLog``, by which a slave's log gets the bytes of its master's.
+Mirrors 4.9.4's ``DefaultMessageStore.appendToCommitLog``, which appends a master's log to a slave's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class CopiedRecords(NamedTuple):
     queues: frozenset[tuple[str, int]]
     """The queues that got messages, as topic and queue id."""
     is_regular: bool = True
-    """Whether each record was the next of its queue; otherwise the queues must be recovered from the log."""
+    """Whether each record was the next one in its queue. Otherwise the queues must be recovered from the log."""
 
 
 def whole_size(data: bytes, left: int) -> tuple[int, int]:
-    """Return the bytes of the whole records at the start of ``data``, and those that the next record needs in all.
+    """Return the bytes of the whole records at the start of ``data``, and the total size of the next record.
 
     ``left`` is the number of bytes from the start of ``data`` to the end of its log file, which a blank fills.
     """
@@ -67,11 +67,11 @@ class LogCopier:
         self._tags_codes: dict[bytes | None, int] = {None: 0}
 
     def append(self, data: bytes) -> CopiedRecords:
-        """Append whole records and blanks of one log file, and dispatch them. A critical block is around it.
+        """Append whole records and blanks of one log file, and dispatch them. Called inside a critical block.
 
         Raises:
-            CorruptionError: the bytes are no records; nothing is appended.
-            StoreIOError: there is no space. If the log has the records nevertheless, a later call dispatches them.
+            CorruptionError: the bytes are not records; nothing is appended.
+            StoreIOError: there is no space. If the log already has the records, a later call dispatches them.
         """
         parts = self._parts
         if not data:
@@ -83,7 +83,7 @@ class LogCopier:
         return CopiedRecords(parts.log.end, queues, is_regular)
 
     def _derive(self, items: Iterable[LogItem]) -> tuple[frozenset[tuple[str, int]], bool]:
-        """Collect entries and keys of records; return their queues, and whether each is the next of its queue."""
+        """Collect entries and keys of records; return their queues, and whether each is the next one in its queue."""
         dispatcher, find = self._parts.dispatcher, record_format.find_keys_and_tags
         records, lanes, touched = dispatcher.records, self._lanes, set[Lane]()
         for physical_offset, size, raw in items:

@@ -1,10 +1,10 @@
-"""The mark of a store that copies the log of another, in a file of librmq's own.
+"""The mark of a store that copies another store's log, in a file of librmq's own.
 
 ::
 
     librmq/replica.json    {"version": 1, "of": "broker-a"}
 
-The broker ignores the file. Without it the copy is a store of its own, which takes messages.
+The broker ignores the file. Without it, the copy is an independent store that takes messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_FILE_SIZE: Final = 1 << 16
 
 
 def read_mark(path: str, files: Files) -> str | None:
-    """Return the name of the master that the store in ``path`` copies, None if it is a store of its own.
+    """Return the name of the master that the store in ``path`` copies; None if it is an independent store.
 
     Raises:
         CorruptionError: the mark is unreadable, or a later version of librmq wrote it.
@@ -42,12 +42,12 @@ def read_mark(path: str, files: Files) -> str | None:
 
 
 def write_mark(path: str, of: str, files: Files) -> None:
-    """Mark the store in ``path`` as the copy of a master with this name; durable when it returns."""
+    """Mark the store in ``path`` as the copy of the master with this name. The mark is durable on return."""
     files.make_folder(os.path.join(path, os.path.dirname(FILE)))
     files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, "of": of}, indent=1).encode())
 
 
 def clear_mark(path: str, files: Files) -> None:
-    """Make the store in ``path`` one of its own; durable when it returns."""
+    """Make the store in ``path`` independent. The change is durable on return."""
     files.delete(os.path.join(path, FILE))
     files.flush_folder(os.path.join(path, os.path.dirname(FILE)))

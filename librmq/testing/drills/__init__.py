@@ -1,4 +1,4 @@
-"""Drills: deployments over sites that fail as a script says, compared by what they lose, delay and repeat."""
+"""Drills: deployments over several sites fail according to a script, and report what was lost, delayed and repeated."""
 
 from __future__ import annotations
 

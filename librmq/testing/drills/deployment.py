@@ -1,4 +1,4 @@
-"""Deployments over sites that a drill compares, and the script of what fails."""
+"""The deployments over sites that a drill compares, and the script of their failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Verb = Literal[
 
 
 class Fault(NamedTuple):
-    """One line of a script: from this minute on a part of a site is lost, or back."""
+    """One line of a script: at this minute, a part of a site fails or returns."""
 
     minute: float
     verb: Verb
@@ -48,7 +48,7 @@ Script = Sequence[Fault | tuple[float, Verb, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Clusters, their sites, and how a site finds its cluster."""
+    """Clusters, their sites, and how a site chooses its cluster."""
 
     name: str
     title: str
@@ -57,15 +57,15 @@ class Deployment:
     homes: Mapping[str, str]
     """The cluster that each site uses."""
     brokers: int = 2
-    """Brokers of a cluster at each of its sites."""
+    """Number of brokers that a cluster has at each of its sites."""
     consumers: int = 2
-    """Consumers at each site, all of one group."""
+    """Number of consumers at each site; all are in one group."""
     switched: Literal["never", "by hand", "by probe"] = "never"
-    """How a site changes its cluster in an outage."""
+    """How a site changes to another cluster in an outage."""
     moves_consumers: bool = False
-    """Whether consumers change their cluster too."""
+    """Whether consumers change to another cluster too."""
     operator_minutes: float = 5
-    """Time until an operator switches by hand."""
+    """Minutes until an operator switches manually."""
 
 
 _TWO: Final = ("hz", "sh")
@@ -82,7 +82,7 @@ def one_cluster(sites: Sequence[str] = _TWO) -> Deployment:
 
 
 def one_active(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site, of which all clients use the first; an operator switches to the second by hand."""
+    """A cluster at each site. All clients use the first one; an operator switches to the second one manually."""
     return Deployment(
         name="one active",
         title="a cluster at each site, one of them active, switched by hand",
@@ -94,7 +94,7 @@ def one_active(sites: Sequence[str] = _TWO) -> Deployment:
 
 
 def two_active(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site, which the clients there use, whatever happens."""
+    """A cluster at each site, which the site's clients always use."""
     return Deployment(
         name="all active",
         title="a cluster at each site, each active for its site",
@@ -104,7 +104,7 @@ def two_active(sites: Sequence[str] = _TWO) -> Deployment:
 
 
 def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site, and a router that sends a site's producers elsewhere while its cluster is down."""
+    """A cluster at each site, and a router that directs a site's producers elsewhere while its cluster is down."""
     return Deployment(
         name="all active, routed",
         title="a cluster at each site, and a router that probes",
@@ -115,12 +115,12 @@ def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
 
 
 def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
-    """Return the four deployments that are compared in practice."""
+    """Return the four deployments that are usually compared."""
     return one_cluster(sites), one_active(sites), two_active(sites), two_active_routed(sites)
 
 
 def outages(site: str = "hz") -> tuple[Fault, ...]:
-    """Return the script of an hour in which a site loses its consumers, then its brokers, then everything."""
+    """Return the script of an hour in which one site loses its consumers, then its brokers, then everything."""
     return (
         Fault(5, "lose consumers", site),
         Fault(12, "return consumers", site),
@@ -132,10 +132,10 @@ def outages(site: str = "hz") -> tuple[Fault, ...]:
 
 
 def check_script(deployment: Deployment, script: Script, minutes: float) -> list[Fault]:
-    """Return the faults of a script in order of time.
+    """Return the failures in a script, ordered by time.
 
     Raises:
-        ConfigError: A verb or site is unknown, a minute is outside the drill, or the deployment cannot be.
+        ConfigError: A verb or site is unknown, a minute is outside the drill, or the deployment is impossible.
     """
     for site, cluster in deployment.homes.items():
         check_site(site)

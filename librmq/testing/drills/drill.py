@@ -1,4 +1,4 @@
-"""A drill: a deployment runs under a clock moved by hand, and parts of its sites fail as a script says."""
+"""A drill: a deployment runs with a manual clock, and parts of its sites fail as a script says."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _QUEUES = 4
 def run_drill(
     deployment: Deployment, script: Script | None = None, *, minutes: int = 60, rate: float = 1.0
 ) -> DrillReport:
-    """Run a deployment for ``minutes`` of its own clock, in which each site gets ``rate`` orders a second.
+    """Run a deployment for ``minutes`` of its own clock, with ``rate`` orders a second at each site.
 
-    Users of a lost site go to the next one. At the end everything returns, and what has not come after ten minutes
-    more counts as lost. By default the first site fails as `outages` says.
+    Users of a lost site use the next one. At the end everything returns, and messages that are not consumed within ten
+    more minutes count as lost. By default the first site fails according to `outages`.
 
     Raises:
-        ConfigError: The script or the deployment cannot be.
+        ConfigError: The script or the deployment is impossible.
     """
     if minutes < 1 or not 0 < rate <= 1_000:
         raise ConfigError(
@@ -57,7 +57,7 @@ def run_drill(
 
 
 class _Drill:
-    """The running parts of one drill."""
+    """The running parts of a drill."""
 
     def __init__(self, deployment: Deployment, minutes: int) -> None:
         self.deployment = deployment
@@ -104,7 +104,7 @@ class _Drill:
     def _client(self, route: SiteRoute) -> Client:
         self._made += 1
         client = Client(route, instance_name=f"c{self._made:03}")
-        client.random = None  # so that figures are the same in each run
+        client.random = None  # so that figures are the same in every run
         return client
 
     def _producer(self, route: SiteRoute) -> Producer:
@@ -130,7 +130,7 @@ class _Drill:
         report.longest_wait_s = max(report.longest_wait_s, (now_ms - self._sent_ms[message.body]) / 1000)
 
     def send(self, users_of: str) -> None:
-        """Send an order of a site's users, at their site or, if that is lost, at the next one."""
+        """Send an order for a user of a site: there or, if the site is lost, at the next one."""
         sites = list(self.deployment.homes)
         at = sites.index(users_of)
         site = next((one for one in [*sites[at:], *sites[:at]] if one not in self._dark), None)
@@ -153,7 +153,7 @@ class _Drill:
     # ---- script
 
     def plan(self, faults: list[Fault]) -> None:
-        """Note when each fault is due."""
+        """Schedule each failure."""
         for fault in faults:
             self._at(fault.minute, partial(self._fail, fault))
 
@@ -162,7 +162,7 @@ class _Drill:
         self._due.sort(key=lambda one: one[0])
 
     def do_due(self) -> None:
-        """Do what is due now, and note switches and the lag."""
+        """Apply the failures that are due, and record switches and the lag."""
         while self._due and self._due[0][0] <= self.runner.now_ms():
             self._due.pop(0)[1]()
         self._note_switches()
@@ -234,7 +234,7 @@ class _Drill:
             self._consumers[site].append(self._router.consumer(site, self._consumer))
 
     def settle(self) -> None:
-        """Note the lag at the end, let everything return, and count what never comes."""
+        """Record the lag at the end, let everything return, and count the messages that are never consumed."""
         self.do_due()
         for site in self.deployment.homes:
             for cluster, name in self._brokers_at(site):

@@ -1,4 +1,4 @@
-"""What a drill has shown: a timeline, totals for comparison, and a picture."""
+"""The results of a drill: a timeline, totals for comparison, and a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _LEFT, _TOP, _LANE = 900, 60, 70, 110
 
 
 class TimelineRow(NamedTuple):
-    """One event of a drill."""
+    """An event in a drill."""
 
     minute: float
     what: str
@@ -23,18 +23,18 @@ class TimelineRow(NamedTuple):
 
 @dataclass(slots=True)
 class Minute:
-    """What happened in one minute; ``lag`` is that of its end."""
+    """What happened in one minute; ``lag`` is the one at its end."""
 
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Stored sends, by site of the producer and of the broker."""
+    """Stored messages, by the sites of producer and broker."""
     consumed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """First deliveries, by site of the consumer and of the broker."""
+    """First deliveries, by the sites of consumer and broker."""
     refused: int = 0
     """Sends that failed."""
     duplicates: int = 0
-    """Deliveries of a message that had come before."""
+    """Deliveries of messages that had been delivered before."""
     lag: int = 0
-    """Stored messages that no consumer has had."""
+    """Stored messages that no consumer has received."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class DrillReport:
     delivered: int = 0
     duplicates: int = 0
     sends_across: int = 0
-    """Sends stored at another site than the producer's."""
+    """Messages that were stored at another site than the producer's."""
     deliveries_across: int = 0
     """Deliveries to a consumer at another site than the broker's."""
     most_waiting: int = 0
@@ -58,15 +58,15 @@ class DrillReport:
     longest_wait_s: float = 0
     """The longest time from a send to the first delivery."""
     lost: int = 0
-    """Stored messages that never came, although everything was back in the end."""
+    """Stored messages that were never delivered, although everything was restored at the end."""
 
     @property
     def lag(self) -> int:
-        """Messages that still waited at the end of the script."""
+        """Messages that were waiting at the end of the script."""
         return self.minutes[-1].lag if self.minutes else 0
 
     def timeline(self) -> str:
-        """Return the events, and between them who consumed what from where, the lag, refused sends and duplicates."""
+        """Return the events and, between them, who consumed what from where, the lag, refused sends and duplicates."""
         lines = []
         marks = sorted({0.0, *(row.minute for row in self.events), float(len(self.minutes))})
         for begin, end in zip(marks, [*marks[1:], marks[-1]], strict=True):
@@ -101,7 +101,7 @@ class DrillReport:
     # ---- picture
 
     def svg(self) -> str:
-        """Return a picture: per site what its consumers got from where, then lag and refused sends, with the events."""
+        """Return a picture: what each site's consumers got from where, then lag and refused sends, with the events."""
         lanes = [*self.sites, "lag", "refused"]
         bottom = _TOP + _LANE * len(lanes) + 30
         height = bottom + 14 * -(-len(self.events) // 2) + 10
@@ -161,7 +161,7 @@ class DrillReport:
         return parts
 
     def _marks(self, bottom: int) -> list[str]:
-        """Return a numbered line for each event, the list of events, and the axis."""
+        """Return the numbered lines of the events, the list of events, and the axis."""
         parts = []
         for number, row in enumerate(self.events):
             x, y = self._x(row.minute), 48 + 11 * (number % 2)

@@ -1,4 +1,4 @@
-"""What all calls of the service share: the caller, and errors as a status."""
+"""What all calls of the service share: the caller's id, and errors as a status."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = EventLog("librmq.wire")
 
 
 Endpoints = Callable[[str], Endpoint]
-"""What answers the requests of a client, by its id."""
+"""The object that answers a client's requests, by the client's id."""
 
 
 class Context(Protocol):
-    """What the service uses of a gRPC call."""
+    """The part of a gRPC call that the service uses."""
 
     def invocation_metadata(self) -> Any:  # noqa: ANN401
         """Return the headers, as pairs."""
@@ -36,12 +36,12 @@ class Context(Protocol):
         ...
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Have a function called when the call ends."""
+        """Register a function to call when the call ends."""
         ...
 
 
 def answers(name: str) -> Callable[[Any], Any]:
-    """Make a method answer its errors as a status, in the response of that name."""
+    """Make a method report its errors as a status, in the response type with that name."""
     made = message_class(name)
 
     def decorate(method: Any) -> Any:  # noqa: ANN401
@@ -65,7 +65,7 @@ def answers(name: str) -> Callable[[Any], Any]:
 
 
 def _leave_status(response: Any) -> None:  # noqa: ANN401
-    """Leave nothing but a status in a response."""
+    """Clear a response except for its status."""
     for field, _ in response.ListFields():
         if field.name != "status":
             response.ClearField(field.name)
@@ -78,7 +78,7 @@ def refuse(status: Any, error: Exception) -> None:  # noqa: ANN401
 
 
 def client_id_of(context: Context) -> str:
-    """Return the id of the client that calls."""
+    """Return the id of the calling client."""
     client_id = header(context, "x-mq-client-id")
     if not client_id:
         raise Refusal(Code.CLIENT_ID_REQUIRED, "the header x-mq-client-id is missing")
@@ -86,11 +86,11 @@ def client_id_of(context: Context) -> str:
 
 
 def header(context: Context, name: str) -> str:
-    """Return a header of a call; empty if it is missing."""
+    """Return a header of a call; an empty string if it is missing."""
     return next((str(value) for key, value in context.invocation_metadata() or () if key == name), "")
 
 
 def sum_up(status: Any, codes: list[Code]) -> None:  # noqa: ANN401
-    """Set the status of a response to that of its entries."""
+    """Set the status of a response from those of its entries."""
     code = codes[0] if len(set(codes)) == 1 else Code.MULTIPLE_RESULTS
     status.code, status.message = code, code.name

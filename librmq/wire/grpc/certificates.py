@@ -1,4 +1,4 @@
-"""Certificates for TLS: a check of a pair in plain words, and a self-signed pair."""
+"""Certificates for TLS: a check of a certificate and key with plain errors, and a self-signed pair."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _BEFORE: Final = timedelta(days=1)
 
 
 def check_pair(chain: bytes, key: bytes) -> None:
-    """Check a certificate chain and its private key, both in PEM.
+    """Check that a certificate chain and a private key, both in PEM, are a pair.
 
     Raises:
-        ConfigError: They are no pair for a server.
+        ConfigError: They are not a pair that a server can use.
     """
-    with TemporaryDirectory() as folder:  # which only this user may read
+    with TemporaryDirectory() as folder:  # readable by this user only
         paths = os.path.join(folder, "chain"), os.path.join(folder, "key")
         for path, data in zip(paths, (chain, key), strict=True):
             with open(path, "wb") as file:
@@ -50,7 +50,7 @@ def _why(chain: bytes, key: bytes, error: Exception) -> str:
 
 
 def self_signed(names: Iterable[str]) -> tuple[bytes, bytes]:
-    """Return a new certificate for these hosts and addresses, signed by itself, and its private key, in PEM.
+    """Return a new self-signed certificate for these hosts and addresses, and its private key, in PEM.
 
     Raises:
         MissingExtraError: The extra ``grpc`` is not installed.

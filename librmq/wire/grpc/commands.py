@@ -1,4 +1,4 @@
-"""What the server sends to a client over its stream."""
+"""Commands that the server sends to a client over its stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGAIN_S: Final = 0.2
 
 
 class Commands:
-    """What one stream is to send. Bounded: a client that does not read misses what is beyond. Thread-safe."""
+    """The commands of one stream. Bounded: a client that does not read misses further commands. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,25 +41,25 @@ class Commands:
             return True
 
     def put_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
-        """Send a command once more in a moment."""
+        """Send a command again shortly."""
         with self._changed:
             self._again = command, self._clock.monotonic() + _AGAIN_S
             self._changed.notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """End the stream once the commands in it are sent, with an error if one is given."""
+        """End the stream after the commands in it are sent, with an error if one is given."""
         with self._changed:
             self._has_ended = True
             self._error = self._error or error
             self._changed.notify()
 
     def wait_for_first(self, seconds: float) -> bool:
-        """Return whether there is a command, or the end, within a time by the wall clock."""
+        """Wait for a command or the end, with a timeout by the wall clock; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._waiting) or self._has_ended, seconds)
 
     def __iter__(self) -> Iterator[Any]:
-        """Wait for each command until the stream ends."""
+        """Yield commands until the stream ends, waiting for each."""
         while True:
             with self._changed:
                 while not self._waiting:

@@ -36,7 +36,7 @@ _log = EventLog("librmq.wire")
 
 _GIVEN_BACK_MS: Final = 1000
 _ANSWER_S: Final = 0.2
-"""What is left of a deadline for the answer to travel."""
+"""Part of a deadline that is left for sending the answer."""
 
 
 class Receives:
@@ -48,27 +48,27 @@ class Receives:
         self._routes = routes
         self._sessions = sessions
         self._endpoints = endpoints
-        self._waiting_clock = SystemClock()  # clients wait by the wall clock, whatever moves the broker's
+        self._waiting_clock = SystemClock()  # clients wait by the wall clock, even if the broker's clock is moved
         self.renewals = Renewals(broker, broker.runner)
         self.polls = Polls()
 
     def is_settled(self) -> bool:
-        """Return whether push consumers wait, and have answered for all that they received."""
+        """Return whether push consumers are waiting and have answered for everything that they received."""
         return not len(self.renewals) and self.polls.all_wait(self._sessions.push_consumers())
 
     def client_gone(self, client_id: str) -> None:
-        """Let what a client had come again; its session has ended, so that it gets no more to renew."""
+        """Make a client's messages visible again. Its session has ended, so it gets no more messages to renew."""
         self.polls.forget(client_id)
         with self._runner.lock:
             self.renewals.client_gone(client_id)
 
     def close(self) -> None:
-        """End all renewals."""
+        """Stop all renewals."""
         with self._runner.lock:
             self.renewals.close()
 
     def receive_message(self, request: Any, context: Context) -> Iterator[Any]:  # noqa: ANN401
-        """Hand out messages, or wait for some: first the status, then the messages, last the time."""
+        """Receive messages, or wait for some: yield first the status, then the messages, last the time."""
         made = message_class("ReceiveMessageResponse")
         found: list[tuple[Received, Any]] = []
         status = made()
@@ -96,13 +96,13 @@ class Receives:
         yield last
 
     def _give_back(self, request: Any, messages: list[Received]) -> None:  # noqa: ANN401
-        """Let messages that did not reach their client come again in a second, as 5.3.3 does."""
+        """Make messages that did not reach their client visible again in a second, as 5.3.3 does."""
         group, topic = request.group.name, request.message_queue.topic.name
         self._end_renewals(group, topic, tuple(one.receipt for one in messages))
         for one in messages:
             try:
                 self._broker.call(ChangeInvisible(group, topic, one.receipt, _GIVEN_BACK_MS))
-            except RmqError as error:  # its time is over, or the broker was closed
+            except RmqError as error:  # its deadline is over, or the broker was closed
                 _log.debug(
                     "group %(group)s: a message of topic %(topic)s was not given back: %(error)s",
                     group=group,
@@ -148,7 +148,7 @@ class Receives:
         try:
             while True:
                 arrived.clear()
-                if not context.is_active():  # after `clear`, which can erase the signal of the end
+                if not context.is_active():  # after `clear`, which could otherwise erase the signal of the end
                     break
                 messages = self._endpoints(client_id).call(asked).messages
                 if messages:
@@ -172,7 +172,7 @@ class Receives:
         messages: Sequence[Received],
         invisible_ms: int,
     ) -> list[tuple[Received, Any]]:
-        """Return received messages in the form for their client, and renew them while it lives."""
+        """Return received messages in their client's format, and renew them while the client lives."""
         group, topic = request.group.name, request.message_queue.topic.name
         if not context.is_active():
             self._give_back(request, list(messages))
@@ -181,7 +181,7 @@ class Receives:
         for one in messages:
             try:
                 made.append((one, to_received(one, invisible_ms)))
-            except (RmqError, ValueError) as error:  # it becomes a dead letter in its time, and the others are read
+            except (RmqError, ValueError) as error:  # it becomes a dead letter eventually; the others are read
                 _log.warning(
                     "group %(group)s: a message of topic %(topic)s can't be sent to its client: %(error)s",
                     group=group,
@@ -190,14 +190,14 @@ class Receives:
                 )
         if request.auto_renew:
             with self._runner.lock:
-                if self._sessions.get(client_id) is not None:  # else no later end of it would end the renewals
+                if self._sessions.get(client_id) is not None:  # otherwise nothing would end the renewals
                     for one, _ in made:
                         self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
         return made
 
     @staticmethod
     def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
-        """Return how long a receive waits, in seconds: the client's deadline leaves time for the answer."""
+        """Return how many seconds a receive waits; the client's deadline includes time for the answer."""
         asked = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
         remaining = context.time_remaining()
         seconds = min(asked or LONG_POLL_S, LONG_POLL_S)
@@ -205,7 +205,7 @@ class Receives:
 
     @answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Note that messages are done with."""
+        """Acknowledge messages."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)
@@ -222,7 +222,7 @@ class Receives:
 
     @answers("ChangeInvisibleDurationResponse")
     def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Move the time at which a message comes again."""
+        """Change the time at which a message becomes visible again."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
@@ -236,7 +236,7 @@ class Receives:
 
     @answers("ForwardMessageToDeadLetterQueueResponse")
     def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Make a message a dead letter."""
+        """Move a message to the dead letters."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         endpoint.call(ForwardToDeadLetters(group, topic, request.receipt_handle))

@@ -1,4 +1,4 @@
-"""Routes of topics: their queues at the address of the server, and what a push consumer receives from."""
+"""Routes of topics: their queues at the address of the server, and the assignments of push consumers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Routes:
 
     @answers("QueryRouteResponse")
     def query_route(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Return the queues of a topic, at the address that the client has dialled."""
+        """Return the queues of a topic, at the address that the client has connected to."""
         client_id_of(context)
         topic = check_topic(request.topic.name)
         data = self.ensure(topic)
@@ -52,7 +52,7 @@ class Routes:
             endpoints.scheme = _scheme(host.strip("[]"))
 
     def ensure(self, topic: str) -> QueueData:
-        """Return a topic's queues; make one that is not there, as official clients ask for it before they send."""
+        """Return a topic's queues, creating the topic if necessary: official clients ask for it before they send."""
         found = self._broker.topic_route(topic)
         if found:
             return found[0]
@@ -64,7 +64,7 @@ class Routes:
 
     @answers("QueryAssignmentResponse")
     def query_assignment(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Return what a push consumer is to receive from: any queue, or in order each."""
+        """Return a push consumer's assignments: any queue, or for ordered groups each queue."""
         client_id_of(context)
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         data = self.ensure(topic)

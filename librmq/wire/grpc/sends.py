@@ -60,13 +60,13 @@ class Sends:
             except RmqError as error:
                 if len(made) == 1:
                     raise
-                entry.Clear()  # those before it are stored: each entry says what became of its message
+                entry.Clear()  # earlier messages are stored: each entry says what happened to its message
                 refuse(entry.status, error)
             codes.append(Code(entry.status.code))
         sum_up(response.status, codes)
 
     def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
-        """Return a sent message as it is stored; refuse one that its topic does not accept."""
+        """Return a sent message in its stored form; refuse one that its topic does not accept."""
         message = message_of(sent, now_ms)
         accepted = MessageType.of_topic(self._routes.ensure(message.topic).message_type)
         kind = message_type_of(message.properties)
@@ -100,7 +100,7 @@ class Sends:
 
     @answers("RecallMessageResponse")
     def recall_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Cancel a timed message."""
+        """Cancel a message with a delivery time."""
         endpoint = self._endpoints(client_id_of(context))
         topic = check_topic(request.topic.name)
         named, broker_name, deliver_ms, message_id = recalled(request.recall_handle)
@@ -117,7 +117,7 @@ class Sends:
 
     @answers("EndTransactionResponse")
     def end_transaction(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Commit a transaction, or roll it back."""
+        """Commit or roll back a transaction."""
         endpoint = self._endpoints(client_id_of(context))
         place = group, queue_offset, physical_offset = self._sessions.half(request.transaction_id)
         state = _STATES.get(request.resolution, TransactionState.UNKNOWN)

@@ -21,5 +21,5 @@ if TYPE_CHECKING:
     from librmq.wire.remoting.server import listen as listen
 
 _MODULES = {"server": ("RemotingServer", "listen")}
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -74,13 +74,13 @@ ADMINISTRATIVE: Final = frozenset(
         RequestCode.CONSUME_MESSAGE_DIRECTLY,
     }
 )
-"""What changes a broker for others, and is refused to clients of other machines."""
+"""Requests that change a broker for other clients, and are refused to clients on other machines."""
 _RELAY_S: Final = 10.0
 _MOST_ENTRIES: Final = 10_000
 
 
 class AdminRequests:
-    """What people and tools ask of one server. Thread-safe."""
+    """Answers requests of people and tools to one server. Thread-safe."""
 
     def __init__(self, broker: Broker, sessions: ClientChannels, names: NameServer) -> None:
         self._broker = broker
@@ -240,7 +240,7 @@ class AdminRequests:
         return call.answer(body=write_body(body))
 
     def _topics_of(self, group: str) -> list[str]:
-        """Return the topics in which a group has progress or to which it subscribes."""
+        """Return the topics in which a group has progress, and those to which it subscribes."""
         connections = self._broker.connections(group)
         subscribed = set(() if connections is None else connections.subscriptions)
         with self._broker.runner.lock:
@@ -249,7 +249,7 @@ class AdminRequests:
         return sorted(topic for topic in subscribed | progressed if self._broker.topic_route(topic))
 
     def _progress(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
-        """Return a group's progress by queue; without any it counts from 0, as in 4.9's own statistics."""
+        """Return a group's progress by queue; without progress it counts from 0, as in the statistics of 4.9."""
         table: dict[ObjectKey, dict[str, int]] = {}
         for queue in self._queues(topic):
             end = self._broker.store.queue_range(topic, queue.queue_id)[1]
@@ -348,7 +348,7 @@ class AdminRequests:
         return call.answer(body=write_body({"data": data}))
 
     def _relay(self, call: RemotingCall) -> None:
-        """Ask a client, and answer later: other requests of the connection do not wait."""
+        """Forward a request to a client and answer later, so that other requests of the connection do not wait."""
         header: ClientOfGroupHeader | DirectConsumeHeader = call.header
         session = self._sessions.get(header.client_id)
         if session is None:
@@ -364,7 +364,7 @@ class AdminRequests:
             try:
                 answer = session.channel.ask(asked, _RELAY_S)
                 raw = encode(call.answer(body=answer.body, code=answer.code, remark=answer.remark))
-            except RmqError as error:  # no answer, or one that no frame can hold
+            except RmqError as error:  # no answer, or one that fits into no frame
                 raw = encode(refused(call.frame, error))
             call.channel.write(raw)
 

@@ -1,4 +1,4 @@
-"""Bodies: the JSON of requests and answers, without blanks, with objects as keys where Java needs them.
+"""Bodies: the JSON of requests and answers, without spaces, and with objects as keys where Java needs them.
 
 Mirrors ``RemotingSerializable`` and the classes of ``org.apache.rocketmq.common.protocol.body``.
 """
@@ -32,7 +32,7 @@ _TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
 
 
 def write_body(value: object) -> bytes:
-    """Return a body; keys of type `ObjectKey` are written as objects, numbers as keys in quotes."""
+    """Return a body. Keys of type `ObjectKey` are written as objects, numbers as quoted keys."""
     return _text(value).encode("utf-8", "replace")
 
 
@@ -52,7 +52,7 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
     """Return the object in a body.
 
     Raises:
-        MalformedError: there is none; the error names ``what``.
+        MalformedError: there is no object; the error names ``what``.
     """
     try:
         found = java_json.loads(body)
@@ -80,7 +80,7 @@ def queues_of(rows: object) -> frozenset[MessageQueue]:
     """Return the queues in a list.
 
     Raises:
-        MalformedError: this is no list of queues.
+        MalformedError: this is not a list of queues.
     """
     if not isinstance(rows, list):
         raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
@@ -102,7 +102,7 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     """Return the client id, the producer groups and the consumers that a heartbeat names.
 
     Raises:
-        MalformedError: this is no heartbeat.
+        MalformedError: this is not a heartbeat.
     """
     found = read_body(body, "a heartbeat")
     client_id = found.get("clientID")
@@ -142,7 +142,7 @@ def subscription_of(row: object) -> Subscription:
     """Return the subscription in an object.
 
     Raises:
-        MalformedError: this is none.
+        MalformedError: this is not a subscription.
     """
     if not isinstance(row, dict) or not isinstance(row.get("topic"), str):
         raise MalformedError(f"expected a subscription with a topic, found {row!r:.80}")

@@ -36,7 +36,7 @@ Handlers = Mapping[RequestCode, Handler]
 
 
 def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | None:
-    """Return the answer to a request, None if it comes later or if there is none."""
+    """Return the answer to a request; None if it comes later or if none is expected."""
     try:
         code = RequestCode(frame.code)
         handler = handlers[code]
@@ -52,7 +52,7 @@ def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | Non
 
 
 def refused(frame: Frame, error: RmqError) -> Frame:
-    """Return the answer to a request that has failed."""
+    """Return the answer to a failed request."""
     return answer_to(frame, _code_of(error), str(error))
 
 

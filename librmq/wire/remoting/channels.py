@@ -1,4 +1,4 @@
-"""A client's connection as the server has it: frames in, frames out, and what it is asked.
+"""A client's connection on the server's side: frames in, frames out, and requests to the client.
 
 Mirrors the server's half of ``NettyRemotingAbstract``.
 """
@@ -34,12 +34,12 @@ class Channel:
     """One connection. Thread-safe."""
 
     def __init__(self, connected: socket.socket, peer: Host, own: Host) -> None:
-        """``own`` is the address that the client has dialled."""
+        """``own`` is the address that the client has connected to."""
         self._socket = connected
         self.peer = peer
         self.own = own
         self.client_ids: set[str] = set()
-        """The ids of its heartbeats; usually one."""
+        """The client ids in its heartbeats, usually one."""
         self.reader: threading.Thread | None = None
         self.is_open = True
         self._write_lock = threading.Lock()
@@ -51,7 +51,7 @@ class Channel:
 
     @property
     def client_id(self) -> str | None:
-        """The id of its heartbeats, None before the first."""
+        """The client id of its heartbeats; None before the first one."""
         return next(iter(self.client_ids), None)
 
     def begin_tls(self, context: ssl.SSLContext) -> None:
@@ -62,22 +62,22 @@ class Channel:
             raise ConnectionAbortedError("closed before TLS began")
         connected.settimeout(_HANDSHAKE_S)
         connected.do_handshake()
-        connected.setblocking(False)  # OpenSSL waits for the rest of a record without end otherwise
+        connected.setblocking(False)  # otherwise OpenSSL waits for the rest of a record forever
 
     def receive(self, size: int) -> bytes:
-        """Wait for bytes and return them; none at the end of the connection. For one thread."""
+        """Wait for bytes and return them; none at the end of the connection. Called by one thread only."""
         connected = self._socket
         if not isinstance(connected, ssl.SSLSocket):
             return connected.recv(size)
         while True:
             try:
-                with self._write_lock:  # TLS reads and writes one after the other
+                with self._write_lock:  # TLS cannot read and write at the same time
                     return connected.recv(size)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, _IDLE_S)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes; a client that does not take them in time is cut off. Waits: never under a runner's lock."""
+        """Send bytes; a client that does not read them in time is cut off. Waits: never under a runner's lock."""
         try:
             with self._write_lock:
                 connected = self._socket
@@ -89,7 +89,7 @@ class Channel:
             self.close()
 
     def later(self, task: Callable[[], None]) -> None:
-        """Run a task in the connection's own thread, in order; never waits. A client with too many is cut off."""
+        """Run a task in the connection's own thread, in order, without waiting. A client with too many is cut off."""
         with self._lock:
             if not self.is_open:
                 return
@@ -111,7 +111,7 @@ class Channel:
         return True
 
     def tell(self, frame: Frame) -> None:
-        """Send a request without an answer; never waits."""
+        """Send a request without an answer, without waiting."""
         with self._lock:
             self._numbered(frame.one_way())
         self.later(lambda: self.write(encode(frame)))
@@ -120,7 +120,7 @@ class Channel:
         """Send a request and wait for its answer.
 
         Raises:
-            BrokerUnreachableError: none came in time, or the connection has ended.
+            BrokerUnreachableError: no answer came in time, or the connection has ended.
         """
         waiting: Future[Frame] = Future()
         with self._lock:
@@ -139,14 +139,14 @@ class Channel:
                 self._asked.pop(frame.opaque, None)
 
     def answered(self, answer: Frame) -> None:
-        """Take an answer; ignore one that no call waits for."""
+        """Accept an answer; ignore one for which no call waits."""
         with self._lock:
             waiting = self._asked.pop(answer.opaque, None)
         if waiting is not None:
             waiting.set_result(answer)
 
     def close(self) -> None:
-        """End the connection; its reader notices."""
+        """End the connection; its reader will notice."""
         with self._lock:
             if not self.is_open:
                 return
@@ -160,7 +160,7 @@ class Channel:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give the socket back, when nothing reads it any more."""
+        """Close the socket once nothing reads from it."""
         self.close()
         with self._write_lock:
             self._socket.close()
@@ -174,7 +174,7 @@ class Channel:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception as error:  # later tasks could not be run in order any more
+            except Exception as error:  # later tasks could no longer run in order
                 _log.exception("client %(client)s is cut off: %(error)s", client=self.peer[0], error=error)
                 self.close()
 
@@ -189,7 +189,7 @@ def _send_all(connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
 
 
 def _wait(connected: ssl.SSLSocket, want: ssl.SSLError, timeout_s: int) -> None:
-    """Wait until a socket can do what it has to do first."""
+    """Wait until a socket is ready for what it has to do first."""
     event = selectors.EVENT_READ if isinstance(want, ssl.SSLWantReadError) else selectors.EVENT_WRITE
     with selectors.DefaultSelector() as selector:
         selector.register(connected, event)

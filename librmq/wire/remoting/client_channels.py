@@ -1,4 +1,4 @@
-"""Clients as the server knows them: whose connection they have, and what the broker asks of them.
+"""Clients as the server knows them: their connections, and the broker's requests to them.
 
 Mirrors ``ClientHousekeepingService`` and ``Broker2Client``.
 """
@@ -39,11 +39,11 @@ R = TypeVar("R")
 _log = EventLog("librmq.wire")
 
 _MOST_IDS: Final = 1_000
-"""Client ids of one connection."""
+"""The client ids of one connection."""
 
 
 class ClientChannel(NamedTuple):
-    """One client, by its last heartbeat."""
+    """One client, according to its last heartbeat."""
 
     client_id: str
     channel: Channel
@@ -58,7 +58,7 @@ class ClientChannel(NamedTuple):
 
 
 class _Client:
-    """A client as the broker's endpoint. Called under the runner's lock: it never waits."""
+    """A client as the broker's endpoint. Called under the runner's lock, so it never waits."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -119,7 +119,7 @@ class ClientChannels:
     def heartbeat(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
         client_id, producers, consumers = heartbeat_of(frame.body)
-        with self._lock:  # also during the call of the broker, so that a connection that ends comes before or after
+        with self._lock:  # also during the broker's call, so that a connection ends either before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             known = self._by_id.get(client_id)
@@ -150,6 +150,6 @@ class ClientChannels:
                 del self._by_id[client_id]
                 try:
                     self._broker.call(ChannelClosed(client_id))
-                except RmqError as error:  # the broker was closed before
+                except RmqError as error:  # the broker was closed earlier
                     _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
             self._changed(client_id, "", False)

@@ -1,4 +1,4 @@
-"""Codes of requests. Mirrors ``RequestCode``; those of answers are `ResponseCode`."""
+"""Codes of requests. Mirrors ``RequestCode``; the codes of answers are in `ResponseCode`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RequestCode"]
 
 
 class RequestCode(enum.IntEnum):
-    """What a request asks for."""
+    """What a request asks the server to do."""
 
     SEND_MESSAGE = 10
     PULL_MESSAGE = 11

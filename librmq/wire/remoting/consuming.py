@@ -1,4 +1,4 @@
-"""Requests of consumers, and of all clients about themselves.
+"""Requests of consumers, and requests that all clients make about themselves.
 
 Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor`` and the queue offsets of ``AdminBrokerProcessor``.
 """
@@ -74,7 +74,7 @@ class Consuming:
     def _unregister(self, call: RemotingCall) -> Frame:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
-            self._pulling.forget(call.channel, header.consumer_group)  # asked again, it would be refused
+            self._pulling.forget(call.channel, header.consumer_group)  # if it asked again, it would be refused
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
@@ -158,7 +158,7 @@ class Consuming:
 
 
 def stored_ms(broker: Broker, topic: str, queue_id: int, *, first: bool = False) -> int:
-    """Return the store time of a queue's first or last message in ms; -1 if it has none."""
+    """Return the store time in ms of a queue's first or last message; -1 if the queue has none."""
     store = broker.store
     begin, end = store.queue_range(topic, queue_id)
     found = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()

@@ -1,4 +1,4 @@
-"""Headers to fields of a frame, and back, by the names and types of their attributes."""
+"""Converts headers to the fields of a frame and back, by the names and types of their attributes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class _Field(NamedTuple):
     name: str
     attribute: str
     read: Callable[[str, str], Any] | None
-    """From text and name to a value; None for a text."""
+    """Converts a string and the field's name to a value; None for a string."""
     default: Any
-    """`MISSING` if it must be there."""
+    """`MISSING` if the field is required."""
 
 
 _forms: Final[dict[tuple[type[Any], bool], tuple[_Field, ...]]] = {}
 
 
 def _form_of(header: type[Any], by_letters: bool) -> tuple[_Field, ...]:
-    """Return the fields of a header, in their order."""
+    """Return the fields of a header, in order."""
     known = _forms.get((header, by_letters))
     if known is not None:
         return known
@@ -44,7 +44,7 @@ def _form_of(header: type[Any], by_letters: bool) -> tuple[_Field, ...]:
 
 
 def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:
-    """Return a header's fields, without those that are None."""
+    """Return a header's fields, except those that are None."""
     return {
         one.name: str(found).lower() if found is True or found is False else str(found)
         for one in _form_of(type(header), by_letters)
@@ -53,10 +53,10 @@ def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:
 
 
 def from_fields(header: type[H], found: Mapping[str, str], *, by_letters: bool = False) -> H:
-    """Return the header that fields describe; fields of other names are passed over.
+    """Return the header that fields describe; unknown fields are ignored.
 
     Raises:
-        MalformedError: a field that must be there is not, or one has another type.
+        MalformedError: a required field is missing, or a field has the wrong type.
     """
     values: list[Any] = []
     for name, _, read, default in _form_of(header, by_letters):
@@ -83,7 +83,7 @@ def _whole(text: str, name: str) -> int:
 
 
 def _truth(text: str, _: str) -> bool:
-    """Return the truth value of a text: the C++ client sends 1 and 0, Java takes all but true as false."""
+    """Return the truth value of a string: the C++ client sends 1 and 0, and Java takes everything but true as false."""
     return text.lower() in ("true", "1")
 
 

@@ -1,8 +1,8 @@
-"""Frames: what stands between two lengths on a connection, and back.
+"""Encodes and decodes frames, each of which begins with its length.
 
 ::
 
-    length 4 | type 1, header length 3 | header | body        length counts from behind itself
+    length 4 | type 1, header length 3 | header | body        the length does not count itself
 
 A header of type 0 is JSON, of type 1 binary; an answer has the type of its request.
 
@@ -23,9 +23,9 @@ from librmq.errors import MalformedError
 __all__ = ["LANGUAGES", "MAX_FRAME", "VERSION", "Frame", "FrameReader", "answer_to", "encode"]
 
 MAX_FRAME: Final = 16 << 20
-"""Bytes of the longest frame that a broker takes."""
+"""Most bytes in a frame that a broker accepts."""
 VERSION: Final = 401
-"""Of 4.9.4, which every answer carries."""
+"""The version of 4.9.4, which every answer carries."""
 LANGUAGES: Final = (
     "JAVA", "CPP", "DOTNET", "PYTHON", "DELPHI", "ERLANG", "RUBY", "OTHER", "HTTP", "GO", "PHP", "OMS",
 )  # fmt: skip
@@ -45,11 +45,11 @@ class Frame:
     """A request or an answer."""
 
     code: int
-    """What a request asks for; what became of it in an answer, 0 for success."""
+    """What a request asks for. In an answer, the result: 0 for success."""
     fields: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     opaque: int = 0
-    """Tells an answer's request among those of one connection."""
+    """Matches an answer to its request on one connection."""
     remark: str | None = None
     flag: int = 0
     language: str = "PYTHON"
@@ -58,16 +58,16 @@ class Frame:
 
     @property
     def is_answer(self) -> bool:
-        """Whether this answers a request."""
+        """Whether this is an answer."""
         return bool(self.flag & _IS_ANSWER)
 
     @property
     def is_one_way(self) -> bool:
-        """Whether this is a request to which no answer is expected."""
+        """Whether this is a request that expects no answer."""
         return bool(self.flag & _IS_ONE_WAY)
 
     def one_way(self) -> Frame:
-        """Mark this request as one without an answer, and return it."""
+        """Mark this request as one that expects no answer, and return it."""
         self.flag |= _IS_ONE_WAY
         return self
 
@@ -75,12 +75,12 @@ class Frame:
 def answer_to(
     request: Frame, code: int = 0, remark: str | None = None, *, fields: dict[str, str] | None = None, body: bytes = b""
 ) -> Frame:
-    """Return the answer to a request as a broker of 4.9.4 marks it."""
+    """Return the answer to a request, marked like those of a 4.9.4 broker."""
     return Frame(code, fields or {}, body, request.opaque, remark, _IS_ANSWER, "JAVA", VERSION, request.is_binary)
 
 
 def encode(frame: Frame) -> bytes:
-    """Return the bytes of a frame, its length first.
+    """Return the bytes of a frame, beginning with its length.
 
     Raises:
         MalformedError: it is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
@@ -93,7 +93,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts what a connection brings into frames. Not thread-safe."""
+    """Splits the bytes of a connection into frames. Not thread-safe."""
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self._max_frame = max_frame
@@ -101,14 +101,14 @@ class FrameReader:
 
     @property
     def held(self) -> int:
-        """Bytes of the frame that is not complete."""
+        """Bytes of the incomplete frame."""
         return len(self._held)
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.
 
         Raises:
-            MalformedError: these are no frames; the connection can only be closed.
+            MalformedError: these bytes are not frames; the connection must be closed.
         """
         held = self._held
         held += received
@@ -128,7 +128,7 @@ class FrameReader:
 
 
 def _decode(raw: bytes) -> Frame:
-    """Return the frame whose bytes follow its length."""
+    """Return the frame in the bytes after its length."""
     kind, header_length = raw[0], int.from_bytes(raw[1:4], "big")
     if kind > 1 or header_length > len(raw) - 4:
         raise MalformedError(f"a header of type {kind} and {header_length:,} bytes in a frame of {len(raw):,}")
@@ -140,7 +140,7 @@ def _decode(raw: bytes) -> Frame:
 
 
 def _json_header(frame: Frame) -> bytes:
-    # Written by hand, since most of a small answer's time is spent here.
+    # Written by hand, because a small answer spends most of its time here.
     parts = [f'{{"code":{frame.code:d}']
     if frame.fields:
         pairs = [f"{_quoted(name)}:{_quoted(value)}" for name, value in frame.fields.items()]
@@ -183,7 +183,7 @@ def _from_json(header: bytes, body: bytes) -> Frame:
 
 
 def _texts(fields: object) -> dict[str, str]:
-    """Return fields as texts; the C++ client sends numbers and truth values too."""
+    """Return fields as strings; the C++ client also sends numbers and truth values."""
     if not isinstance(fields, dict):
         raise MalformedError(f"extFields: expected an object, found {fields!r:.80}")
     texts: dict[str, str] = {}
@@ -242,7 +242,7 @@ def _from_binary(header: bytes, body: bytes) -> Frame:
 
 
 def _sized(header: bytes, at: int, size: struct.Struct) -> tuple[str, int]:
-    """Return the text whose length stands at ``at``, and the place behind it."""
+    """Return the string whose length is at ``at``, and the position after it."""
     (length,) = size.unpack_from(header, at)
     begin = at + size.size
     if not 0 <= length <= len(header) - begin:

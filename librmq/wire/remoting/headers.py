@@ -1,6 +1,6 @@
-"""The fields of each request and answer: the one table of the 4.x protocol.
+"""The fields of each request and answer: the only table of the 4.x protocol.
 
-A class for each header, and `REQUESTS`, which has the forms by code. The attribute ``queue_id: int`` is the field
+Each header has a class, and `REQUESTS` lists the headers by code. The attribute ``queue_id: int`` is the field
 ``queueId``, a whole number; an attribute with a default may be absent.
 
 Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
@@ -19,12 +19,12 @@ __all__ = ["REQUESTS", "RequestForm"]
 
 @value
 class EmptyHeader:
-    """No fields; what there is stands in the body."""
+    """No fields; everything is in the body."""
 
 
 @value
 class SendHeader:
-    """A message, or a batch, to store. Two codes name the fields by letters, in this order."""
+    """A message or a batch to store. Two codes use single letters as field names, in this order."""
 
     producer_group: str
     topic: str
@@ -43,7 +43,7 @@ class SendHeader:
 
 @value
 class SentHeader:
-    """Where a message is stored; the ids of a batch are divided by commas."""
+    """Where a message is stored; commas separate the ids of a batch."""
 
     NAMES: ClassVar = {"region": "MSG_REGION", "is_traced": "TRACE_ON"}
 
@@ -74,7 +74,7 @@ class PullHeader:
 
 @value
 class PulledHeader:
-    """Where the next pull begins; the body has the records."""
+    """Where the next pull begins. The body has the records."""
 
     next_begin_offset: int
     min_offset: int
@@ -98,7 +98,7 @@ class QueryByKeyHeader:
 
 @value
 class FoundByKeyHeader:
-    """How far the key index has come; the body has the records."""
+    """How far the key index has come. The body has the records."""
 
     index_last_update_timestamp: int
     index_last_update_phyoffset: int
@@ -132,7 +132,7 @@ class QueueOffsetHeader:
 
 @value
 class CreateTopicHeader:
-    """A topic to make or change."""
+    """A topic to create or change."""
 
     topic: str
     default_topic: str
@@ -177,7 +177,7 @@ class PhysicalOffsetHeader:
 
 @value
 class LeavingClientHeader:
-    """A client that leaves a group as producer, as consumer or as both."""
+    """A client that leaves a group as a producer, as a consumer, or as both."""
 
     NAMES: ClassVar = {"client_id": "clientID"}
 
@@ -188,7 +188,7 @@ class LeavingClientHeader:
 
 @value
 class SendBackHeader:
-    """A message that a consumer sends back, by the place of its record."""
+    """A message that a consumer sends back, by the position of its record."""
 
     offset: int
     group: str
@@ -214,7 +214,7 @@ class EndTransactionHeader:
 
 @value
 class CheckTransactionHeader:
-    """A question about a half message; the body has its record."""
+    """A question about a half message. The body has its record."""
 
     tran_state_table_offset: int
     commit_log_offset: int
@@ -239,7 +239,7 @@ class ProducerGroupHeader:
 
 @value
 class GroupToDeleteHeader:
-    """A consumer group, and whether its progress goes too."""
+    """A consumer group, and whether its progress is deleted too."""
 
     group_name: str
     remove_offset: bool = False
@@ -247,7 +247,7 @@ class GroupToDeleteHeader:
 
 @value
 class GroupAndTopicHeader:
-    """A consumer group, and one of its topics or all."""
+    """A consumer group, and one of its topics or all of them."""
 
     consumer_group: str
     topic: str | None = None
@@ -262,7 +262,7 @@ class TopicNameHeader:
 
 @value
 class TopicOfClusterHeader:
-    """A topic of a cluster."""
+    """A topic in a cluster."""
 
     topic: str
     cluster_name: str | None = None
@@ -270,7 +270,7 @@ class TopicOfClusterHeader:
 
 @value
 class RouteOfTopicHeader:
-    """A topic whose route is asked for."""
+    """A topic whose route a client requests."""
 
     topic: str
     accept_standard_json_only: bool = False
@@ -288,7 +288,7 @@ class ResetOffsetHeader:
 
 @value
 class ClientOfGroupHeader:
-    """A client of a group."""
+    """A client in a group."""
 
     consumer_group: str
     client_id: str
@@ -297,7 +297,7 @@ class ClientOfGroupHeader:
 
 @value
 class DirectConsumeHeader:
-    """A message that a client is to consume now."""
+    """A message that a client should consume now."""
 
     consumer_group: str
     client_id: str
@@ -307,7 +307,7 @@ class DirectConsumeHeader:
 
 @value
 class ClientStatusHeader:
-    """A group's clients, or one of them, whose progress is asked for."""
+    """A group's clients, or one of them, whose progress is requested."""
 
     topic: str
     group: str
@@ -316,7 +316,7 @@ class ClientStatusHeader:
 
 @value
 class CloneOffsetHeader:
-    """Progress of one group that another takes over."""
+    """Progress that one group takes over from another."""
 
     src_group: str
     dest_group: str
@@ -334,7 +334,7 @@ class StatsOfHeader:
 
 @value
 class OrderedOnlyHeader:
-    """Whether only groups in order are meant."""
+    """Whether only ordered groups are meant."""
 
     is_order: bool = False
 
@@ -352,7 +352,7 @@ class QueueEntriesHeader:
 
 @value
 class KvKeyHeader:
-    """A key of the name server's table."""
+    """A key in the name server's table."""
 
     namespace: str
     key: str
@@ -360,7 +360,7 @@ class KvKeyHeader:
 
 @value
 class KvPairHeader:
-    """A key of the name server's table, and its value."""
+    """A key in the name server's table, and its value."""
 
     namespace: str
     key: str
@@ -369,7 +369,7 @@ class KvPairHeader:
 
 @value
 class KvValueHeader:
-    """A value of the name server's table."""
+    """A value in the name server's table."""
 
     value: str
 
@@ -397,14 +397,14 @@ class ClusterNameHeader:
 
 @value
 class WipedTopicsHeader:
-    """How many topics have another permission now."""
+    """Number of topics whose permission was changed."""
 
     wipe_topic_count: int
 
 
 @value
 class AddedTopicsHeader:
-    """How many topics have another permission now."""
+    """Number of topics whose permission was changed."""
 
     add_topic_count: int
 
@@ -420,7 +420,7 @@ class ConfigVersionHeader:
 
 
 class RequestForm(NamedTuple):
-    """What a request and its answer look like."""
+    """The forms of a request and its answer."""
 
     header: type[Any]
     answer: type[Any] = EmptyHeader

@@ -1,4 +1,4 @@
-"""Requests that clients send to a name server: here it is the broker itself, on the same port.
+"""Requests that clients send to a name server, which is the broker itself here, on the same port.
 
 Mirrors ``DefaultRequestProcessor`` of the name server.
 """
@@ -39,7 +39,7 @@ class NameServer:
     """Routes of one broker, and a table of keys and values that lasts as long as the server. Thread-safe."""
 
     def __init__(self, broker: Broker, advertise: str | None, auto_create: bool) -> None:
-        """``advertise`` is the broker's address in routes; None is the one that a client has dialled."""
+        """``advertise`` is the broker's address in routes; None uses the address that each client has connected to."""
         self._broker = broker
         self._advertise = advertise
         self._auto_create = auto_create
@@ -71,7 +71,7 @@ class NameServer:
         header: RouteOfTopicHeader = call.header
         found = self._broker.topic_route(header.topic)
         if not found and self._auto_create and header.topic.startswith(RETRY_PREFIX):
-            # Clients ask for it before the heartbeat that makes it, and again only after half a minute.
+            # Clients ask for it before the heartbeat that creates it, and again only after half a minute.
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
             found = self._broker.topic_route(header.topic)
         if not found:
@@ -125,7 +125,7 @@ class NameServer:
         return call.answer(AddedTopicsHeader(self._permit(call.header, is_writable=True)))
 
     def _permit(self, header: BrokerNameHeader, *, is_writable: bool) -> int:
-        """Allow or forbid writes to all topics of users; return their number."""
+        """Allow or forbid writes to all user topics; return their number."""
         if header.broker_name != self._broker.name:
             return 0
         changed = 0

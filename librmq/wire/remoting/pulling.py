@@ -1,6 +1,6 @@
-"""Pulls, answered when there is a message or when the client's time is over.
+"""Pulls, which are answered when there is a message or when the client's time is over.
 
-Mirrors ``PullMessageProcessor`` and ``PullRequestHoldService``, as clients see them.
+Mirrors ``PullMessageProcessor`` and ``PullRequestHoldService`` as clients see them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SORT_OUT_AT: Final = 1_000
 
 
 class _Waiting:
-    """A pull that is answered later. Changed under the runner's lock."""
+    """A pull that is answered later. Changes only under the runner's lock."""
 
     __slots__ = ("call", "is_answered", "is_asking")
 
@@ -102,13 +102,13 @@ class Pulling:
                 self._held.pop(channel, None)
 
     def held(self) -> int:
-        """Return how many pulls are held, and none of them about to be answered; -1 if one is."""
+        """Return how many pulls are held; -1 if one of them is about to be answered."""
         with self._runner.lock:
             waiting = [one for held in self._held.values() for one in held]
             return -1 if any(one.is_asking for one in waiting) else len(waiting)
 
     def _woken(self, waiting: _Waiting) -> None:
-        """Have the connection's thread ask again. Called under the runner's lock."""
+        """Let the connection's thread ask again. Called under the runner's lock."""
         if not waiting.is_answered and not waiting.is_asking:
             waiting.is_asking = True
             waiting.call.channel.later(partial(self._ask_again, waiting, is_last=False))
@@ -145,7 +145,7 @@ class Pulling:
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
-    """Return the broker's request; only the first of a pull commits, since progress can move while it is held."""
+    """Return the broker's request. Only the first try of a pull commits, since progress can move during a hold."""
     header: PullHeader = call.header
     subscription = None
     if header.sys_flag & _SUBSCRIBES:

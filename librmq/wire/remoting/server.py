@@ -1,4 +1,4 @@
-"""The server: a name server and a broker on one port, a thread for each connection."""
+"""The server: a name server and a broker on one port, with one thread per connection."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _log = EventLog("librmq.wire")
 _MOST_CONNECTIONS: Final = 1_000
 _RECEIVED: Final = 256 << 10
 _ANSWERED: Final = 1 << 20
-"""Bytes of answers that wait for each other to be sent together."""
+"""Bytes of answers that are collected to be sent together."""
 _UNFINISHED: Final = 256 << 20
-"""Bytes of unfinished frames of all connections together."""
+"""Most bytes of unfinished frames, over all connections."""
 _IDLE_S: Final = 120
 _SEND_S: Final = 30
 _REST_S: Final = 0.1
@@ -62,22 +62,22 @@ class RemotingServer:
         allows_admin: bool = False,
         changed: Callable[[str, str, bool], None] | None = None,
     ) -> None:
-        """Listen, and answer from now on.
+        """Start listening and answering.
 
         Args:
-            broker: What is served. Close the server before it. Clients also dial the store's ``store_host``: open the
-                store with the server's address, as ``librmq serve`` does by `listen`.
-            port: The port on the loopback address; 0 takes a free one, see `port`.
-            listening: A socket that `listen` has made, instead of ``port``.
-            advertise: ``host:port`` that routes name; None is the address which each client has dialled.
+            broker: The broker to serve. Close the server before it. Clients also connect to its ``store_host``: open
+                the store with the server's address, as ``librmq serve`` does by `listen`.
+            port: The port on the loopback address; 0 takes a free one, which `port` tells.
+            listening: A socket that `listen` has created, instead of ``port``.
+            advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.
-            auto_create: Whether the retry topic of a group is made when its route is asked for.
-            allows_admin: Whether clients of other machines may change topics, groups and progress.
+            auto_create: Whether requesting the route of a group's retry topic creates the topic.
+            allows_admin: Whether clients on other machines may change topics, groups and progress.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
                 empty.
 
         Raises:
-            ConfigError: The port is taken, or an argument is not what it should be.
+            ConfigError: The port is taken, or an argument is invalid.
         """
         if not isinstance(broker, Broker):
             raise ConfigError(f"RemotingServer: expected a Broker, found {broker!r:.80}")
@@ -102,7 +102,7 @@ class RemotingServer:
         self._channels: set[Channel] = set()
         self._unfinished = 0
         self.refused = 0
-        """Connections that were closed because they brought no frames, or too many bytes of them."""
+        """Connections that were closed because they sent no valid frames, or too many bytes of them."""
         self._is_open = True
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
@@ -110,16 +110,16 @@ class RemotingServer:
 
     @property
     def address(self) -> str:
-        """``host:port``, for the clients."""
+        """``host:port`` for clients."""
         return format_host((self.host, self.port))
 
     @property
     def clients(self) -> int:
-        """How many clients have sent a heartbeat and not left."""
+        """Number of clients that have sent a heartbeat and not left."""
         return len(self._sessions)
 
     def close(self) -> None:
-        """Answer no more requests, and end all connections. Closing again does nothing."""
+        """Stop answering requests, and end all connections. A second call does nothing."""
         with self._lock:
             if not self._is_open:
                 return
@@ -154,11 +154,11 @@ class RemotingServer:
                 if not self._is_open or self._listening.fileno() < 0:
                     return
                 _log.debug("a connection from %(client)s was lost: %(error)s", client="a client", error=error)
-                SystemClock().wait(threading.Event(), _REST_S)  # no descriptor is free, for example
+                SystemClock().wait(threading.Event(), _REST_S)  # no free descriptor, for example
                 continue
             try:
                 self._begin(connected, (peer[0], peer[1]))
-            except (OSError, RuntimeError) as error:  # it is gone already, or no thread is free
+            except (OSError, RuntimeError) as error:  # the connection has already ended, or no thread is free
                 connected.close()
                 _log.debug("a connection from %(client)s was lost: %(error)s", client=peer[0], error=error)
 
@@ -184,7 +184,7 @@ class RemotingServer:
             raise
 
     def _serve(self, channel: Channel) -> None:
-        """Answer one connection's requests until it ends."""
+        """Answer the requests of one connection until it ends."""
         reader = FrameReader()
         held = 0
         try:
@@ -222,7 +222,7 @@ class RemotingServer:
             channel.release()
 
     def _answer(self, channel: Channel, frame: Frame) -> bytes:
-        """Return the frame of the answer, empty if there is none or if it comes later."""
+        """Return the bytes of the answer; none if no answer is expected or if it comes later."""
         if frame.is_answer:
             channel.answered(frame)
             return b""
@@ -234,7 +234,7 @@ class RemotingServer:
             else:
                 answer = answer_of(self._handlers, channel, frame)
             return b"" if answer is None or frame.is_one_way else encode(answer)
-        except MalformedError as error:  # the answer is longer than a frame
+        except MalformedError as error:  # the answer does not fit into a frame
             failed = answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error))
         except Exception as error:
             _log.exception("the request %(code)s failed", code=frame.code)
@@ -243,10 +243,10 @@ class RemotingServer:
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Return a socket that listens, so that its port is known before the store is opened.
+    """Return a listening socket, so that its port is known before the store is opened.
 
     Raises:
-        ConfigError: The port is taken, or the host is not this machine's.
+        ConfigError: The port is taken, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -256,8 +256,8 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 def _limit(connected: socket.socket, option: int, seconds: int) -> None:
-    """Let a blocking call on a socket fail after some time."""
-    with suppress(OSError, struct.error):  # elsewhere than on Linux and macOS another form is expected
+    """Let blocking calls on a socket fail after some time."""
+    with suppress(OSError, struct.error):  # systems other than Linux and macOS expect another form
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
