@@ -150,7 +150,7 @@ class Replication:
                 reached = follower.follow()
                 if reached > follower.acknowledged:
                     with self._guard:
-                        self._note(follower, reached)
+                        self._note(follower, max(reached, follower.acknowledged))  # another send may be ahead
                 elif follower.behind_since_ms is None:
                     follower.behind_since_ms = self._now_ms()
             if follower.acknowledged >= end and self._clock.monotonic() <= deadline:

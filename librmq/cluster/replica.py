@@ -21,7 +21,7 @@ from librmq.cluster.replica_admission import check_bytes, check_folder
 from librmq.cluster.replica_config import ReplicaConfig
 from librmq.cluster.stored_master import StoredMaster
 from librmq.config import check_kind
-from librmq.errors import BrokerUnreachableError, ReplicaError, RmqError, StoreClosedError
+from librmq.errors import BrokerUnreachableError, FlushFailedError, ReplicaError, RmqError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.metrics import Metrics
@@ -97,7 +97,7 @@ class Replica:
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
         if isinstance(of, Broker):
             runner, files = runner or of.runner, files or of.store.files
-        own = None
+        own = master = None
         if runner is None:
             own = runner = ThreadRunner()
         files = files or DiskFiles()
@@ -110,6 +110,8 @@ class Replica:
             was_killed = check_folder(replica.path, files, runner.clock, master, described)
             replica._begin(master, described, was_killed=was_killed)
         except BaseException:
+            if isinstance(master, StoredMaster):
+                master.close()
             if own is not None:
                 own.shutdown()
             raise
@@ -134,6 +136,7 @@ class Replica:
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()
         self._first = described.begin
+        self._kept = 0  # physical offset up to which the copy has the log, on its device if its settings say so
         self._is_reached = True
         self._is_held = self._is_asked = self._are_tables_watched = self._has_tables = False
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
@@ -145,6 +148,7 @@ class Replica:
                 torn_at = check_bytes(self.path, self.store.log, master, described, was_killed=True)
                 if torn_at is not None:
                     self.store.cut_copy(torn_at)
+            self._kept = self.end
             reached = self._copy_log(_MOST_AT_ONCE) and self._copy_tables()
         except BaseException:
             self.abandon()
@@ -191,6 +195,8 @@ class Replica:
         described = of.call(DescribeLog())
         with self._following:
             check_bytes(self.path, self.store.log, of, described)
+            if isinstance(self._master, StoredMaster) and self._master is not of:
+                self._master.close()
             self._master, self.failure, self._are_tables_watched = of, None, False
             self._master_end, self._retry_ms = described.end, self._first_retry_ms
         with self.runner.lock:
@@ -237,7 +243,7 @@ class Replica:
         Return the physical offset up to which the replica has the log.
         """
         self._is_asked = True
-        while self._is_asked and self._following.acquire(blocking=False):
+        while not self.dead and self._is_asked and self._following.acquire(blocking=False):
             try:
                 self._is_asked = False
                 queues, _ = self._copy(None, is_enough=True)
@@ -247,7 +253,7 @@ class Replica:
             finally:
                 self._following.release()
             self.broker.copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
-        return self.end
+        return self._kept
 
     def _copy_log(self, limit: int | None) -> bool:
         """Copy up to ``limit`` bytes, or everything if None; return whether the master was reachable."""
@@ -267,7 +273,7 @@ class Replica:
         """
         store, size, copied = self.store, self._config.chunk_size, 0
         queues: set[tuple[str, int]] = set()
-        while self.failure is None and (limit is None or copied < limit):
+        while not self.dead and self.failure is None and (limit is None or copied < limit):
             at = self._place()
             try:
                 answer = self._master.call(FollowLog(self._id, at, size, self._notified, self._follow_for_send))
@@ -283,7 +289,7 @@ class Replica:
             left = store.log.file_size - at % store.log.file_size
             whole, needed = whole_size(answer.data, left)
             if whole:
-                queues |= store.copy_log(at, answer.data[:whole]).queues
+                queues |= self._take(at, answer.data[:whole])
                 copied, size = copied + whole, self._config.chunk_size
                 if is_enough and at + whole >= answer.end:
                     break
@@ -292,6 +298,19 @@ class Replica:
             else:
                 break
         return queues, True
+
+    def _take(self, at: int, data: bytes) -> frozenset[tuple[str, int]]:
+        """Add whole records to the copy; return the queues that got messages."""
+        try:
+            queues = self.store.copy_log(at, data).queues
+        except FlushFailedError as error:  # what the log has now must not be acknowledged
+            self.failure = ReplicaError(
+                f"{self.path}: the replica has stopped following, because a flush has failed ({error.cause}): close it "
+                "and open it again"
+            )
+            raise
+        self._kept = at + len(data)
+        return queues
 
     def _lost(self, error: RmqError) -> None:
         """Log once that the master is unreachable, until it is reachable again."""
@@ -322,6 +341,7 @@ class Replica:
                 end=at,
                 begin=answer.begin,
             )
+            self._kept = 0
             self.store.clear_copy()
         self._first = answer.begin
         return False
@@ -373,17 +393,21 @@ class Replica:
     def close(self) -> None:
         """Stop following, and close the copy. A second call does nothing."""
         if self._end():
-            with self._following:
-                self._leave()
-                self.broker.close()
-            self._release()
+            try:
+                with self._following:
+                    self._leave()
+                    self.broker.close()
+            finally:
+                self._release()
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process. The next `open` recovers the copy."""
         if self._end():
-            with self._following:
-                self.broker.abandon()
-            self._release()
+            try:
+                with self._following:
+                    self.broker.abandon()
+            finally:
+                self._release()
 
     def _end(self) -> bool:
         """Stop taking turns; return False if this has happened before."""

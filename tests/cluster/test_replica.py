@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
-from librmq.cluster import Replica, promote_replica
+from librmq.cluster import Replica, StoredMaster, promote_replica
 from librmq.errors import (
     BrokerError,
     CorruptionError,
+    FlushFailedError,
     NotAStoreError,
     ReadOnlyError,
     ReplicaError,
@@ -27,6 +28,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import PullStatus, SendStatus, UpdateOffset
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
+from librmq.testing.files import FailingFiles
 from librmq.testing.replica_link import ReplicaLink
 from tests.broker.parties import manual, opened, pull, send
 from tests.reference import store_folders
@@ -124,6 +126,44 @@ def test_sends_say_whether_a_replica_has_the_message() -> None:
     link.seconds = 0
     replica.close()
     assert status() is SendStatus.SLAVE_NOT_AVAILABLE
+
+
+def test_a_killed_replica_is_gone_after_its_expiry() -> None:
+    """Sends don't ask it on its behalf, which would keep it alive for its master."""
+    broker = opened(replication="sync")
+    replica = copy_of(broker)
+    assert send(broker, "T").status is SendStatus.SEND_OK
+    replica.abandon()
+    for _ in range(3):
+        assert send(broker, "T").status is SendStatus.FLUSH_SLAVE_TIMEOUT
+        manual(broker).advance(7_000)
+    assert send(broker, "T").status is SendStatus.SLAVE_NOT_AVAILABLE
+
+
+def test_bytes_that_are_not_flushed_are_not_acknowledged() -> None:
+    broker = opened(replication="sync", store=StoreConfig.tiny(durability="sync"))
+    files = FailingFiles(broker.store.files)
+    replica = Replica.open(COPY, of=broker, runner=broker.runner, files=files)
+    assert send(broker, "T").status is SendStatus.SEND_OK
+    files.fail("flush")
+    assert send(broker, "T").status is SendStatus.FLUSH_SLAVE_TIMEOUT
+    manual(broker).advance(1_000)
+    assert send(broker, "T").status is SendStatus.FLUSH_SLAVE_TIMEOUT
+    with pytest.raises(ReplicaError, match=r"a flush has failed .*: close it and open it again"):
+        replica.follow()
+    with pytest.raises(FlushFailedError):
+        replica.close()
+    assert_copies(copy_of(broker), broker)
+
+
+def test_a_refused_replica_releases_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(tmp_path / "master")
+    MessageStore.open(folder, StoreConfig.tiny()).close()
+    released: list[str] = []
+    monkeypatch.setattr(StoredMaster, "close", lambda self: released.append(self.path))
+    with pytest.raises(ReplicaError, match="can't copy itself"):
+        Replica.open(folder, of=folder)
+    assert released == [folder]
 
 
 def test_a_replica_far_behind_is_not_waited_for() -> None:
@@ -478,7 +518,5 @@ class _OnDisk:
     """Serves a store on disk as the master of a replica in memory."""
 
     def __new__(cls, path: Path, files: Files) -> Any:
-        from librmq.cluster import StoredMaster
-
         assert directory.recognise(str(path), files).has_log
         return StoredMaster(path, files=files)
