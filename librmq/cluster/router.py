@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -64,6 +65,8 @@ class RoutedClient(Generic[C]):
         self._factory = factory
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
+        self.route = route
+        """The route of the client now."""
         self._current = factory(route)
 
     @property
@@ -92,7 +95,7 @@ class RoutedClient(Generic[C]):
         """Create the client again for another route, and shut the old one down when it is no longer used."""
         new = self._factory(route)
         with self._lock:
-            old, self._current = self._current, new
+            old, self._current, self.route = self._current, new, route
             is_used = self._users[id(old)] > 0
         if not is_used:
             old.shutdown()
@@ -182,6 +185,9 @@ class SiteRouter:
     def switch(self, site: str, to: str, *, why: str = "by hand") -> None:
         """Let a site use another cluster, and rebuild the site's clients.
 
+        If a factory raises, its client stays as it is, and the others are rebuilt before the error is raised. A
+        repetition of the call rebuilds those that are left.
+
         Raises:
             ConfigError: There is no such site or cluster; nothing was changed.
             CapacityError: The cluster cannot also take the site's load; nothing was changed.
@@ -191,21 +197,22 @@ class SiteRouter:
             if to not in self._clusters:
                 raise ConfigError(f"unknown cluster {to!r}: expected one of {', '.join(self._clusters)}")
             before = self._at[site]
-            if to == before:
-                return
-            self._check_capacity(to, {**self._at, site: to})
-            self._at[site] = to
-            self.switches.append(Switch(self._runner.now_ms(), site, before, to, why))
-            _log.warning(
-                "site %(site)s uses cluster %(cluster)s, no longer %(before)s: %(why)s",
-                site=site,
-                cluster=to,
-                before=before,
-                why=why,
-            )
-            for client in self._clients:
-                if client.site == site and client.moves:
-                    client.rebuild(self._clusters[to].at(site))
+            if to != before:
+                self._check_capacity(to, {**self._at, site: to})
+                self._at[site] = to
+                self.switches.append(Switch(self._runner.now_ms(), site, before, to, why))
+                _log.warning(
+                    "site %(site)s uses cluster %(cluster)s, no longer %(before)s: %(why)s",
+                    site=site,
+                    cluster=to,
+                    before=before,
+                    why=why,
+                )
+            route = self._clusters[to].at(site)
+            with ExitStack() as rest:  # continues after an error, and raises it at the end
+                for client in reversed(self._clients):
+                    if client.site == site and client.moves and client.route is not route:
+                        rest.callback(client.rebuild, route)
 
     def probe(self, *, every: float = 5, failures: int = 3) -> None:
         """Switch automatically: away from a cluster without a reachable broker, and home when it is back.
@@ -223,8 +230,11 @@ class SiteRouter:
             if self._probing is not None:
                 self._probing.end()
                 self._probing = None
-        for client in self._clients:
-            client.current.shutdown()
+        with self._lock:  # after a switch under way
+            clients, self._clients = self._clients, []
+        with ExitStack() as rest:  # continues after an error, and raises it at the end
+            for client in reversed(clients):
+                rest.callback(client.current.shutdown)
 
     def is_reachable(self, cluster: str, site: str) -> bool:
         """Return whether a site can reach a broker of a cluster."""
@@ -246,6 +256,14 @@ class SiteRouter:
                 except CapacityError as error:
                     _log.error("site %(site)s stays without a cluster: %(error)s", site=site, error=error)
                     continue
+                except Exception as error:  # of a client's factory, which must not keep other sites from switching
+                    _log.error(
+                        "site %(site)s: a client could not be rebuilt for cluster %(cluster)s: %(error)s",
+                        site=site,
+                        cluster=name,
+                        error=error,
+                        exc_info=error,
+                    )
                 break
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
@@ -288,11 +306,13 @@ class _Probing:
         self._runner = runner
         self._every_ms = every_ms
         self._failures = failures
-        self._settled = router.state()
+        # A site whose cluster is out of reach already must be switched too.
+        self._settled = tuple((site, name, up or name == router.address(site)) for site, name, up in router.state())
         self._seen = self._settled
         self._count = 0
         self._step = Step("router probe", self._look)
         self._unwatch = router.watch(self._changed)
+        self._changed()
 
     def _changed(self) -> None:
         if self._router.state() != self._settled:

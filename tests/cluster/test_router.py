@@ -135,6 +135,48 @@ def test_a_probe_switches_and_comes_home(clusters: dict[str, Cluster], runner: M
     assert len(router.switches) == 2
 
 
+def test_a_probe_finds_what_was_out_of_reach_before(clusters: dict[str, Cluster], runner: ManualRunner) -> None:
+    clusters["hz"].cut("hz-a")
+    router = SiteRouter(clusters, HOMES)
+    router.probe(every=5, failures=3)
+    runner.advance(15_000)
+    assert (router.address("hz"), router.address("sh")) == ("sh", "sh")
+    clusters["hz"].restore("hz-a")
+    runner.advance(15_000)
+    assert router.address("hz") == "hz"
+    router.close()
+
+
+def test_a_failing_factory_keeps_no_other_client(
+    clusters: dict[str, Cluster], runner: ManualRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other clients of the site are rebuilt; a repeated switch rebuilds the one that is left."""
+    router = SiteRouter(clusters, HOMES)
+    is_failing = False
+
+    def failing(route: SiteRoute) -> Producer:
+        if is_failing:
+            raise ValueError("no credentials")
+        return Producer(route, "failing").start()
+
+    first, second = router.producer("hz", failing), router.producer("hz", shop)
+    is_failing = True
+    with pytest.raises(ValueError, match="no credentials"):
+        router.switch("hz", "sh")
+    assert (send(first), send(second)) == ("hz-a", "sh-a")
+    is_failing = False
+    router.switch("hz", "sh")
+    assert (send(first), len(router.switches)) == ("sh-a", 1)
+    router.probe()
+    is_failing = True
+    clusters["sh"].cut("sh-a")
+    runner.advance(60_000)
+    assert send(second) == "hz-a"  # as the other site
+    assert (router.address("hz"), router.address("sh")) == ("hz", "hz")
+    assert "a client could not be rebuilt for cluster hz: no credentials" in caplog.text
+    router.close()
+
+
 def test_a_short_outage_switches_nothing(clusters: dict[str, Cluster], runner: ManualRunner) -> None:
     router = SiteRouter(clusters, HOMES)
     router.probe()
