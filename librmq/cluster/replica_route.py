@@ -61,6 +61,8 @@ class _Pair:
         if kind is PullMessage:
             return cast(R, self._pull(cast(PullMessage, request)))
         if kind in _MEMBERSHIP:
+            if isinstance(request, Unregister | ChannelClosed):
+                self._forget(request)
             return self._tell_both(request)
         try:
             return self._of_master(request)
@@ -84,19 +86,31 @@ class _Pair:
         except BrokerUnreachableError:
             return answer
 
+    def _forget(self, request: Unregister | ChannelClosed) -> None:
+        """Forget the pulls of a client that leaves, or of the group that it leaves."""
+        group = request.consumer_group if isinstance(request, Unregister) else None
+        is_whole = isinstance(request, ChannelClosed)
+        for key in (*self._held, *self._behind):
+            if key[0] == request.client_id and (is_whole or key[1] == group):
+                self._held.pop(key, None)
+                self._behind.discard(key)
+
     def _pull(self, request: PullMessage) -> PullResponse:
         key = request.client_id, request.group, request.topic, request.queue_id
         has_replica = not self._replica.dead
         self._held.pop(key, None)
         response = None
         if key not in self._behind or not has_replica:
+            if request.notify is not None:
+                self._held[key] = request.notify  # before the call, because the master can go as it returns
             try:
                 response = self._of_master(request)
-                if response.is_held and request.notify is not None:
-                    self._held[key] = request.notify
             except BrokerUnreachableError:
                 if not has_replica:
                     raise
+            finally:
+                if response is None or not response.is_held:
+                    self._held.pop(key, None)
         if response is None:
             response = self._replica.broker.call(request)
         if response.suggests_replica:
@@ -107,9 +121,10 @@ class _Pair:
 
     def master_is_gone(self) -> None:
         """Answer the pulls that the master held, so that their clients ask the replica."""
-        held, self._held = self._held, {}
-        for notify in held.values():
-            notify()
+        for key in tuple(self._held):
+            notify = self._held.pop(key, None)
+            if notify is not None:
+                notify()
 
 
 class ReplicaRoute:
@@ -189,6 +204,6 @@ class ReplicaRoute:
 
     def _changed(self) -> None:
         alive = self._route.broker_names()
-        for name, pair in self._pairs.items():
+        for name, pair in tuple(self._pairs.items()):  # other threads add pairs
             if name not in alive:
                 pair.master_is_gone()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any, cast
+
 import pytest
 
 from librmq import ManualRunner, Producer, PushConsumer, StoreConfig
@@ -81,6 +85,51 @@ def _note(broker: Broker, name: str, asked: list[str]) -> None:
         return call(request)
 
     broker.call = noted  # type: ignore[method-assign]
+
+
+def test_a_route_keeps_no_consumer_that_is_gone() -> None:
+    broker = opened()
+    broker.create_topic("T", 1)
+    replica = Replica.open("/copy", of=broker)
+    route = ReplicaRoute(broker, replica)
+    consumer = PushConsumer(route, "g")
+    consumer.subscribe("T", print)
+    consumer.start()
+    manual(broker).advance(1000)
+    gone = weakref.ref(consumer)
+    consumer.shutdown()
+    del consumer
+    manual(broker).advance(200_000)
+    gc.collect()
+    assert gone() is None
+    replica.close()
+
+
+def test_a_pull_is_answered_when_its_master_goes_as_it_returns() -> None:
+    """The master dies after it has held the pull, before its answer is back."""
+    broker = opened()
+    broker.create_topic("T", 1)
+    replica = Replica.open("/copy", of=broker)
+    told: list[bool] = []
+
+    class Dying:
+        """The broker, which dies as it answers a pull."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(broker, name)
+
+        def endpoint(self, _: str) -> Any:
+            return self
+
+        def call(self, request: Any) -> Any:
+            answer = broker.call(request)
+            broker.abandon()
+            return answer
+
+    route = ReplicaRoute(cast(Any, Dying()), replica)
+    pull(cast(Any, route.endpoint(broker.name)), "T", notify=lambda: told.append(True))
+    assert told == [True]
+    replica.close()
 
 
 def test_a_route_needs_one_replica_a_broker() -> None:
