@@ -78,7 +78,7 @@ class Replication:
         self._check_open()
         log, at = self._store.log, request.physical_offset
         end = log.end
-        if at > end:  # the replica sees this by the end
+        if at > end:  # the replica finds out from the end in the answer
             return LogBytes(b"", log.begin, end)
         if request.replica:
             self._acknowledge(request)
@@ -140,7 +140,7 @@ class Replication:
         return min((max(0, self._store.log.end - one.acknowledged) for one in self._available()), default=0)
 
     def confirm(self, end: int) -> SendStatus:
-        """Wait until a replica has the log up to ``end``; return the status of the send if none has it in time."""
+        """Wait until a replica has the log up to ``end`` or the time is over; return the status of the send."""
         deadline = self._clock.monotonic() + self._timeout_s
         followers = self._available()
         if not any(end - one.acknowledged <= self._max_lag for one in followers):
@@ -169,7 +169,7 @@ class Replication:
             if any(one.acknowledged >= end for one in followers) and self._clock.monotonic() <= deadline:
                 return _OK
             left = deadline - self._clock.monotonic()
-            if left <= 0 or not moves_by_itself(self._clock):  # nothing can happen while a send waits
+            if left <= 0 or not moves_by_itself(self._clock):  # a manual clock stands still while a send waits
                 return SendStatus.FLUSH_SLAVE_TIMEOUT
             self._clock.wait(acknowledged, left)
 

@@ -293,7 +293,7 @@ class Replica:
                 copied, size = copied + whole, self._config.chunk_size
                 if is_enough and at + whole >= answer.end:
                     break
-            elif answer.data and size < left:  # for a record that is longer than a copy
+            elif answer.data and size < left:  # the next record is longer than a copy
                 size = min(max(needed, 2 * size), left)
             else:
                 break

@@ -32,7 +32,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def advance(done: int, total: int | None = None) -> None:
-    """Report that another ``done`` is done, of ``total`` altogether."""
+    """Report that the amount ``done`` has just been completed, of ``total`` altogether."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(done, total)

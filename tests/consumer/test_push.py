@@ -929,7 +929,7 @@ def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     with pytest.raises(RuntimeError, match="oops"):
         one_queue.run_until_idle()
     seam.cut()
-    one_queue.advance(seconds=129)  # rebalancing every 20 s, the first one after 30 + 120 s is at 160 s
+    one_queue.advance(seconds=129)  # every 20 s; the first one after 30 + 120 s is at 160 s
     assert bodies(one_queue) == []
     assert consumer.assigned[T0] is before
     one_queue.advance(seconds=1)
