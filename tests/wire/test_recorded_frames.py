@@ -126,9 +126,7 @@ def test_answers_have_equal_fields(broker: Broker) -> None:
         offset = prepare(broker, client)
         for row in recorded():
             code = Code(row["request"]["header"]["code"])
-            if (
-                row["answer"] is None or code is Code.GET_CONSUMER_RUNNING_INFO
-            ):  # without an answer, or relayed to a client
+            if row["answer"] is None or code is Code.GET_CONSUMER_RUNNING_INFO:  # unanswered, or relayed to a client
                 continue
             header = header_of(row, offset)
             client.write(raw_of(header, row["request"].get("body", "").encode()))
