@@ -57,6 +57,11 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
                 f"{path}: its log files have {log.file_size} bytes, those of {described.name} "
                 f"{described.config.commitlog_file_size}: it is the replica of another store"
             )
+        if mark != described.name and log.begin < log.end <= described.begin:
+            raise ReplicaError(
+                f"{path}: it is the replica of {mark}, and {described.name} no longer has bytes to compare with it: "
+                "it would be deleted, so name another folder, or delete it if nothing in it is needed"
+            )
         check_bytes(path, log, master, described, was_killed=was_killed)
     return was_killed
 

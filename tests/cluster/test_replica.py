@@ -297,6 +297,23 @@ def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCa
     assert copy_of(broker).follow()
 
 
+def test_a_replica_of_another_master_is_not_deleted() -> None:
+    """The master has no bytes any more that could be compared with the copy's."""
+    files = MemoryFiles()
+    broker = opened(files, store=StoreConfig.tiny(max_total_size=2 << 16))
+    runner = manual(broker)
+    other = Broker.open("/s", name="broker-s", files=files, runner=runner, store_config=StoreConfig.tiny())
+    fill(other, 5)
+    Replica.open("/of-other", of=other, runner=runner, files=files).close()
+    while broker.store.log.begin <= other.store.log.end:
+        fill(broker, 200)
+        runner.advance(20_000)
+    before = contents(files, "/of-other")
+    with pytest.raises(ReplicaError, match="it is the replica of broker-s"):
+        Replica.open("/of-other", of=broker, runner=runner, files=files)
+    assert contents(files, "/of-other") == before
+
+
 def test_a_recreated_topic_is_copied() -> None:
     """The queue starts at 0 again, although the copy has an older queue of that name."""
     broker = opened(store=StoreConfig.tiny(max_total_size=2 << 16))
