@@ -92,8 +92,8 @@ class RouteTable:
     def add(self, broker: Broker) -> None:
         """Add a new broker, or one that was reopened under its name.
 
-        Clients know the first brokers immediately. Once the table is in use, they notice a new broker at their next
-        update.
+        A link that was cut stays cut. Clients know the first brokers immediately. Once the table is in use, they
+        notice a new broker at their next update.
         """
         if broker.runner is not self.runner:
             raise ConfigError(f"broker {broker.name} has another runner: open all brokers of a route with one runner")
@@ -103,8 +103,12 @@ class RouteTable:
                 old.end_watch()
             is_routed = old.is_routed if old is not None else not self._watchers
             end_watch = broker.watch(self.changed)
-            entry = self._entries[broker.name] = _Entry(_Link(broker), end_watch, is_routed)
-            if not is_routed:
+            link = _Link(broker)
+            link.is_cut = old is not None and old.link.is_cut
+            entry = self._entries[broker.name] = _Entry(link, end_watch, is_routed, link.is_up)
+            if old is not None and link.is_cut:
+                entry.learnt_ms = old.learnt_ms  # clients still have to notice the cut
+            elif not is_routed:
                 self._learn_at(entry, self.runner.now_ms())
             self._watchers.notify()
 

@@ -137,6 +137,26 @@ def test_a_broker_out_of_reach_loses_its_clients() -> None:
         routes.cut("b")
 
 
+def test_a_cut_outlasts_its_broker() -> None:
+    """A broker that is opened again stays out of reach until its connection is restored."""
+    runner, files = ManualRunner(), MemoryFiles()
+    a, b = broker("a", runner), broker("b", runner, files)
+    for one in (a, b):
+        one.create_topic("T", 2)
+    routes = RouteTable(a, b)
+    routes.cut("b")
+    b.abandon()
+    routes.add(broker("b", runner, files))
+    with pytest.raises(BrokerUnreachableError, match="b cannot be reached"):
+        routes.endpoint("b").call(MaxOffset("T", 0))
+    runner.advance(180_000)
+    assert names(routes) == ["a"]
+    routes.restore("b")
+    assert routes.endpoint("b").call(MaxOffset("T", 0)) == 0
+    runner.advance(60_000)
+    assert names(routes) == ["a", "b"]
+
+
 def test_a_new_broker_is_noticed_at_the_next_update() -> None:
     runner = ManualRunner()
     routes = RouteTable(broker("a", runner))
