@@ -98,13 +98,15 @@ class ThreadRunner(Runner):
             elif not self._looking and not self._is_roused:
                 self._rouse()
         except RuntimeError as error:  # what the caller has written is written nevertheless
-            if not self._is_start_refused:
+            if self._clock_runs:
+                _release_turn(self._clock_turn)  # the clock thread runs the steps, and tries to start a worker again
+            elif not self._is_start_refused:
                 _log.error(
                     "no thread can be started (%(error)s), so nothing is delivered and no timed work is done until a "
                     "later call can start one; raise the limit of threads",
                     error=error,
                 )
-            self._is_start_refused = True
+            self._is_start_refused = not self._clock_runs
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
