@@ -6,29 +6,20 @@ Mirrors 4.9.4's ``DefaultMessageStore.appendToCommitLog``, which appends a maste
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from librmq.commitlog import LogItem
 from librmq.consumequeue import ENTRY
 from librmq.java.hashing import java_decode
 from librmq.message import record as record_format
-from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
-from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Derivation
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.open_store import Parts
 
 __all__ = ["CopiedRecords", "LogCopier", "whole_size"]
 
-_unpack_fields = record_format.header_struct(
-    "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
-).unpack_from
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 _pack_entry = ENTRY.pack
-_MAGIC: Final = record_format.MESSAGE_MAGIC
-_V6: Final = record_format.HOSTS_V6
-_IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
-_SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
-_TAGS_KEPT: Final = 10_000
 
 
 class CopiedRecords(NamedTuple):
@@ -64,7 +55,7 @@ class LogCopier:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lanes: dict[tuple[bytes, int], Lane] = {}
-        self._tags_codes: dict[bytes | None, int] = {None: 0}
+        self._derivation = Derivation(parts.levels)
 
     def append(self, data: bytes) -> CopiedRecords:
         """Append whole records and blanks of one log file, and dispatch them. Called inside a critical block.
@@ -84,41 +75,36 @@ class LogCopier:
 
     def _derive(self, items: Iterable[LogItem]) -> tuple[frozenset[tuple[str, int]], bool]:
         """Collect entries and keys of records; return their queues, and whether each is the next one in its queue."""
-        dispatcher, find = self._parts.dispatcher, record_format.find_keys_and_tags
+        dispatcher = self._parts.dispatcher
         records, lanes, touched = dispatcher.records, self._lanes, set[Lane]()
-        for physical_offset, size, raw in items:
-            if raw is None:
-                continue
-            magic, queue_id, queue_offset, _, sys_flag, stored, body_size = _unpack_fields(raw)
-            if magic != _MAGIC or sys_flag & _V6:
-                stored = record_format.store_timestamp_ms(raw)
-                _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
-            else:
-                topic_at = 89 + body_size if body_size > 0 else 89
-                topic_end = topic_at + raw[topic_at - 1]
-                properties_at = topic_end + 2
-            topic, properties = raw[topic_at:topic_end], raw[properties_at:]
+        for (
+            place,
+            size,
+            _,
+            topic,
+            queue_id,
+            queue_offset,
+            code,
+            stored,
+            properties,
+            unique,
+            key,
+        ) in self._derivation.walk(items):
             lane = lanes.get((topic, queue_id))
             if lane is None:
                 lane = lanes[topic, queue_id] = self._parts.lane(java_decode(topic), queue_id)
-            unique, key, tags = find(properties)
-            if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-                code = self._tags_code(tags)
-                if topic == _SCHEDULE_TOPIC:
-                    code = derived_tags_code(StoredMessage(raw), self._parts.levels)
+            if code is not None:
                 if queue_offset != lane.next_queue_offset:
                     if lane.next_queue_offset:
                         return frozenset(), False
                     lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
                 if lane.queue.ext is not None:
                     code = dispatcher.add_unit(lane, code, stored, properties)
-                dispatcher.add(lane, _pack_entry(physical_offset, size, code))
+                dispatcher.add(lane, _pack_entry(place, size, code))
                 touched.add(lane)
-            if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
-                unique = key = None
             records.append(
                 (
-                    physical_offset,
+                    place,
                     stored,
                     lane.prefix_hash,
                     java_decode(unique) if unique else None,
@@ -126,11 +112,3 @@ class LogCopier:
                 )
             )
         return frozenset((lane.topic, lane.queue_id) for lane in touched), True
-
-    def _tags_code(self, tags: bytes | None) -> int:
-        found = self._tags_codes.get(tags)
-        if found is None:
-            if len(self._tags_codes) > _TAGS_KEPT:
-                self._tags_codes = {None: 0}
-            found = self._tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
-        return found

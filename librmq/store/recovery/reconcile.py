@@ -7,16 +7,14 @@ over the log once, compares entries and keys with the records, and, for recovery
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.files.damage import Damage
-from librmq.java.hashing import java_decode
 from librmq.message import record as record_format
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
-from librmq.message.message import StoredMessage
-from librmq.store.engine.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
+from librmq.message.delay_levels import DelayLevels
+from librmq.store.engine.derivation import Derivation
+from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
@@ -27,15 +25,7 @@ from librmq.store.recovery.unclean_queues import UncleanQueues
 
 __all__ = ["reconcile"]
 
-_unpack_fields = record_format.header_struct(
-    "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
-).unpack_from
 _pack_entry = ENTRY.pack
-_MAGIC: Final = record_format.MESSAGE_MAGIC
-_V6: Final = record_format.HOSTS_V6
-_IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
-_SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
-_TAGS_KEPT: Final = 10_000
 
 
 def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
@@ -69,33 +59,25 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, unclean=unclean
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
-    tags_codes: dict[bytes | None, int] = {None: 0}
-    find = record_format.find_keys_and_tags
-    for physical_offset, size, raw in log.scan(begin, check_body=False):
-        if raw is None:
-            continue
-        magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
-        if magic != _MAGIC or sys_flag & _V6:
-            stored = record_format.store_timestamp_ms(raw)
-            _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
-        else:
-            topic_at = 89 + body_size if body_size > 0 else 89
-            topic_end = topic_at + raw[topic_at - 1]
-            properties_at = topic_end + 2
-        topic, properties = raw[topic_at:topic_end], raw[properties_at:]
+    items = log.scan(begin, check_body=False)
+    for (
+        physical_offset,
+        size,
+        address,
+        topic,
+        queue_id,
+        queue_offset,
+        code,
+        stored,
+        properties,
+        unique,
+        key,
+    ) in Derivation(levels).walk(items):
         check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
         if address != physical_offset:
             yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
-        unique, key, tags = find(properties)
-        if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-            tags_code = tags_codes.get(tags)
-            if tags_code is None:
-                if len(tags_codes) > _TAGS_KEPT:
-                    tags_codes = {None: 0}
-                tags_code = tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
-            if topic == _SCHEDULE_TOPIC:
-                tags_code = derived_tags_code(StoredMessage(raw), levels)
-            entry = _pack_entry(physical_offset, size, tags_code)
+        if code is not None:
+            entry = _pack_entry(physical_offset, size, code)
             if queue_offset == check.expected:  # as nearly always
                 check.expected = queue_offset + 1
                 entries = check.entries
@@ -105,8 +87,6 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
             else:
                 check.offer(queue_offset, ExpectedEntry(entry, stored, properties))
         if keys is not None:
-            if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
-                unique = key = None
             record = (physical_offset, stored, check.prefix_hash, unique, key)
             if keys.at_end:
                 lacking = keys.lacking
