@@ -216,7 +216,7 @@ class _Lines:
 
 def _pair(arguments: argparse.Namespace) -> tuple[bytes, bytes]:
     """Return the certificate and the key that were named, or a pair made now."""
-    from librmq.wire.grpc.certificates import self_signed
+    from librmq.wire.certificates import self_signed
 
     paths = arguments.tls
     if not paths:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner
-from librmq.wire.grpc.certificates import self_signed
+from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.codes import RequestCode as Code

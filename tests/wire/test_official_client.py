@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig, TransactionConfig
+from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.certificates import self_signed
 from tests.reference import CHECKOUT
 from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, node_client, python_client
 from tests.wire.conftest import ready

@@ -21,7 +21,7 @@ DIFFERENT: Final = {
     Code.GET_BROKER_RUNTIME_INFO: "librmq counts no thread pools, and says what it knows",
     Code.GET_BROKER_CONFIG: "librmq has settings of its own",
     Code.GET_NAMESRV_CONFIG: "librmq has settings of its own",
-    Code.UPDATE_BROKER_CONFIG: "settings belong to whoever opened the broker: answered as unsupported",
+    Code.UPDATE_BROKER_CONFIG: "the process that opened the broker owns its settings: answered as unsupported",
     Code.VIEW_BROKER_STATS_DATA: "rates are not counted: answered as a statistic that does not exist",
     Code.GET_BROKER_CONSUME_STATS: "lists the broker's groups, which differ",
 }

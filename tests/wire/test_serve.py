@@ -14,8 +14,8 @@ import pytest
 
 from librmq import Broker, ConfigError
 from librmq.store import verify
+from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.certificates import self_signed
 from librmq.wire.grpc.schema import message_class
 from tests.wire.conftest import ready
 from tests.wire.remoting_client import RawClient

@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
-from librmq.wire.grpc.certificates import check_pair
+from librmq.wire.certificates import server_context
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
@@ -82,7 +82,7 @@ class GrpcServer:
         if not isinstance(broker, Broker):
             raise ConfigError(f"GrpcServer: expected a Broker, found {broker!r:.80}")
         if tls is not None:
-            check_pair(*tls)
+            server_context(*tls)  # gRPC tells nothing of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._service = Service(

@@ -5,14 +5,12 @@ Mirrors ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.java.json import ObjectKey
-from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import is_system_topic
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     CleanUnusedTopics,
     CreateTopic,
@@ -26,7 +24,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.bodies import queue_key, read_body, records_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
@@ -127,7 +125,7 @@ class AdminRequests:
         if not found:
             raise BrokerError(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
         last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
-        return call.answer(last, body=_records(found))
+        return call.answer(last, body=records_body(found))
 
     def _view(self, call: RemotingCall) -> Frame:
         header: PhysicalOffsetHeader = call.header
@@ -191,8 +189,7 @@ class AdminRequests:
         return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
     def _system_topics(self, call: RemotingCall) -> Frame:
-        own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
-        return call.answer(body=write_body({"topicList": own}))
+        return call.answer(body=write_body({"topicList": self._names.system_topics()}))
 
     def _clean_topics(self, call: RemotingCall) -> Frame:
         self._broker.call(CleanUnusedTopics())
@@ -421,10 +418,6 @@ class AdminRequests:
     def _stats(self, call: RemotingCall) -> Frame:
         header: StatsOfHeader = call.header
         raise BrokerError(ResponseCode.SYSTEM_ERROR, f"The stats <{header.stats_name}> not exist")
-
-
-def _records(messages: Iterable[StoredMessage]) -> bytes:
-    return b"".join([message.raw for message in messages])
 
 
 def _version(made_ms: int) -> dict[str, int]:

@@ -6,12 +6,12 @@ Mirrors ``RemotingSerializable`` and the classes of ``org.apache.rocketmq.common
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from librmq.errors import MalformedError
 from librmq.java import json as java_json
-from librmq.message.message_queue import MessageQueue
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel, Subscription
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "queue_row",
     "queues_of",
     "read_body",
+    "records_body",
     "subscription_of",
     "subscription_row",
     "write_body",
@@ -46,6 +47,11 @@ def _text(value: object) -> str:
 
 def _key(key: object) -> str:
     return _text(dict(key)) if isinstance(key, java_json.ObjectKey) else json.dumps(str(key), ensure_ascii=False)
+
+
+def records_body(messages: Iterable[StoredMessage]) -> bytes:
+    """Return messages as their records in the log, one after the other."""
+    return b"".join([message.raw for message in messages])
 
 
 def read_body(body: bytes, what: str) -> dict[str, Any]:

@@ -113,9 +113,12 @@ class NameServer:
         found = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
         return call.answer(body=write_body({"topicList": found}))
 
+    def system_topics(self) -> list[str]:
+        """Return the broker's own topics."""
+        return [topic for topic in self._broker.topics() if is_system_topic(topic)]
+
     def _system_topics(self, call: RemotingCall) -> Frame:
-        own = [topic for topic in self._broker.topics() if is_system_topic(topic)]
-        names = [self._broker.cluster_name, self._broker.name, *own]
+        names = [self._broker.cluster_name, self._broker.name, *self.system_topics()]
         return call.answer(body=write_body({"topicList": names}))
 
     def _wipe(self, call: RemotingCall) -> Frame:

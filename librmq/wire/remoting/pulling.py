@@ -15,6 +15,7 @@ from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullResponse, PullStatus, Subscription
 from librmq.runtime.runner import Step
+from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.frames import Frame, encode
@@ -101,12 +102,6 @@ class Pulling:
             if not held:
                 self._held.pop(channel, None)
 
-    def held(self) -> int:
-        """Return how many pulls are held; -1 if one of them is about to be answered."""
-        with self._runner.lock:
-            waiting = [one for held in self._held.values() for one in held]
-            return -1 if any(one.is_asking for one in waiting) else len(waiting)
-
     def _woken(self, waiting: _Waiting) -> None:
         """Let the connection's thread ask again. Called under the runner's lock."""
         if not waiting.is_answered and not waiting.is_asking:
@@ -172,5 +167,4 @@ def _answer(call: RemotingCall, response: PullResponse) -> Frame:
         remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
     else:
         remark = _REMARKS[status]
-    body = b"".join([message.raw for message in response.messages])
-    return call.answer(header, body=body, code=_CODES[status], remark=remark)
+    return call.answer(header, body=records_body(response.messages), code=_CODES[status], remark=remark)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
@@ -19,6 +16,7 @@ from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
+from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.calls import Handlers, answer_of
 from librmq.wire.remoting.channels import Channel
@@ -84,7 +82,7 @@ class RemotingServer:
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._broker = broker
-        self._tls = None if tls is None else _tls_context(*tls)
+        self._tls = None if tls is None else server_context(*tls)
         self._listening = listening or listen(port=port)
         self.host, self.port = self._listening.getsockname()[:2]
         self._allows_admin = allows_admin
@@ -266,16 +264,3 @@ def _is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _tls_context(chain: bytes, key: bytes) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with TemporaryDirectory() as folder:  # for its owner only
-        path = os.path.join(folder, "pair.pem")
-        with open(path, "wb") as file:
-            file.write(chain + b"\n" + key)
-        try:
-            context.load_cert_chain(path)
-        except ssl.SSLError as error:
-            raise ConfigError(f"tls: expected a certificate and its key in PEM: {error.reason or error}") from error
-    return context

@@ -1,4 +1,4 @@
-"""Certificates for TLS: a check of a certificate and key with plain errors, and a self-signed pair."""
+"""Certificates for TLS: a server's context from a certificate and key, with plain errors, and a self-signed pair."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from typing import Final
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, MissingExtraError
 
-__all__ = ["check_pair", "self_signed"]
+__all__ = ["self_signed", "server_context"]
 
 _DAYS: Final = 365
 _BEFORE: Final = timedelta(days=1)
 """A client's clock may be behind."""
 
 
-def check_pair(chain: bytes, key: bytes) -> None:
-    """Check that a certificate chain and a private key, both in PEM, are a pair.
+def server_context(chain: bytes, key: bytes) -> ssl.SSLContext:
+    """Return the context of a server with a certificate chain and a private key, both in PEM.
 
     Raises:
         ConfigError: They are not a pair that a server can use.
     """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with TemporaryDirectory() as folder:  # readable by this user only
         paths = os.path.join(folder, "chain"), os.path.join(folder, "key")
         for path, data in zip(paths, (chain, key), strict=True):
             with open(path, "wb") as file:
                 file.write(data)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*paths, password=lambda: "")
+            context.load_cert_chain(*paths, password=lambda: "")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(f"TLS: {_why(chain, key, error)}") from error
+    return context
 
 
 def _why(chain: bytes, key: bytes, error: Exception) -> str:
