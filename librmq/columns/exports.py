@@ -343,7 +343,7 @@ class _ParquetFolder:
             basename_template=template,
             partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
             existing_data_behavior="overwrite_or_ignore",
-            use_threads=False,  # rows must keep their order
+            preserve_order=True,  # without threads alone, the batches of a partition still overtake each other
             min_rows_per_group=_GROUP_ROWS,
             max_partitions=1 << 16,
             file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),

@@ -21,6 +21,7 @@ from tests.programs import run_program
 pytest.importorskip("pyarrow")
 
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from librmq.columns import DataLossError, export, exports, reader
 
@@ -93,6 +94,16 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out" / "topic=A")) == ["date=2023-11-14", "date=2023-11-15",
                                                                "date=2023-11-16", "date=2023-11-17"]  # fmt: skip
     assert [row["topic"] for row in rows(tmp_path / "out")] == ["A", "B"] * 30
+
+
+def test_rows_of_a_folder_keep_their_order(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
+        for number in range(2_400):
+            store.append(Message(f"T{number % 3}", bytes(900)), number % 12 // 3)
+    export(tmp_path / "store", tmp_path / "out", partition_by=["topic", "queueId"])
+    for file in (tmp_path / "out").rglob("*.parquet"):
+        offsets = pq.read_table(file, columns=["queueOffset"], partitioning=None)["queueOffset"].to_pylist()
+        assert offsets == list(range(200))
 
 
 @pytest.mark.parametrize("name", OUTS)
