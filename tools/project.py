@@ -1,4 +1,4 @@
-"""The two commands of a checkout, ``demo`` and ``check``.
+"""The commands of a checkout: ``demo``, ``check`` and ``site``.
 
 Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
@@ -24,12 +24,14 @@ from screen import Screen, Step, seconds_text
 
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
+SITE = CHECKOUT / "tools" / "website.py"
 DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
 QUICK_EXTRAS = frozenset(
     {"arrow", "bloom", "cli", "compression", "dev", "fast", "grpc", "metrics", "redis", "report", "sql", "test"}
 )
-CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
+CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
+SITE_EXTRAS = frozenset({"arrow", "cli", "dev", "docs", "report"})
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
@@ -83,8 +85,10 @@ def check(arguments: Sequence[str]) -> int:
         fix(place)
     programs = [] if paths else linters(place)
     tested = not (options.lint or options.fix)
-    # The type check keeps one core busy, and tests leave cores partly idle, so both run in parallel.
-    beside = [program for program in programs if program.step == "types" and tested]
+    if not paths and not only_quick:
+        programs.append(Program("site", "strict build, links", (place.python, SITE, place.folder / "site")))
+    # Types and site keep one core busy, and tests leave cores partly idle, so both run in parallel.
+    beside = [program for program in programs if program.step in ("types", "site") and tested]
     with ThreadPoolExecutor(1) as background:
         failed = show(place, screen, [program for program in programs if program not in beside])
         types = {program: background.submit(run, place, None, program) for program in beside}
@@ -96,6 +100,14 @@ def check(arguments: Sequence[str]) -> int:
     outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
     screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
     return 1 if failed else 0
+
+
+def site(arguments: Sequence[str]) -> int:
+    """Build the site of the documentation in a folder, by default ``site``; return the exit status."""
+    place = environment()
+    place.prepare(SITE_EXTRAS, Screen())
+    target = Path(arguments[0] if arguments else CHECKOUT / "site").absolute()
+    return place.run([place.python, SITE, target])
 
 
 def test_paths(words: Sequence[str]) -> list[str]:
@@ -120,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="check",
         usage="check [--quick | --lint | --fix] [--keep-going] [--wheel FILE] [TEST …] [OPTION OF PYTEST …]",
-        description="Style, types, layers and tests of this checkout, in an environment of its own.",
+        description="Style, types, layers, site and tests of this checkout, in an environment of its own.",
         epilog="Files, folders and tests that are named are run alone, in the way of pytest: "
         "./check tests/project/test_project.py -k commands",
         allow_abbrev=False,
@@ -263,9 +275,9 @@ class Testing:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit status."""
-    commands = {"demo": demo, "check": check}
+    commands = {"demo": demo, "check": check, "site": site}
     if not arguments or arguments[0] not in commands:
-        print("usage: project.py {demo,check} …", file=sys.stderr)
+        print("usage: project.py {demo,check,site} …", file=sys.stderr)
         return 2
     try:
         return commands[arguments[0]](arguments[1:])

@@ -1,0 +1,69 @@
+"""The site of the documentation: every page has a place in it, and its check finds what is broken."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import librmq
+from tests.reference import CHECKOUT
+
+
+@pytest.fixture
+def website(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    return importlib.import_module("website")
+
+
+def navigation() -> list[str]:
+    text = (CHECKOUT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    return re.findall(r"- (?:.*: )?(\S+\.md)$", text, re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation_once(website: ModuleType) -> None:
+    pages = {page.relative_to(CHECKOUT / "docs").as_posix() for page in (CHECKOUT / "docs").rglob("*.md")}
+    pages |= {f"project/{Path(name).stem.lower()}.md" for name in website.PROJECT_PAGES}
+    pages |= {f"reference/{room}.md" for room in ("librmq", *website.ROOMS)}
+    assert sorted(navigation()) == sorted(pages)
+
+
+def test_the_reference_describes_what_is_exported(website: ModuleType) -> None:
+    pages = dict(website.reference_pages())
+    assert "::: librmq.store.MessageStore" in pages["reference/store.md"]
+    assert "| [`Broker`](broker.md#librmq.broker.Broker) |" in pages["reference/librmq.md"]
+    assert [name for name in vars(librmq)["__all__"] if f"[`{name}`]" not in pages["reference/librmq.md"]] == []
+
+
+def test_links_to_tests_lead_to_their_lines(website: ModuleType, tmp_path: Path) -> None:
+    stage = website.Stage(tmp_path)
+    stage.fill()
+    text = (tmp_path / "docs" / "guarantees.md").read_text("utf-8")
+    found = re.search(r"\(source/tests/crash/test_kill\.py\.md#__codelineno-0-(\d+)\)", text)
+    assert found is not None
+    page = (tmp_path / "docs" / "source" / "tests" / "crash" / "test_kill.py.md").read_text("utf-8")
+    assert "def test_" in page.partition("\n```")[2].splitlines()[int(found[1])]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ('<a href="other.html">x</a>', "there is no other.html"),
+        ('<a href="#nowhere">x</a>', "#nowhere names a heading that is not there"),
+        ('<img src="https://example.org/x.svg">', "a browser would load https://example.org/x.svg"),
+        ('<script src="//example.org/x.js"></script>', "a browser would load //example.org/x.js"),
+        ('<pre class="mermaid">x</pre>', "a browser would load https://unpkg.com/mermaid"),
+    ],
+)
+def test_a_broken_page_is_found(website: ModuleType, tmp_path: Path, body: str, fault: str) -> None:
+    (tmp_path / "index.html").write_text(f'<a href="#here" id="here">{body}</a>', "utf-8")
+    (wrong,) = website.check(tmp_path)[0]
+    assert fault in wrong
+
+
+def test_links_to_elsewhere_are_listed(website: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text('<a href="https://example.org/">x</a><a href="index.html">y</a>', "utf-8")
+    assert website.check(tmp_path) == ([], ["https://example.org/"])
