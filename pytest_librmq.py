@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from librmq.testing import Kit
     from librmq.testing.served import ServedKit
 
-__all__ = ["rmq", "rmq_grpc"]
+__all__ = ["rmq", "rmq_grpc", "rmq_remoting"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +53,14 @@ def rmq_grpc(request: pytest.FixtureRequest) -> Generator[ServedKit, None, None]
     from librmq.testing.plugin import served_kit_of
 
     yield from served_kit_of(request)
+
+
+@pytest.fixture
+def rmq_remoting(request: pytest.FixtureRequest) -> Generator[ServedKit, None, None]:
+    """A served name server and broker to which clients of RocketMQ 4.x connect, under a clock that the test moves."""
+    from librmq.testing.plugin import served_kit_of
+
+    yield from served_kit_of(request, remoting=True)
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

@@ -37,7 +37,8 @@ __all__ = ["Kit", "UnsoundStoreError"]
 _T = TypeVar("_T")
 
 _SETTLE_MS: Final = 120_000
-_SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+"""The settings of a kit's store by default."""
 
 
 class UnsoundStoreError(AssertionError):
@@ -92,7 +93,7 @@ class Kit:
         self._declared: set[str] = set()
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
-        self.network = Network(self.path, self.files, self.runner, broker_config, store_config or _SMALL_FILES)
+        self.network = Network(self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES)
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,10 +15,11 @@ from _pytest.runner import runtestprotocol
 from librmq.broker import BrokerConfig
 from librmq.clock import SystemClock
 from librmq.errors import InputError
+from librmq.message.hosts import format_host
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
-from librmq.testing.kit import Kit
+from librmq.testing.kit import SMALL_FILES, Kit
 from librmq.testing.pausable_threads import end_threads
 
 if TYPE_CHECKING:
@@ -50,21 +52,29 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
             del node.stash[_KIT]
 
 
-def served_kit_of(request: pytest.FixtureRequest) -> Generator[ServedKit, None, None]:
-    """Make the fixture ``rmq_grpc``."""
-    from librmq.testing.served import ServedKit
+def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> Generator[ServedKit, None, None]:
+    """Make the fixture ``rmq_grpc``, or ``rmq_remoting``."""
+    from librmq.testing.served import Serve, ServedKit, serve_grpc, serve_remoting
 
     node = request.node
+    serve: Serve = serve_grpc
     marker = node.get_closest_marker("rmq")
     settings: dict[str, Any] = {
         "broker_config": BrokerConfig(timers=TimerConfig()),
         "now_ms": SystemClock().now_ms(),  # clients compute times of delivery by theirs
         **(marker.kwargs if marker is not None else {}),
     }
+    if remoting:
+        from librmq.wire.remoting import listen
+
+        listening = listen()
+        config = settings.get("store_config") or SMALL_FILES
+        own = format_host(listening.getsockname())  # clients of 4.x dial the store's address
+        settings["store_config"], serve = replace(config, store_host=own), serve_remoting(listening)
     with _made(settings) as kit:
         node.stash[_KIT] = kit
         try:
-            with ServedKit(kit) as served:
+            with ServedKit(kit, serve) as served:
                 yield served
             if node.stash.get(_ERROR, None) is None:
                 kit.close()
@@ -107,9 +117,9 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
-    if "rmq_grpc" in getattr(item, "fixturenames", ()):
+    for served in {"rmq_grpc", "rmq_remoting"}.intersection(getattr(item, "fixturenames", ())):
         raise pytest.UsageError(
-            f"{item.nodeid}: a test with rmq_grpc can't be explored, because librmq cannot choose the order in which "
+            f"{item.nodeid}: a test with {served} can't be explored, because librmq cannot choose the order in which "
             "official clients act: remove rmq_explore, or use the fixture rmq"
         )
     if "rmq" not in getattr(item, "fixturenames", ()):

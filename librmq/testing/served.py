@@ -6,15 +6,17 @@ waits until they are settled: push consumers wait for messages, and no client st
 
 from __future__ import annotations
 
+import socket
 import threading
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from librmq.clock import SystemClock
 from librmq.testing.kit import Kit
+from librmq.testing.process import Process
 from librmq.testing.wire_client import WireClient
-from librmq.wire.grpc import GrpcServer
 
-__all__ = ["NotSettledError", "ServedKit"]
+__all__ = ["NotSettledError", "Serve", "ServedKit", "serve_grpc", "serve_remoting"]
 
 _WAIT_S: Final = 20.0
 _LOOK_S: Final = 0.001
@@ -24,27 +26,65 @@ class NotSettledError(AssertionError):
     """Clients did not answer within a bounded time by the wall clock."""
 
 
+class _Server(Protocol):
+    """What serves a kit's broker."""
+
+    port: int
+
+    @property
+    def address(self) -> str: ...
+
+    def is_settled(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Serve = Callable[[Kit, int, Callable[[str], WireClient]], _Server]
+"""Serves a kit's broker on a port; the function returns the endpoint of a client by its name."""
+
+
+def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient]) -> _Server:
+    """Serve clients of RocketMQ 5."""
+    from librmq.wire.grpc import GrpcServer
+
+    return GrpcServer(kit.broker, port=port, endpoints=client_of)
+
+
+def serve_remoting(listening: socket.socket) -> Serve:
+    """Serve clients of RocketMQ 4.x, at first on a socket whose address is the kit's ``store_host``."""
+    from librmq.testing.served_remoting import ServedRemoting
+    from librmq.wire.remoting import listen
+
+    def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient]) -> _Server:
+        return ServedRemoting(kit, listen(port=port) if port else listening, client_of)
+
+    return serve
+
+
 class ServedKit:
     """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: Kit, serve: Serve = serve_grpc) -> None:
         """Serve the broker of a kit, whose clock should start at the machine's time."""
         self.kit = kit
         """The broker, its dead letters, its faults and history, and all else of the fixture ``rmq``."""
         self._clients: dict[str, WireClient] = {}
+        self._processes: dict[str, Process] = {}
+        self._serve = serve
         self.server = self._served(0)
 
-    def _served(self, port: int) -> GrpcServer:
-        return GrpcServer(self.kit.broker, port=port, endpoints=self._endpoint)
+    def _served(self, port: int) -> _Server:
+        return self._serve(self.kit, port, self._endpoint)
 
-    def _endpoint(self, client_id: str) -> WireClient:
-        kit = self.kit
-        with kit.runner.lock:
-            client = self._clients.get(client_id)
-            if client is None:
-                process = kit.outside_process("client")
-                client = self._clients[client_id] = WireClient(kit, process, client_id)
-            return client
+    def _endpoint(self, name: str) -> WireClient:
+        with self.kit.runner.lock:
+            return self._clients.setdefault(name, WireClient(self.kit, self._process_of, name))
+
+    def _process_of(self, name: str) -> Process:
+        with self.kit.runner.lock:
+            if name not in self._processes:
+                self._processes[name] = self.kit.outside_process("client")
+            return self._processes[name]
 
     @property
     def address(self) -> str:
@@ -63,7 +103,7 @@ class ServedKit:
             if clock.monotonic() > deadline:
                 raise NotSettledError(
                     f"the clients at {self.address} were not settled within {_WAIT_S:g} s: a push consumer has not "
-                    "acknowledged what it received or does not ask for more, or a producer has not answered a check"
+                    "finished what it received or does not ask for more, or a producer has not answered a check"
                 )
             clock.wait(never, _LOOK_S)
 

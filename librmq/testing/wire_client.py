@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import SystemClock
@@ -35,12 +36,21 @@ _LATE_S: Final = 20.0
 class WireClient:
     """The endpoint of one client: a process of the kit whose code runs elsewhere. Thread-safe."""
 
-    def __init__(self, kit: Kit, process: Process, client_id: str) -> None:
+    def __init__(self, kit: Kit, process_of: Callable[[str], Process], name: str) -> None:
+        """``process_of`` returns the process of a client, by its id, or by ``name`` before its first heartbeat."""
         self._kit = kit
-        self._process = process
-        self._client_id = client_id
+        self._process_of = process_of
+        self._name = name
+        self._made: Process | None = None
         self._groups: frozenset[str] = frozenset()
         self._calls: dict[str, Call] = {}
+
+    @property
+    def process(self) -> Process:
+        """Its process, which its first request makes."""
+        if self._made is None:
+            self._made = self._process_of(self._name)
+        return self._made
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
@@ -49,9 +59,9 @@ class WireClient:
         if isinstance(request, Heartbeat):
             self._heartbeat(request)
         elif isinstance(request, ChannelClosed):
-            self._note("leaves")
+            self.note("leaves")
         elif isinstance(request, EndTransaction):
-            self._note(f"ends a transaction: {request.state.name.lower()}")
+            self.note(f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, ChangeInvisible):
             self._ended(request.receipt, "failed", f"lets a message come again in {request.invisible_ms:,} ms")
         elif isinstance(request, ForwardToDeadLetters):
@@ -66,32 +76,35 @@ class WireClient:
             self._calls.pop(request.receipt, None)
         return answer
 
-    def _note(self, what: str, group: str = "") -> None:
+    def note(self, what: str, group: str = "") -> None:
+        """Add a line to the history."""
         kit = self._kit
         with kit.runner.lock:
-            kit.note(f"{group}@{self._process.label}" if group else self._process.label, what)
+            kit.note(f"{group}@{self.process.label}" if group else self.process.label, what)
 
     def _heartbeat(self, request: Heartbeat) -> None:
+        if self._made is None:
+            self._name = request.client_id
         groups = frozenset(data.group for data in request.consumers)
         if self._groups != groups or not groups:
             self._groups = groups
             role = f"consumes as group {', '.join(sorted(groups))}" if groups else "produces"
-            self._note(f"is connected and {role} ({self._client_id})")
+            self.note(f"is connected and {role} ({request.client_id})")
         with self._kit.runner.lock:
-            self._kit.noted_heartbeat(self._process, request)
+            self._kit.noted_heartbeat(self.process, request)
 
     # ---- sends
 
     def _send(self, request: SendMessage) -> SendResponse:
-        kit, process, topic = self._kit, self._process, request.message.topic
+        kit, process, topic = self._kit, self.process, request.message.topic
         if DELETE_KEY in request.message.properties:
-            self._note(f"recalls a message of {topic}")
+            self.note(f"recalls a message of {topic}")
             return self._kit.broker.call(request)
         with kit.runner.lock:
             kit.faults.before_send(process, topic, kit.broker.name)
         response: SendResponse = self._kit.broker.call(request)
         place = f"{topic}/{response.queue_id}:{response.queue_offset}"
-        self._note(f"sends {place} {show(request.message)}")
+        self.note(f"sends {place} {show(request.message)}")
         with kit.runner.lock:
             kit.faults.lose(process, topic, kit.broker.name, response)
             late_s = kit.faults.late(process, topic, kit.broker.name)
@@ -121,10 +134,10 @@ class WireClient:
             where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
             with kit.runner.lock:
                 self._calls[one.receipt] = kit.history().begin_remote(
-                    kit.clock.now_ms(), request.group, self._process.label, where, (kit.broker.name, stored)
+                    kit.clock.now_ms(), request.group, self.process.label, where, (kit.broker.name, stored)
                 )
             attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
-            self._note(f"gets {where} {show(stored)}{attempt}", request.group)
+            self.note(f"gets {where} {show(stored)}{attempt}", request.group)
 
     def _ended(self, receipt: str, outcome: str, what: str) -> None:
         kit = self._kit
@@ -133,4 +146,4 @@ class WireClient:
             if call is None:  # acknowledged again, or renewed: for the history the delivery is over
                 return
             call.ended_ms, call.outcome = kit.clock.now_ms() - kit.history().begin_ms, outcome
-        self._note(f"{what} ({call.where})", call.group)
+        self.note(f"{what} ({call.where})", call.group)

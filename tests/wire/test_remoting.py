@@ -418,7 +418,7 @@ def test_closing_ends_all_connections(server: RemotingServer, client: RawClient)
 
 def test_a_taken_port_is_an_error(server: RemotingServer, broker: Broker) -> None:
     with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{server.port}"):
-        RemotingServer(broker, port=server.port)
+        RemotingServer(broker, listening=server.port)
     with pytest.raises(ConfigError, match="expected host:port"):
         RemotingServer(broker, advertise="here")
 

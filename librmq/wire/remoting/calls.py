@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
-from librmq.protocol import ResponseCode
+from librmq.protocol import Request, ResponseCode
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.fields import from_fields, to_fields
@@ -14,6 +14,8 @@ from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import REQUESTS
 
 __all__ = ["Handler", "Handlers", "RemotingCall", "answer_of", "refused"]
+
+R = TypeVar("R")
 
 
 class RemotingCall(NamedTuple):
@@ -23,6 +25,10 @@ class RemotingCall(NamedTuple):
     frame: Frame
     header: Any
     """Of the class that `REQUESTS` names."""
+
+    def ask(self, request: Request[R]) -> R:
+        """Ask the broker for this client."""
+        return self.channel.endpoint.call(request)
 
     def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> Frame:
         """Return an answer."""

@@ -17,6 +17,7 @@ from typing import Final
 
 from librmq.errors import BrokerUnreachableError
 from librmq.message.hosts import Host
+from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.frames import Frame, encode
 
@@ -33,11 +34,12 @@ _MOST_ASKED: Final = 1_000
 class Channel:
     """One connection. Thread-safe."""
 
-    def __init__(self, connected: socket.socket, peer: Host, own: Host) -> None:
-        """``own`` is the address that the client has connected to."""
+    def __init__(self, connected: socket.socket, peer: Host, own: Host, endpoint: Endpoint) -> None:
+        """``own`` is the address that the client has connected to; ``endpoint`` answers what clients ask the broker."""
         self._socket = connected
         self.peer = peer
         self.own = own
+        self.endpoint = endpoint
         self.client_ids: set[str] = set()
         """The client ids in its heartbeats, usually one."""
         self.reader: threading.Thread | None = None

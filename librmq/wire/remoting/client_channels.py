@@ -124,7 +124,7 @@ class ClientChannels:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             known = self._by_id.get(client_id)
             client = known[1] if known is not None and known[0].channel is channel else _Client(channel)
-            self._broker.call(Heartbeat(client_id, client, producers, consumers))
+            channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
             session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
             self._by_id[client_id] = session, client
             channel.client_ids.add(client_id)
@@ -138,7 +138,7 @@ class ClientChannels:
         known = self._by_id.get(client_id)
         if known is not None and known[0].channel is not channel:
             return
-        self._broker.call(Unregister(client_id, producer_group or None, consumer_group or None))
+        channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
 
     def closed(self, channel: Channel) -> None:
         """Remove the clients of a connection that has ended, unless they have another one by now."""
@@ -149,7 +149,7 @@ class ClientChannels:
                     continue
                 del self._by_id[client_id]
                 try:
-                    self._broker.call(ChannelClosed(client_id))
+                    channel.endpoint.call(ChannelClosed(client_id))
                 except RmqError as error:  # the broker was closed earlier
                     _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
             self._changed(client_id, "", False)

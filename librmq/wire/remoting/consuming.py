@@ -105,12 +105,12 @@ class Consuming:
 
     def _update_offset(self, call: RemotingCall) -> Frame:
         header: GroupProgressHeader = call.header
-        self._broker.call(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
+        call.ask(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
         return call.answer()
 
     def _send_back(self, call: RemotingCall) -> Frame:
         header: SendBackHeader = call.header
-        self._broker.call(
+        call.ask(
             SendBack(
                 header.group,
                 header.offset,

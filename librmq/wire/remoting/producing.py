@@ -32,7 +32,6 @@ class Producing:
     """The sends of one server's clients. Thread-safe."""
 
     def __init__(self, broker: Broker) -> None:
-        self._broker = broker
         self._now_ms = broker.runner.now_ms
         self._is_real_time = moves_by_itself(broker.runner.clock)
         self.handlers: Handlers = {
@@ -56,7 +55,7 @@ class Producing:
     def _send_one(self, call: RemotingCall, born_ms: int) -> SendResponse:
         header: SendHeader = call.header
         message = Message._of(header.topic, call.frame.body, header.flag, decode_properties(header.properties))
-        return self._broker.call(
+        return call.ask(
             SendMessage(
                 header.producer_group,
                 message,
@@ -77,7 +76,7 @@ class Producing:
             Message._of(header.topic, item.body, item.flag, shared | decode_properties(item.properties_raw))
             for item in decode_batch(call.frame.body)
         )
-        return self._broker.call(
+        return call.ask(
             SendBatch(
                 header.producer_group,
                 messages,
@@ -93,7 +92,7 @@ class Producing:
         state = _STATES.get(header.commit_or_rollback)
         if state is None:
             raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
-        self._broker.call(
+        call.ask(
             EndTransaction(
                 header.producer_group,
                 state,

@@ -57,24 +57,25 @@ class _Waiting:
 class Pulling:
     """The pulls of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, broker: Broker, *, ends_holds: bool = True) -> None:
+        """With ``ends_holds`` False, held pulls end by `release` alone and not as the broker's clock moves."""
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
         self._due: list[tuple[int, int, _Waiting]] = []
         self._sort_out_at = _SORT_OUT_AT
         self._number = itertools.count()
         self._held: dict[Channel, set[_Waiting]] = {}
+        self._ends_holds = ends_holds
 
     def pull(self, call: RemotingCall) -> Frame | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         if not header.sys_flag & _WAITS or waits_ms <= 0:
-            return _answer(call, self._broker.call(_request(call, commits=True)))
+            return _answer(call, call.ask(_request(call, commits=True)))
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
-            response = self._broker.call(_request(call, lambda: self._woken(waiting), commits=True))
+            response = call.ask(_request(call, lambda: self._woken(waiting), commits=True))
             if response.status is PullStatus.HELD:
                 held = self._held.setdefault(call.channel, set())
                 if len(held) < _MOST_HELD:
@@ -85,6 +86,8 @@ class Pulling:
         return _answer(call, response)
 
     def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
+        if not self._ends_holds:
+            return
         if len(self._due) >= self._sort_out_at:
             self._due = [entry for entry in self._due if not entry[2].is_answered]
             heapq.heapify(self._due)
@@ -101,6 +104,16 @@ class Pulling:
                 held.discard(waiting)
             if not held:
                 self._held.pop(channel, None)
+
+    def release(self, queue: tuple[str, str, int] | None = None) -> None:
+        """Answer the held pulls now, or those of one queue: of a group, a topic and a queue id."""
+        with self._runner.lock:
+            for waiting in [one for held in self._held.values() for one in held]:
+                header: PullHeader = waiting.call.header
+                place = header.consumer_group, header.topic, header.queue_id
+                if queue in (None, place) and not waiting.is_asking:
+                    waiting.is_asking = True
+                    waiting.call.channel.later(partial(self._ask_again, waiting, is_last=True))
 
     def _woken(self, waiting: _Waiting) -> None:
         """Let the connection's thread ask again. Called under the runner's lock."""
@@ -128,7 +141,7 @@ class Pulling:
             if waiting.is_answered:
                 return
             try:
-                response = self._broker.call(_request(call, notify))
+                response = call.ask(_request(call, notify))
                 if response.status is PullStatus.HELD:
                     return
                 frame = _answer(call, response)

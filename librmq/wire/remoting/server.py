@@ -14,7 +14,7 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
-from librmq.protocol import ResponseCode
+from librmq.protocol import Endpoint, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
@@ -52,27 +52,29 @@ class RemotingServer:
         self,
         broker: Broker,
         *,
-        port: int = 0,
-        listening: socket.socket | None = None,
+        listening: socket.socket | int = 0,
         advertise: str | None = None,
         tls: tuple[bytes, bytes] | None = None,
         auto_create: bool = True,
         allows_admin: bool = False,
         changed: Callable[[str, str, bool], None] | None = None,
+        endpoints: Callable[[str], Endpoint] | None = None,
     ) -> None:
         """Start listening and answering.
 
         Args:
             broker: The broker to serve. Close the server before it. Clients also connect to its ``store_host``: open
                 the store with the server's address, as ``librmq serve`` does by `listen`.
-            port: The port on the loopback address; 0 takes a free one, which `port` tells.
-            listening: A socket that `listen` has created, instead of ``port``.
+            listening: A socket that `listen` has created, or a port on the loopback address; 0 takes a free one, which
+                `port` tells.
             advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.
             auto_create: Whether requesting the route of a group's retry topic creates the topic.
             allows_admin: Whether clients on other machines may change topics, groups and progress.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
                 empty.
+            endpoints: Returns what answers the requests of a connection, by the client's ``host:port``; by default the
+                broker. A wrapper can watch or fail them. Then held pulls end by `release_pulls` alone.
 
         Raises:
             ConfigError: The port is taken, or an argument is invalid.
@@ -83,11 +85,12 @@ class RemotingServer:
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._broker = broker
         self._tls = None if tls is None else server_context(*tls)
-        self._listening = listening or listen(port=port)
+        self._listening = listen(port=listening) if isinstance(listening, int) else listening
         self.host, self.port = self._listening.getsockname()[:2]
         self._allows_admin = allows_admin
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
-        self._pulling = Pulling(broker)
+        self._pulling = Pulling(broker, ends_holds=endpoints is None)
+        self._endpoints = endpoints or (lambda _: broker)
         names = NameServer(broker, advertise, auto_create)
         parts: list[Any] = [
             names,
@@ -115,6 +118,13 @@ class RemotingServer:
     def clients(self) -> int:
         """Number of clients that have sent a heartbeat and not left."""
         return len(self._sessions)
+
+    def release_pulls(self, queue: tuple[str, str, int] | None = None) -> None:
+        """Answer held pulls now, or those of one queue, so that clients ask again and report their progress.
+
+        ``queue`` is a group, a topic and a queue id.
+        """
+        self._pulling.release(queue)
 
     def close(self) -> None:
         """Stop answering requests, and end all connections. A second call does nothing."""
@@ -165,7 +175,7 @@ class RemotingServer:
         _limit(connected, socket.SO_RCVTIMEO, _IDLE_S)
         _limit(connected, socket.SO_SNDTIMEO, _SEND_S)
         own = connected.getsockname()
-        channel = Channel(connected, peer, (own[0], own[1]))
+        channel = Channel(connected, peer, (own[0], own[1]), self._endpoints(format_host(peer)))
         with self._lock:
             if not self._is_open or len(self._channels) >= _MOST_CONNECTIONS:
                 connected.close()

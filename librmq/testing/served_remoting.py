@@ -1,0 +1,191 @@
+"""The server of the 4.x protocol in a served kit, which knows when its clients are settled.
+
+Clients of 4.x do not acknowledge messages: they store a group's progress, together with their next pull. So a held pull
+ends as soon as its client owes progress, and the next one brings it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final, TypeVar, cast
+
+from librmq.clock import SystemClock
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    Endpoint,
+    EndTransaction,
+    Heartbeat,
+    MessageModel,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    Request,
+    SendBack,
+    UpdateOffset,
+)
+from librmq.testing.history import Call, show
+from librmq.testing.kit import Kit
+from librmq.testing.wire_client import WireClient
+from librmq.wire.remoting import RemotingServer
+
+__all__ = ["ServedRemoting"]
+
+R = TypeVar("R")
+Queue = tuple[str, str, int]
+"""A group, a topic and a queue id."""
+_HELD_S: Final = 10.0
+"""The longest time that a pull is held, by the machine's clock: clients give up after 30 s."""
+
+
+class ServedRemoting:
+    """A name server and broker for clients of 4.x."""
+
+    def __init__(self, kit: Kit, listening: socket.socket, client_of: Callable[[str], WireClient]) -> None:
+        self._kit = kit
+        self._client_of = client_of
+        self._pulls = _Pulls(kit)
+        self._server = RemotingServer(kit.broker, listening=listening, endpoints=self._endpoint)
+        self.port: int = self._server.port
+        self.address = self._server.address
+        self._ended = threading.Event()
+        self._releaser = threading.Thread(target=self._release, name="librmq held pulls", daemon=True)
+        self._releaser.start()
+
+    def _endpoint(self, name: str) -> Endpoint:
+        return _PullingClient(self._kit, self._client_of(name), self._pulls)
+
+    def _release(self) -> None:
+        clock = SystemClock()
+        while not clock.wait(self._ended, _HELD_S):
+            self._server.release_pulls()
+
+    def is_settled(self) -> bool:
+        """Return whether push consumers have consumed everything, and producers answered all checks."""
+        with self._kit.runner.lock:
+            late = list(self._pulls.late())
+        for queue in late:
+            self._server.release_pulls(queue)
+        return not late and not self._pulls.open_checks
+
+    def close(self) -> None:
+        """Cut all clients off."""
+        self._ended.set()
+        self._server.close()
+        self._releaser.join()
+
+
+class _Pulls:
+    """How far the clients of one server have come. Changes only under the runner's lock."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self.delivered: dict[Queue, tuple[int, _PullingClient]] = {}
+        """The offset after the messages that a client got last, and the client."""
+        self.waiting: dict[Queue, int] = {}
+        """The offset of the pull that was held last."""
+        self.open_checks: set[int] = set()
+        """The physical offsets of half messages whose checks have no answer."""
+
+    def late(self) -> Iterator[Queue]:
+        """Yield the queues in which a group of push consumers has not come to the end."""
+        broker = self._kit.broker
+        for group in {data for client in broker.clients() for data in client.consumer_groups}:
+            found = broker.connections(group)
+            if found is None or found.kind != "push" or found.model is MessageModel.BROADCASTING:
+                continue
+            for topic in found.subscriptions:
+                for queue_id in range(sum(data.read_queues for data in broker.topic_route(topic))):
+                    end = broker.store.queue_range(topic, queue_id)[1]
+                    consumed = broker.consumer_offset(group, topic, queue_id) or 0
+                    queue = group, topic, queue_id
+                    delivered = self.delivered[queue][0] if queue in self.delivered else 0
+                    if consumed < end and (delivered > consumed or self.waiting.get(queue, -1) < end):
+                        yield queue
+
+
+class _PullingClient:
+    """The endpoint of one connection: records what it pulls. Thread-safe."""
+
+    def __init__(self, kit: Kit, client: WireClient, pulls: _Pulls) -> None:
+        self._kit = kit
+        self._client = client
+        self._pulls = pulls
+        self._calls: dict[Queue, dict[int, tuple[int, Call]]] = {}
+        self._asked: dict[Endpoint, _Asked] = {}
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the broker, with the kit's history and faults."""
+        if isinstance(request, Heartbeat):
+            asked = self._asked.setdefault(request.client, _Asked(request.client, self._pulls.open_checks))
+            return cast(R, self._client.call(replace(request, client=asked)))
+        if isinstance(request, SendBack):
+            self._failed(request)
+        answer: Any = self._client.call(request)
+        with self._kit.runner.lock:
+            if isinstance(request, PullMessage):
+                self._pulled(request, answer)
+            elif isinstance(request, UpdateOffset):
+                self._passed((request.group, request.topic, request.queue_id), request.queue_offset)
+            elif isinstance(request, EndTransaction):
+                self._pulls.open_checks.discard(request.physical_offset)
+            elif isinstance(request, ChannelClosed):
+                known = self._pulls.delivered
+                for queue in [queue for queue, (_, client) in known.items() if client is self]:
+                    del known[queue]
+        return cast(R, answer)
+
+    def _pulled(self, request: PullMessage, response: PullResponse) -> None:
+        queue = request.group, request.topic, request.queue_id
+        if request.commit_offset is not None:
+            self._passed(queue, request.commit_offset)
+        if response.status is PullStatus.HELD:
+            self._pulls.waiting[queue] = request.queue_offset
+            return
+        self._pulls.waiting.pop(queue, None)
+        if response.status is not PullStatus.FOUND:
+            return
+        self._pulls.delivered[queue] = response.next_offset, self
+        kit, label = self._kit, self._client.process.label
+        for stored in response.messages:
+            where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
+            call = kit.history().begin_remote(
+                kit.clock.now_ms(), request.group, label, where, (kit.broker.name, stored)
+            )
+            self._calls.setdefault(queue, {})[stored.queue_offset] = stored.physical_offset, call
+            attempt = f", attempt {stored.reconsume_times + 1}" if stored.reconsume_times else ""
+            self._client.note(f"gets {where} {show(stored)}{attempt}", request.group)
+
+    def _passed(self, queue: Queue, queue_offset: int) -> None:
+        """Note that a group's progress has passed the messages before an offset."""
+        calls = self._calls.get(queue, {})
+        for offset in [offset for offset in calls if offset < queue_offset]:
+            self._ended(calls.pop(offset)[1], "returned", "is done")
+
+    def _failed(self, request: SendBack) -> None:
+        with self._kit.runner.lock:
+            for (group, _, _), calls in self._calls.items():
+                for offset, (physical_offset, call) in list(calls.items()):
+                    if group == request.group and physical_offset == request.physical_offset:
+                        del calls[offset]
+                        self._ended(call, "failed", "sends back")
+
+    def _ended(self, call: Call, outcome: str, what: str) -> None:
+        call.ended_ms, call.outcome = self._kit.clock.now_ms() - self._kit.history().begin_ms, outcome
+        self._client.note(f"{what} ({call.where})", call.group)
+
+
+class _Asked:
+    """A client that the broker asks about transactions. Called under the runner's lock."""
+
+    def __init__(self, client: Endpoint, open_checks: set[int]) -> None:
+        self._client = client
+        self._open_checks = open_checks
+
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, CheckTransaction):
+            self._open_checks.add(request.message.physical_offset)
+        return self._client.call(request)

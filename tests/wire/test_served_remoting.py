@@ -1,0 +1,167 @@
+"""The fixture `rmq_remoting`: clients of 4.x, at a broker whose clock and faults the test has in its hands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq.message.message import StoredMessage
+from librmq.testing import served as served_module
+from librmq.testing.served import NotSettledError, ServedKit
+from librmq.wire.remoting.codes import RequestCode as Code
+from tests.wire.remoting_client import RawClient
+
+
+class PushClient:
+    """A push consumer of one queue, reduced to what it says: it pulls, consumes, and commits with its next pull."""
+
+    def __init__(self, served: ServedKit, group: str, topic: str, *, fails: bool = False) -> None:
+        self._client = RawClient(served.server.port)
+        self._group, self._fails = group, fails
+        self.seen: list[tuple[bytes, int]] = []
+        self._topics = topic, f"%RETRY%{group}"
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> PushClient:
+        self._client.beat("c-1", self._group, topics=self._topics)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        asked: dict[int, str] = {}
+        offsets = dict.fromkeys(self._topics, 0)
+        for topic in self._topics:
+            asked[self._pull(topic, 0)] = topic
+        while not self._ended.is_set():
+            try:
+                answer = self._client.answer()
+            except AssertionError:  # the connection has ended
+                return
+            if answer.opaque not in asked:
+                continue
+            topic = asked.pop(answer.opaque)
+            raw = answer.body
+            while raw:
+                one = StoredMessage(raw[: int.from_bytes(raw[:4], "big")])
+                raw = raw[one.size :]
+                self.seen.append((one.body, one.reconsume_times))
+                if self._fails:
+                    self._client.send(
+                        Code.CONSUMER_SEND_MSG_BACK, offset=one.physical_offset, group=self._group, delay_level=0
+                    )
+            offsets[topic] = int(answer.fields.get("nextBeginOffset", offsets[topic]))
+            asked[self._pull(topic, offsets[topic])] = topic
+
+    def _pull(self, topic: str, offset: int) -> int:
+        fields: dict[str, Any] = {"sys_flag": 3, "commit_offset": offset} if offset else {}
+        return self._client.pull(self._group, topic, offset, 15_000, **fields)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._client.close()
+        self._thread.join(30)
+
+
+@pytest.fixture
+def client(rmq_remoting: ServedKit) -> Iterator[RawClient]:
+    rmq_remoting.kit.broker.create_topic("t", 1)
+    with RawClient(rmq_remoting.server.port) as made:
+        yield made
+
+
+def test_hours_of_retries_pass_as_the_test_moves_the_clock(rmq_remoting: ServedKit, client: RawClient) -> None:
+    with PushClient(rmq_remoting, "g", "t", fails=True) as consumer:
+        client.put("t", b"x")
+        rmq_remoting.settle()
+        assert consumer.seen == [(b"x", 0)]
+        rmq_remoting.advance(seconds=9.999)
+        assert consumer.seen == [(b"x", 0)]
+        rmq_remoting.advance(hours=8)
+        assert consumer.seen == [(b"x", number) for number in range(17)]
+        assert [letter.body for letter in rmq_remoting.kit.dead_letters("g")] == [b"x"]
+
+
+def test_settling_waits_for_progress(rmq_remoting: ServedKit, client: RawClient) -> None:
+    with PushClient(rmq_remoting, "g", "t"):
+        for _ in range(20):
+            client.put("t", b"x")
+        rmq_remoting.settle()
+        assert rmq_remoting.kit.broker.consumer_offset("g", "t") == 20
+    assert {one.outcome for one in rmq_remoting.kit.delivered("g")} == {"returned"}
+
+
+def test_a_consumer_that_does_not_pull_is_reported(
+    rmq_remoting: ServedKit, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "_WAIT_S", 0.05)
+    client.beat("c", "g", topics=("t",))
+    client.put("t", b"x")
+    with pytest.raises(NotSettledError, match="were not settled"):
+        rmq_remoting.settle()
+    assert rmq_remoting.kit.delivered("g") == []
+
+
+def test_faults_reach_clients_of_4x(rmq_remoting: ServedKit, client: RawClient) -> None:
+    faults = rmq_remoting.kit.faults
+    faults.lose_answer("t")
+    assert client.put("t", b"stored").code == 14
+    faults.refuse_send("t", busy=True)
+    assert client.put("t", b"refused").code == 2
+    assert [one.body for one in rmq_remoting.kit.messages("t")] == [b"stored"]
+
+
+def test_a_late_answer_comes_when_the_clock_is_moved(rmq_remoting: ServedKit, client: RawClient) -> None:
+    rmq_remoting.kit.faults.late_answer(5, "t")
+    waiting = threading.Thread(target=client.put, args=("t", b"x"), daemon=True)
+    waiting.start()
+    looked = threading.Event()
+    while not rmq_remoting.kit.messages("t"):
+        looked.wait(0.001)
+    rmq_remoting.advance(seconds=4)
+    assert waiting.is_alive()
+    rmq_remoting.advance(seconds=2)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_a_cut_and_a_crash_lose_nothing(rmq_remoting: ServedKit, client: RawClient) -> None:
+    client.put("t", b"one")
+    port = rmq_remoting.server.port
+    rmq_remoting.cut_connections()
+    assert client.has_ended()
+    rmq_remoting.crash_broker()
+    with RawClient(port) as again:
+        assert again.put("t", b"two").fields["msgId"].startswith(f"7F000001{port:08X}")
+    assert [one.body for one in rmq_remoting.kit.messages("t")] == [b"one", b"two"]
+
+
+def test_a_check_is_awaited(rmq_remoting: ServedKit, client: RawClient) -> None:
+    client.beat("c", producers=("p",))
+    client.put("t", b"x", "TRAN_MSG\1true\2PGROUP\1p\2UNIQ_KEY\1u", sys_flag=4)
+
+    def answer() -> None:
+        asked = client.asked(Code.CHECK_TRANSACTION_STATE)
+        fields = {"from_transaction_check": True, "commit_or_rollback": 8, "producer_group": "p"}
+        offsets = {"tran_state_table_offset": int(asked.fields["tranStateTableOffset"])}
+        offsets["commit_log_offset"] = int(asked.fields["commitLogOffset"])
+        client.call(Code.END_TRANSACTION, **fields, **offsets)
+
+    checking = threading.Thread(target=answer, daemon=True)
+    checking.start()
+    rmq_remoting.advance(minutes=2)
+    checking.join(20)
+    assert [one.body for one in rmq_remoting.kit.messages("t")] == [b"x"]
+
+
+def test_the_history_shows_pulls_and_progress(rmq_remoting: ServedKit, client: RawClient) -> None:
+    with PushClient(rmq_remoting, "g", "t"):
+        client.put("t", b"a")
+        rmq_remoting.settle()
+    lines = [line.what for line in rmq_remoting.kit.history()]
+    wanted = ["sends t/0:0 b'a'", "gets t/0:0 b'a'", "is done (t/0:0)"]
+    assert [line for line in lines if line in wanted] == wanted
