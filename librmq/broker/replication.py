@@ -33,11 +33,12 @@ _OK: Final = SendStatus.SEND_OK
 class _Follower:
     """A replica as its master sees it."""
 
-    __slots__ = ("acknowledged", "behind_since_ms", "follow")
+    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify")
 
     def __init__(self) -> None:
         self.acknowledged = 0
         self.follow: Callable[[], int] | None = None
+        self.notify: Callable[[], None] | None = None
         self.behind_since_ms: int | None = None
         """Since when the master has had more bytes than the replica requested; None while the replica has all."""
 
@@ -58,7 +59,10 @@ class Replication:
         self._max_lag = config.replica_max_lag
         self.is_sync = config.replication == "sync"
         """Whether sends wait for a replica."""
+        self._opened = object()
         self._followers: dict[str, _Follower] = {}
+        self._is_watched = False
+        self._table_watchers: dict[str, Callable[[], None]] = {}
         self._guard = threading.Lock()
         self._acknowledged = threading.Event()
         self._waiting = 0
@@ -79,22 +83,30 @@ class Replication:
         log, at = self._store.log, request.physical_offset
         end = log.end
         if at > end:  # the replica finds out from the end in the answer
-            return LogBytes(b"", log.begin, end)
-        if request.replica:
-            self._acknowledge(request)
+            return LogBytes(b"", log.begin, end, opened=self._opened)
+        follower = self._acknowledge(request) if request.replica else None
         data = b"" if at < log.begin else log.data_at(at, min(request.size, end - at))
-        is_held = not data and at >= log.begin and request.notify is not None
-        if is_held:
-            self._store.watch(at, lambda: self._more(request))
-        return LogBytes(data, log.begin, end, is_held)
+        is_held = not data and at >= log.begin and request.notify is not None and follower is not None
+        if is_held and follower is not None:
+            self._watch(follower, request)
+        return LogBytes(data, log.begin, end, is_held, self._opened)
 
-    def _acknowledge(self, request: FollowLog) -> None:
+    def _acknowledge(self, request: FollowLog) -> _Follower:
         with self._guard:
             follower = self._followers.get(request.replica)
             if follower is None:
                 follower = self._followers[request.replica] = _Follower()
             follower.follow = request.follow
             self._note(follower, request.physical_offset)
+            return follower
+
+    def _watch(self, follower: _Follower, request: FollowLog) -> None:
+        """Let the next append notify a replica, once however often it has asked."""
+        with self._guard:
+            follower.notify = request.notify
+            is_watched, self._is_watched = self._is_watched, True
+        if not is_watched:
+            self._store.watch(request.physical_offset, self._more)
 
     def _note(self, follower: _Follower, acknowledged: int) -> None:
         """Record what a replica has, and wake the sends that wait for it. Called under the guard."""
@@ -103,25 +115,41 @@ class Replication:
             waited_for, self._acknowledged = self._acknowledged, threading.Event()
             waited_for.set()
 
-    def _more(self, request: FollowLog) -> None:
-        follower = self._followers.get(request.replica)
-        if follower is not None and follower.behind_since_ms is None:
-            follower.behind_since_ms = self._now_ms()
-        assert request.notify is not None
-        request.notify()
+    def _more(self) -> None:
+        """Notify the replicas that wait for an append."""
+        notified, now_ms = [], self._now_ms()
+        with self._guard:
+            self._is_watched = False
+            for follower in self._followers.values():
+                if follower.notify is not None:
+                    notified.append(follower.notify)
+                    follower.notify = None
+                    if follower.behind_since_ms is None:
+                        follower.behind_since_ms = now_ms
+        for notify in notified:
+            notify()
 
     def leave(self, request: LeaveLog) -> None:
         """Forget a replica."""
         with self._guard:
             self._followers.pop(request.replica, None)
+        self._table_watchers.pop(request.replica, None)
 
     def tables(self, request: CopyTables) -> CopiedTables:
         """Return the current tables. Called under the runner's lock."""
         tables = self._context.tables
         if request.notify is not None:
-            self._context.writing.watch(request.notify)
+            if not self._table_watchers:
+                self._context.writing.watch(self._tables_changed)
+            self._table_watchers[request.replica] = request.notify
         offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
         return CopiedTables(dict(tables.topics.rows), dict(tables.groups.rows), offsets, dict(tables.delays.rows))
+
+    def _tables_changed(self) -> None:
+        """Notify the replicas. Called under the runner's lock."""
+        watchers, self._table_watchers = self._table_watchers, {}
+        for notify in watchers.values():
+            notify()
 
     # ---- sends
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from typing import Final, Self, cast
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.cluster.replica_admission import check_bytes, check_folder
+from librmq.cluster.replica_admission import check_bytes, check_folder, check_origin
 from librmq.cluster.replica_config import ReplicaConfig
 from librmq.cluster.stored_master import StoredMaster
 from librmq.config import check_kind
@@ -32,7 +33,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.engine.log_copy import whole_size
 from librmq.store.format import directory
-from librmq.store.format.replica_mark import clear_mark, read_mark
+from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
 
 __all__ = ["Replica", "promote_replica"]
 
@@ -128,10 +129,12 @@ class Replica:
             metrics=self._metrics,
         )
         self.dead, self.failure = False, None
-        self._master = master
+        self._master, self._opened = master, object()  # the first answer is compared
+        self._described = described
         self._master_end = described.end
         self._id = os.path.realpath(self.path)
         self._following = threading.Lock()
+        self._copying_tables = threading.Lock()  # so that an older copy does not replace a newer one
         self._retry_ms = self._first_retry_ms = round(1000 * self._config.retry_after_s)
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()
@@ -144,6 +147,7 @@ class Replica:
         if self._metrics is not None:
             self._metrics.gauge("replica_lag_bytes", lambda: self.lag_bytes)
         try:
+            self._mark()
             if was_killed:
                 torn_at = check_bytes(self.path, self.store.log, master, described, was_killed=True)
                 if torn_at is not None:
@@ -156,6 +160,12 @@ class Replica:
         with self.runner.lock:
             self._followed(reached, None)
             self._tables_copied(reached, None)
+
+    def _mark(self) -> None:
+        """Note which store the master is."""
+        mark = ReplicaMark(self.broker.name, self._described.place[1])
+        if read_mark(self.path, self._files) != mark:
+            write_mark(self.path, mark, self._files)
 
     # ---- what the replica has
 
@@ -192,16 +202,23 @@ class Replica:
             ReplicaError: it is another store, or has lost messages that the replica has. The replica stays as it is.
             BrokerUnreachableError: it is closed.
         """
-        described = of.call(DescribeLog())
         with self._following:
-            check_bytes(self.path, self.store.log, of, described)
+            self._admit(of)
             if isinstance(self._master, StoredMaster) and self._master is not of:
                 self._master.close()
             self._master, self.failure, self._are_tables_watched = of, None, False
-            self._master_end, self._retry_ms = described.end, self._first_retry_ms
+            self._master_end, self._retry_ms = self._described.end, self._first_retry_ms
         with self.runner.lock:
             self.runner.wake(self._step)
             self.runner.wake(self._tables_step)
+
+    def _admit(self, master: Endpoint) -> None:
+        """Check that the copy is a part of the master's log; see `reconnect`."""
+        described = master.call(DescribeLog())
+        check_origin(self.path, read_mark(self.path, self._files), self.store.log, described)
+        check_bytes(self.path, self.store.log, master, described)
+        self._described = described
+        self._mark()
 
     # ---- following the log
 
@@ -277,6 +294,7 @@ class Replica:
             at = self._place()
             try:
                 answer = self._master.call(FollowLog(self._id, at, size, self._notified, self._follow_for_send))
+                is_same = self._is_same_log(answer)
             except (BrokerUnreachableError, StoreClosedError) as error:
                 self._lost(error)
                 return queues, False
@@ -284,7 +302,7 @@ class Replica:
                 self._is_reached = True
                 _log.info("%(path)s: the replica follows its master again", path=self.path)
             self._master_end, self._is_held = answer.end, answer.is_held
-            if not self._is_placed(at, answer):
+            if not is_same or not self._is_placed(at, answer):
                 continue
             left = store.log.file_size - at % store.log.file_size
             whole, needed = whole_size(answer.data, left)
@@ -346,6 +364,26 @@ class Replica:
         self._first = answer.begin
         return False
 
+    def _is_same_log(self, answer: LogBytes) -> bool:
+        """Return whether the copy's end is still in the master's log; otherwise stop following.
+
+        A master that has lost the end of its log can have grown beyond the copy since.
+        """
+        if answer.opened is not None and answer.opened is self._opened:
+            return True
+        try:
+            if answer.opened is None:
+                described = replace(self._described, begin=answer.begin, end=answer.end)
+                check_bytes(self.path, self.store.log, self._master, described)
+            else:
+                self._admit(self._master)
+        except ReplicaError as error:
+            self.failure = error
+            _log.error("the replica has stopped following: %(error)s", path=self.path, error=error)
+            return False
+        self._opened = answer.opened
+        return True
+
     # ---- following the tables
 
     def _submit_tables(self, _: int) -> int | None:
@@ -354,14 +392,15 @@ class Replica:
 
     def _copy_tables(self) -> bool:
         """Copy the master's tables; return whether the master was reachable."""
-        notify = None if self._are_tables_watched else self._tables_changed
-        self._are_tables_watched = True
-        try:
-            self.broker.copy_tables(self._master.call(CopyTables(notify)))
-        except (BrokerUnreachableError, StoreClosedError) as error:
-            self._lost(error)
-            self._are_tables_watched = self._has_tables = False
-            return False
+        with self._copying_tables:
+            notify = None if self._are_tables_watched else self._tables_changed
+            self._are_tables_watched = True
+            try:
+                self.broker.copy_tables(self._master.call(CopyTables(notify, self._id)))
+            except (BrokerUnreachableError, StoreClosedError) as error:
+                self._lost(error)
+                self._are_tables_watched = self._has_tables = False
+                return False
         self._has_tables = True
         return True
 

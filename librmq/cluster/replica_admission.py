@@ -18,9 +18,9 @@ from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.replica_mark import read_mark
+from librmq.store.format.replica_mark import ReplicaMark, read_mark
 
-__all__ = ["check_bytes", "check_folder"]
+__all__ = ["check_bytes", "check_folder", "check_origin"]
 
 _COMPARED: Final = 64 << 10
 _AT_ONCE: Final = 1 << 20
@@ -57,13 +57,24 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
                 f"{path}: its log files have {log.file_size} bytes, those of {described.name} "
                 f"{described.config.commitlog_file_size}: it is the replica of another store"
             )
-        if mark != described.name and log.begin < log.end <= described.begin:
-            raise ReplicaError(
-                f"{path}: it is the replica of {mark}, and {described.name} no longer has bytes to compare with it: "
-                "it would be deleted, so name another folder, or delete it if nothing in it is needed"
-            )
+        check_origin(path, mark, log, described)
         check_bytes(path, log, master, described, was_killed=was_killed)
     return was_killed
+
+
+def check_origin(path: str, mark: ReplicaMark | None, log: CommitLog, described: LogDescription) -> None:
+    """Check the mark of a copy whose bytes can't be compared, because its master has deleted them.
+
+    Raises:
+        ReplicaError: it is the copy of another store, and would be deleted.
+    """
+    folder = described.place[1]
+    if mark is not None and log.begin < log.end <= described.begin and not mark.is_of(described.name, folder):
+        of = mark.of if mark.folder in (None, mark.of) else f"{mark.of} in {mark.folder}"
+        raise ReplicaError(
+            f"{path}: it is the replica of {of}, and {described.name} in {folder} no longer has bytes to "
+            "compare with it: it would be deleted, so name another folder, or delete it if nothing in it is needed"
+        )
 
 
 def check_bytes(

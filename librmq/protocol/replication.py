@@ -40,6 +40,9 @@ class LogBytes:
     end: int
     is_held: bool = False
     """Whether the master calls `FollowLog.notify` when there is more."""
+    opened: object = None
+    """Another object after the master was reopened, so that a replica compares its end with the master's. None if the
+    master cannot tell: then the replica compares with each answer."""
 
 
 @value
@@ -84,3 +87,5 @@ class CopyTables(Request[CopiedTables]):
 
     notify: Callable[[], None] | None = None
     """Called once, under the runner's lock, when a table changes."""
+    replica: str = ""
+    """The replica's id. Its last ``notify`` replaces the earlier ones."""

@@ -30,7 +30,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.kept_config import write_kept_config
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.format.replica_mark import read_mark, write_mark
+from librmq.store.format.replica_mark import ReplicaMark, read_mark, write_mark
 from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.clean_shutdown import write_closed_state
 from librmq.store.recovery.open import describe_recovery, load
@@ -98,7 +98,7 @@ class StoreHandle:
         kind = directory.check_kind(path, files, writable=not self.read_only)
         mark = None if self.read_only else read_mark(path, files)
         if mark is not None and self.replica_of is None:
-            raise ReadOnlyError(_no_writes(path, mark))
+            raise ReadOnlyError(_no_writes(path, mark.of))
         if mark is None and self.replica_of is not None and directory.recognise(path, files).has_log:
             raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
         was_killed, begin_ms = False, 0
@@ -111,8 +111,9 @@ class StoreHandle:
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
             if config is not None:
                 config = directory.complete_config(path, config, files)
-            if self.replica_of not in (None, mark):  # before the log, so that a killed replica is known
-                write_mark(path, str(self.replica_of), files)
+            if self.replica_of is not None and (mark is None or mark.of != self.replica_of):
+                # Before the log, so that a killed replica is known.
+                write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:
                 self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
             else:

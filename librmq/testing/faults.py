@@ -42,9 +42,9 @@ class _Host(Protocol):
 
     def note(self, who: str, what: str) -> None: ...
 
-    def cut(self, one: str, other: str) -> None: ...
+    def cut(self, one: str, other: str) -> int: ...
 
-    def heal(self, one: str, other: str) -> None: ...
+    def heal(self, one: str, other: str, number: int | None = None) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -88,10 +88,16 @@ class Faults:
 
     def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
         """Cut the link between two brokers, sites or processes, for ``seconds`` or until `heal`."""
-        self._kit.note("fault", f"the link of {one} and {other} is cut")
-        self._kit.cut(one, other)
+        link = f"the link of {one} and {other}"
+        self._kit.note("fault", f"{link} is cut")
+        number = self._kit.cut(one, other)
+
+        def end() -> None:
+            if self._kit.heal(one, other, number):  # unless another cut lasts longer
+                self._kit.note("fault", f"{link} works again")
+
         if seconds is not None:
-            self._kit.runner.after(seconds, f"the link of {one} and {other}", lambda: self.heal(one, other))
+            self._kit.runner.after(seconds, link, end)
 
     def isolate(self, one: str, seconds: float | timedelta) -> None:
         """Cut all links of a broker to processes, or all links between a site and others, for ``seconds``."""
@@ -99,7 +105,7 @@ class Faults:
             self.cut(one, other, seconds=seconds)
 
     def heal(self, one: str, other: str) -> None:
-        """Restore a link that `cut` has cut."""
+        """Restore a link, however many times `cut` has cut it."""
         self._kit.note("fault", f"the link of {one} and {other} works again")
         self._kit.heal(one, other)
 

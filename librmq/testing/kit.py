@@ -93,7 +93,9 @@ class Kit:
         self._declared: set[str] = set()
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
-        self.network = Network(self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES)
+        self.network = Network(
+            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came
+        )
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
@@ -317,15 +319,21 @@ class Kit:
         broker.abandon()
 
         def open_again() -> None:
-            if self.network.named(broker.name).dead:
+            if self.network.named(broker.name) is broker:  # nothing else has reopened it
                 self.network.reopen(broker.name)
-                self.note("fault", f"{label} is back")
-                self._pulled_by.clear()
-                for process in self.processes:
-                    for client in [] if process.dead else process.clients.values():
-                        client.forgotten_by(broker.name)
 
         self.runner.after(down, f"{label} is back", open_again)
+
+    def _broker_came(self, name: str, is_new: bool) -> None:
+        """Let clients register with a broker that was added or reopened. Called under the runner's lock."""
+        if self._closed:
+            return
+        label = name if self.network.is_cluster else "the broker"
+        self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
+        self._pulled_by.clear()
+        for process in self.processes:
+            for client in [] if process.dead else process.clients.values():
+                client.forgotten_by(name)
 
     def lose_site(self, site: str, *, down: float | timedelta) -> None:
         """Let all brokers and processes of a site die, and start them again after ``down`` seconds.
@@ -347,16 +355,18 @@ class Kit:
 
         self.runner.after(down, f"site {site} is back", start_again)
 
-    def cut(self, one: str, other: str) -> None:
-        """Cut the link between two ends; see `Faults.cut`."""
-        for process, broker in self.network.cut(one, other, self.processes):
+    def cut(self, one: str, other: str) -> int:
+        """Cut the link between two ends, and return the number of the cut; see `Faults.cut`."""
+        number, lost = self.network.cut(one, other, self.processes)
+        for process, broker in lost:
             for client_id in process.clients:
                 broker.forget(client_id)
         self.network.table.changed()
+        return number
 
-    def heal(self, one: str, other: str) -> None:
-        """Restore the link between two ends."""
-        self.network.heal(one, other)
+    def heal(self, one: str, other: str, number: int | None = None) -> bool:
+        """End all cuts of a link, or one of them; return whether this restored the link."""
+        return self.network.heal(one, other, number)
 
     def _again(self, process: Process) -> Process:
         new = self._process_table.make(process.name, process.factory, process.generation + 1, process.site)

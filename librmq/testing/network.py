@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from string import ascii_lowercase
 from typing import Final, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files.seam import Files
 from librmq.message.message import StoredMessage
-from librmq.protocol import QueueData
+from librmq.protocol import Endpoint, QueueData
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -62,21 +63,31 @@ class Network:
     """The brokers of one test behind one route table, and the links to them."""
 
     def __init__(
-        self, path: str, files: Files, runner: Runner, config: BrokerConfig | None, store_config: StoreConfig
+        self,
+        path: str,
+        files: Files,
+        runner: Runner,
+        config: BrokerConfig | None,
+        store_config: StoreConfig,
+        came: Callable[[str, bool], object],
     ) -> None:
+        """Open the broker; ``came(name, is_new)`` is called for each broker that joins or returns."""
         self._path = path
         self._files = files
         self._runner = runner
         self._config = config
         self._store_config = store_config
         self._cluster: Cluster | None = None
-        self._cuts: set[frozenset[str]] = set()
+        self._cuts: dict[frozenset[str], set[int]] = {}
+        self._cut_ids = count()
         self._read_only: dict[str, MessageStore] = {}
+        self._came = came
         first = self._open()
         self.table = RouteTable(first)
         """The route that all processes use."""
         self.by_name: dict[str, Broker] = {first.name: first}
         """The brokers as they were opened last."""
+        self._end_watch = self.table.watch(self._look)
 
     def _open(self) -> Broker:
         return Broker.open(
@@ -108,10 +119,24 @@ class Network:
             runner=self._runner,
             files=self._files,
         )
+        self._end_watch()
         self.first.close()
         self.table = self._cluster = cluster
         self.by_name = {broker.name: broker for broker in cluster.brokers()}
+        self._end_watch = cluster.watch(self._look)
         return cluster
+
+    def _look(self) -> None:
+        """Take in brokers that were reopened or added since. Called under the runner's lock."""
+        for broker in self.table.brokers():
+            name = broker.name
+            before = self.by_name.get(name)
+            if before is not broker:
+                read_only = self._read_only.pop(name, None)
+                if read_only is not None:
+                    read_only.close()
+                self.by_name[name] = broker
+                self._came(name, before is None)
 
     def named(self, name: str) -> Broker:
         """Return the broker with that name.
@@ -126,15 +151,10 @@ class Network:
 
     def reopen(self, name: str) -> Broker:
         """Reopen a broker that has died."""
-        read_only = self._read_only.pop(name, None)
-        if read_only is not None:
-            read_only.close()
         if self._cluster is not None:
-            broker = self._cluster.reopen(name)
-        else:
-            broker = self._open()
-            self.table.add(broker)
-        self.by_name[name] = broker
+            return self._cluster.reopen(name)
+        broker = self._open()
+        self.table.add(broker)
         return broker
 
     def at(self, site: str) -> list[Broker]:
@@ -182,8 +202,10 @@ class Network:
 
     # ---- links
 
-    def cut(self, one: str, other: str, processes: Sequence[M]) -> list[tuple[M, Broker]]:
-        """Cut the link between two ends; return the processes that lose a broker, each with that broker.
+    def cut(self, one: str, other: str, processes: Sequence[M]) -> tuple[int, list[tuple[M, Broker]]]:
+        """Cut the link between two ends.
+
+        Return the number of the cut, and the processes that lose a broker, each with that broker.
 
         Raises:
             ConfigError: An end is not a broker, a process or a site.
@@ -194,8 +216,9 @@ class Network:
             if end not in ends:
                 known = ", ".join(sorted(filter(None, ends)))
                 raise ConfigError(f"{end!r} is not a broker, a process or a site: expected one of {known}")
-        self._cuts.add(frozenset((one, other)))
-        return [
+        number = next(self._cut_ids)
+        self._cuts.setdefault(frozenset((one, other)), set()).add(number)
+        return number, [
             (process, broker)
             for process in processes
             for name, broker in self.by_name.items()
@@ -209,10 +232,17 @@ class Network:
         outside = {process.site or process.name for process in processes} | set(self.table.sites())
         return sorted(outside - {one})
 
-    def heal(self, one: str, other: str) -> None:
-        """Restore the link between two ends."""
-        self._cuts.discard(frozenset((one, other)))
+    def heal(self, one: str, other: str, number: int | None = None) -> bool:
+        """End all cuts of the link between two ends, or one of them; return whether this restored the link."""
+        pair = frozenset((one, other))
+        cuts = self._cuts.get(pair, set())
+        ended = cuts & {number} if number is not None else set(cuts)
+        cuts -= ended
+        if not ended or cuts:
+            return False
+        del self._cuts[pair]
         self.table.changed()
+        return True
 
     def _is_cut(self, process: Peer, broker_name: str) -> bool:
         if not self._cuts:
@@ -225,8 +255,8 @@ class Network:
         """Return the names of the brokers that a process can reach, sorted."""
         return tuple(name for name in self.table.broker_names() if not self._is_cut(process, name))
 
-    def reached(self, process: Peer, broker_name: str) -> Broker:
-        """Return a broker for a call of a process.
+    def reached(self, process: Peer, broker_name: str) -> Endpoint:
+        """Return the link to a broker for a call of a process.
 
         Raises:
             BrokerUnreachableError: It is down, or the link is cut.
@@ -236,7 +266,8 @@ class Network:
             raise BrokerUnreachableError(f"{broker_name} is down")
         if self._cuts and self._is_cut(process, broker_name):
             raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
-        return broker
+        route = self.table if process.site is None else self.table.at(process.site)
+        return route.endpoint(broker_name)
 
     # ---- closing
 

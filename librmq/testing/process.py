@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
-from librmq.broker import Broker
 from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
@@ -284,7 +283,7 @@ class _Connection:
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         return broker.call(request)
 
-    def _send(self, request: SendMessage | SendBatch, broker: Broker) -> SendResponse:
+    def _send(self, request: SendMessage | SendBatch, broker: Endpoint) -> SendResponse:
         kit, process = self._kit, self._process
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from librmq.clock import ManualClock
@@ -35,7 +36,7 @@ class ReplicaLink:
         most = self.most_bytes
         if most is not None and isinstance(answer, LogBytes) and len(answer.data) > most:
             self.most_bytes, self.is_cut = None, True
-            return cast(R, LogBytes(answer.data[:most], answer.begin, answer.end))
+            return cast(R, replace(answer, data=answer.data[:most]))
         return answer
 
     def cut(self) -> None:

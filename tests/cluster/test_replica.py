@@ -1,9 +1,11 @@
-"""A replica: what it copies, what it refuses, and how sends and reads use it."""
+"""A replica: what it copies, and how sends and reads use it."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,7 @@ import pytest
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
 from librmq.cluster import Replica, StoredMaster, promote_replica
 from librmq.errors import (
-    BrokerError,
-    CorruptionError,
     FlushFailedError,
-    NotAStoreError,
-    ReadOnlyError,
     ReplicaError,
     StoreLockedError,
 )
@@ -25,48 +23,14 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message import record
 from librmq.metrics import Metrics
-from librmq.protocol import PullStatus, SendStatus, UpdateOffset
+from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
 from librmq.testing.files import FailingFiles
 from librmq.testing.replica_link import ReplicaLink
 from tests.broker.parties import manual, opened, pull, send
+from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.reference import store_folders
-from tests.stores import contents
-
-COPY = "/copy"
-
-
-def copy_of(broker: Broker, **settings: Any) -> Replica:
-    settings.setdefault("of", broker)
-    return Replica.open(COPY, runner=broker.runner, files=broker.store.files, **settings)
-
-
-def fill(broker: Broker, count: int = 100, topic: str = "T") -> None:
-    for number in range(count):
-        send(broker, topic, b"%d" % number * (1 + number % 50), number % 3, keys=f"k{number}", tags="ab"[number % 2])
-
-
-def log_files(store: MessageStore) -> dict[str, bytes]:
-    """Return the log's bytes by file, up to its end."""
-    log = store.log
-    return {
-        name: store.files.read(f"{store.path}/commitlog/{name}", 1 << 30)[: log.end - int(name)]
-        for name in (f"{start:020}" for start in log.sequence.starts)
-        if log.end > int(name)
-    }
-
-
-def queue_files(store: MessageStore) -> dict[str, bytes | None]:
-    store.flush()
-    return {name: data for name, data in contents(store.files, f"{store.path}/consumequeue").items() if data}
-
-
-def assert_copies(replica: Replica, broker: Broker) -> None:
-    assert replica.follow()
-    assert log_files(replica.store) == log_files(broker.store)
-    assert queue_files(replica.store) == queue_files(broker.store)
-    assert replica.store.verify().damage == ()
 
 
 def test_a_replica_has_the_bytes_queues_and_keys_of_its_master() -> None:
@@ -156,16 +120,6 @@ def test_bytes_that_are_not_flushed_are_not_acknowledged() -> None:
     assert_copies(copy_of(broker), broker)
 
 
-def test_a_refused_replica_releases_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = str(tmp_path / "master")
-    MessageStore.open(folder, StoreConfig.tiny()).close()
-    released: list[str] = []
-    monkeypatch.setattr(StoredMaster, "close", lambda self: released.append(self.path))
-    with pytest.raises(ReplicaError, match="can't copy itself"):
-        Replica.open(folder, of=folder)
-    assert released == [folder]
-
-
 def test_a_replica_far_behind_is_not_waited_for() -> None:
     broker = opened(replication="sync", replica_max_lag=1000)
     link = ReplicaLink(broker, manual(broker).manual_clock)
@@ -213,65 +167,6 @@ def test_a_replica_killed_in_the_middle_of_a_record_catches_up(kept: int) -> Non
     assert_copies(copy_of(broker), broker)
 
 
-def test_a_folder_that_can_not_copy_is_left_as_it_is() -> None:
-    files = MemoryFiles()
-    broker = opened(files)
-    fill(broker, 30)
-    runner, store = manual(broker), StoreConfig.tiny()
-
-    def refused(path: str, of: Broker, match: str, kind: type[Exception] = ReplicaError) -> None:
-        before = contents(files, path)
-        with pytest.raises(kind, match=match):
-            Replica.open(path, of=of, runner=runner, files=files)
-        assert contents(files, path) == before
-
-    refused("/b", broker, "can't copy itself")
-    MessageStore.open("/own", store, files=files).close()
-    refused("/own", broker, "found a store of its own")
-    files.make_folder("/other")
-    files.write("/other/letter.txt", b"x")
-    refused("/other", broker, "expected an empty folder", NotAStoreError)
-
-    stranger = Broker.open("/s", files=files, runner=runner, store_config=store)
-    fill(stranger, 40)
-    Replica.open("/of-stranger", of=stranger, runner=runner, files=files).close()
-    refused("/of-stranger", broker, "bytes ahead of broker-a")
-    fill(broker, 60)
-    refused("/of-stranger", broker, "differs from that of broker-a")
-    larger = Broker.open("/l", files=files, runner=runner, store_config=StoreConfig.tiny(commitlog_file_size=1 << 20))
-    refused("/of-stranger", larger, "its log files have")
-    with pytest.raises(TypeError, match="of: expected a broker"):
-        Replica.open("/new", of=17, runner=runner, files=files)  # type: ignore[arg-type]
-    assert not files.is_folder("/new")
-
-
-def test_a_replica_ahead_of_its_master_stops() -> None:
-    """The master has lost the end of its log, which can happen when its machine crashes."""
-    files = MemoryFiles()
-    broker = opened(files)
-    fill(broker, 10)
-    broker.store.flush()
-    replica = copy_of(broker)
-    runner, at = manual(broker), broker.store.log.end
-    fill(broker, 10)
-    assert replica.follow()
-    broker.abandon()
-    file = files.open("/b/commitlog/" + "0" * 20, writable=True)
-    file.buffer[at:] = bytes(file.size - at)
-    again = opened(files, runner)
-    assert again.store.log.end == at
-    with pytest.raises(ReplicaError, match="ahead"):
-        replica.reconnect(again)
-    runner.advance(1)
-    fill(again, 30)
-    with pytest.raises(ReplicaError, match="differs"):
-        replica.reconnect(again)
-    assert replica.broker.store.log.end > at
-    replica.promote()
-    with Broker.open(COPY, files=files, runner=runner) as promoted:
-        assert len(list(promoted.messages("T"))) == 20
-
-
 def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCaptureFixture) -> None:
     broker = opened(store=StoreConfig.tiny(max_total_size=3 << 16))
     runner = manual(broker)
@@ -297,21 +192,66 @@ def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCa
     assert copy_of(broker).follow()
 
 
-def test_a_replica_of_another_master_is_not_deleted() -> None:
-    """The master has no bytes any more that could be compared with the copy's."""
-    files = MemoryFiles()
-    broker = opened(files, store=StoreConfig.tiny(max_total_size=2 << 16))
-    runner = manual(broker)
-    other = Broker.open("/s", name="broker-s", files=files, runner=runner, store_config=StoreConfig.tiny())
-    fill(other, 5)
-    Replica.open("/of-other", of=other, runner=runner, files=files).close()
-    while broker.store.log.begin <= other.store.log.end:
-        fill(broker, 200)
-        runner.advance(20_000)
-    before = contents(files, "/of-other")
-    with pytest.raises(ReplicaError, match="it is the replica of broker-s"):
-        Replica.open("/of-other", of=broker, runner=runner, files=files)
-    assert contents(files, "/of-other") == before
+class _Watched:
+    """A link that counts notifications, and can let two copies of tables cross."""
+
+    def __init__(self, master: Broker) -> None:
+        self.master = master
+        self.notified = 0
+        self.between: Callable[[], object] | None = None
+
+    def call(self, request: Any) -> Any:
+        notify = getattr(request, "notify", None)
+        if notify is not None:
+
+            def counted() -> None:
+                self.notified += 1
+                notify()
+
+            request = replace(request, notify=counted)
+        answer = self.master.call(request)
+        if isinstance(request, CopyTables) and self.between is not None:
+            between, self.between = self.between, None
+            between()
+        return answer
+
+
+def test_an_idle_master_notifies_a_replica_once() -> None:
+    """However often the replica has asked meanwhile, and was killed and opened again."""
+    broker = opened()
+    fill(broker, 3)
+    link = _Watched(broker)
+    for _ in range(3):
+        replica = copy_of(broker, of=link)
+        for _ in range(20):
+            assert replica.follow()
+        replica.abandon()
+    replica = copy_of(broker, of=link)
+    send(broker, "T")
+    assert link.notified == 1
+    broker.call(UpdateOffset("g", "T", 0, 1))
+    assert link.notified == 2
+    assert_copies(replica, broker)
+
+
+def test_two_copies_of_tables_do_not_cross() -> None:
+    """While the first answer is under way, progress grows and another thread copies it."""
+    broker = opened()
+    fill(broker, 9)
+    link = _Watched(broker)
+    replica = copy_of(broker, of=link)
+    other = threading.Thread(target=replica.follow)
+
+    def newer() -> None:
+        broker.call(UpdateOffset("g", "T", 0, 2))
+        other.start()
+        other.join(0.2)
+
+    broker.call(UpdateOffset("g", "T", 0, 1))
+    link.between = newer
+    assert replica.follow()
+    other.join()
+    assert replica.broker.consumer_offset("g", "T") == 2
 
 
 def test_a_recreated_topic_is_copied() -> None:
@@ -331,38 +271,6 @@ def test_a_recreated_topic_is_copied() -> None:
     assert replica.follow()
     assert [one.body for one in replica.store.messages("Gone", 0)] == [b"new"]
     assert replica.store.verify().damage == ()
-
-
-def test_a_replica_takes_no_writes() -> None:
-    broker = opened()
-    replica = copy_of(broker)
-    with pytest.raises(BrokerError, match="is a replica of broker-a and takes no SendMessage"):
-        send(replica.broker, "T")
-    with pytest.raises(BrokerError, match="takes no CreateTopic"):
-        replica.broker.create_topic("T")
-    with pytest.raises(ReadOnlyError, match="is a replica of broker-a and takes no writes"):
-        replica.store.append(Message("T", b"x"))
-    with pytest.raises(ReplicaError, match="found a store of its own"):
-        broker.store.copy_log(0, b"")
-    replica.close()
-    for open_it in (MessageStore.open, Broker.open):
-        with pytest.raises(ReadOnlyError, match=r"promote"):
-            open_it(COPY, files=broker.store.files)
-    with MessageStore.open(COPY, files=broker.store.files, read_only=True) as store:
-        assert store.log.end == broker.store.log.end
-
-
-def test_bytes_that_are_not_records_are_not_copied() -> None:
-    broker = opened()
-    replica = copy_of(broker)
-    send(broker, "T", b"x" * 100)
-    data = bytearray(broker.store.log.data_at(0, broker.store.log.end))
-    data[95] ^= 1
-    with pytest.raises(CorruptionError):
-        replica.store.copy_log(0, bytes(data))
-    with pytest.raises(CorruptionError):
-        replica.store.copy_log(0, bytes(data[:-1]))
-    assert_copies(replica, broker)
 
 
 def test_a_promoted_copy_is_a_store_of_its_own() -> None:

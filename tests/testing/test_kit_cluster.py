@@ -70,6 +70,64 @@ def test_a_cut_link_heals_by_itself(rmq: Kit) -> None:
     assert len(bodies(rmq)) == 8
 
 
+def test_a_shorter_cut_leaves_a_longer_one(rmq: Kit) -> None:
+    """The first cut ends after 20 s, the second after 65 s; then they heal on request, and a later cut lasts."""
+    rmq.cluster(brokers=2).create_topic("orders", 2)
+    start(rmq)
+    rmq.run_until_idle()
+    rmq.faults.cut("billing", "broker-b", seconds=20)
+    rmq.advance(seconds=5)
+    rmq.faults.cut("broker-b", "billing", seconds=60)
+    rmq.advance(seconds=40)
+    send(rmq, 4)
+    rmq.run_until_idle()
+    assert len(bodies(rmq)) == 2
+    assert "works again" not in str(rmq.history())
+    rmq.faults.heal("billing", "broker-b")
+    rmq.faults.cut("billing", "broker-b")
+    rmq.advance(minutes=2)
+    assert len(bodies(rmq)) == 2
+    rmq.faults.heal("billing", "broker-b")
+    rmq.advance(minutes=2)
+    assert len(bodies(rmq)) == 4
+
+
+def test_a_broker_reopened_by_the_cluster_is_used(rmq: Kit) -> None:
+    cluster = rmq.cluster(brokers=2)
+    cluster.create_topic("orders", 2)
+    start(rmq)
+    assert set(send(rmq, 4)) == {"broker-a", "broker-b"}
+    cluster.crash("broker-b")
+    assert set(send(rmq, 4)) == {"broker-a"}
+    assert len(rmq.messages("orders")) == 8  # the store of the dead broker is read too
+    cluster.reopen("broker-b")
+    rmq.advance(minutes=2)
+    assert set(send(rmq, 4)) == {"broker-a", "broker-b"}
+    cluster.add_broker("broker-c").create_topic("orders", 2)
+    rmq.advance(minutes=2)
+    assert set(send(rmq, 6)) == {"broker-a", "broker-b", "broker-c"}
+    cluster.cut("broker-c")
+    assert set(send(rmq, 4)) == {"broker-a", "broker-b"}
+    cluster.restore("broker-c")
+    rmq.advance(minutes=2)
+    assert len(bodies(rmq)) == 22
+    assert [broker.name for broker in rmq.brokers()] == ["broker-a", "broker-b", "broker-c"]
+    history = str(rmq.history())
+    assert "broker-b is back" in history
+    assert "broker-c joins" in history
+
+
+def test_an_earlier_crash_does_not_end_a_later_one(rmq: Kit) -> None:
+    cluster = rmq.cluster(brokers=2)
+    rmq.crash_broker("broker-b", down=20)
+    cluster.reopen("broker-b")
+    rmq.crash_broker("broker-b", down=60)
+    rmq.advance(seconds=40)
+    assert cluster.broker("broker-b").dead
+    rmq.advance(seconds=40)
+    assert not cluster.broker("broker-b").dead
+
+
 def test_a_lost_site_returns(rmq: Kit) -> None:
     rmq.cluster(brokers=1, sites=["hz", "sh"]).create_topic("orders", 2)
     for site in ("hz", "sh"):

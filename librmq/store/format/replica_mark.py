@@ -2,29 +2,43 @@
 
 ::
 
-    librmq/replica.json    {"version": 1, "of": "broker-a"}
+    librmq/replica.json    {"version": 1, "of": "broker-a", "folder": "/srv/broker-a"}
 
-The broker ignores the file. Without it, the copy is an independent store that takes messages.
+``folder`` tells two masters of one name apart; copies of earlier versions lack it. The broker ignores the file.
+Without it, the copy is an independent store that takes messages.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Final
+from typing import Final, NamedTuple
 
 from librmq.errors import CorruptionError
 from librmq.files.seam import Files
 
-__all__ = ["FILE", "clear_mark", "read_mark", "write_mark"]
+__all__ = ["FILE", "ReplicaMark", "clear_mark", "read_mark", "write_mark"]
 
 FILE: Final = os.path.join("librmq", "replica.json")
 _VERSION: Final = 1
 _MAX_FILE_SIZE: Final = 1 << 16
 
 
-def read_mark(path: str, files: Files) -> str | None:
-    """Return the name of the master that the store in ``path`` copies; None if it is an independent store.
+class ReplicaMark(NamedTuple):
+    """The master of a copy."""
+
+    of: str
+    """Its name."""
+    folder: str | None
+    """The folder of its store; None if unknown."""
+
+    def is_of(self, name: str, folder: str) -> bool:
+        """Return whether the master is the store in this folder, or has this name if its folder is unknown."""
+        return self.of == name if self.folder is None else self.folder == folder
+
+
+def read_mark(path: str, files: Files) -> ReplicaMark | None:
+    """Return the master that the store in ``path`` copies; None if it is an independent store.
 
     Raises:
         CorruptionError: the mark is unreadable, or a later version of librmq wrote it.
@@ -34,17 +48,21 @@ def read_mark(path: str, files: Files) -> str | None:
         return None
     try:
         document = json.loads(files.read(place, _MAX_FILE_SIZE))
-        if document["version"] == _VERSION and isinstance(document["of"], str):
-            return str(document["of"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        of, folder = document["of"], document.get("folder")
+        if document["version"] == _VERSION and isinstance(of, str) and isinstance(folder, str | None):
+            return ReplicaMark(of, folder)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise CorruptionError(place, 0, "config", f"expected version {_VERSION} of a replica's mark")
 
 
-def write_mark(path: str, of: str, files: Files) -> None:
-    """Mark the store in ``path`` as the copy of the master with this name. The mark is durable on return."""
+def write_mark(path: str, mark: ReplicaMark, files: Files) -> None:
+    """Mark the store in ``path`` as the copy of this master. The mark is durable on return."""
     files.make_folder(os.path.join(path, os.path.dirname(FILE)))
-    files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, "of": of}, indent=1).encode())
+    document = {"version": _VERSION, "of": mark.of}
+    if mark.folder is not None:
+        document["folder"] = mark.folder
+    files.write(os.path.join(path, FILE), json.dumps(document, indent=1).encode())
 
 
 def clear_mark(path: str, files: Files) -> None:
