@@ -151,7 +151,7 @@ def _dialled(arguments: argparse.Namespace) -> str:
         with suppress(ValueError):
             if name and not (address := ip_address(name.strip("[]"))).is_unspecified:
                 return f"[{address.exploded}]" if address.version == 6 else str(address)
-    return "127.0.0.1"
+    return "127.0.0.1" if arguments.host != "::" or socket.has_dualstack_ipv6() else "[0:0:0:0:0:0:0:1]"
 
 
 def _warn_of_address(broker: Broker) -> None:

@@ -21,8 +21,7 @@ DIFFERENT: Final = {
     Code.GET_BROKER_RUNTIME_INFO: "librmq counts no thread pools, and says what it knows",
     Code.GET_BROKER_CONFIG: "librmq has settings of its own",
     Code.GET_NAMESRV_CONFIG: "librmq has settings of its own",
-    Code.UPDATE_BROKER_CONFIG: "the process that opened the broker owns its settings: answered as unsupported",
-    Code.VIEW_BROKER_STATS_DATA: "rates are not counted: answered as a statistic that does not exist",
+    Code.UPDATE_BROKER_CONFIG: "the process that opened the broker owns its settings: a change is refused",
     Code.GET_BROKER_CONSUME_STATS: "lists the broker's groups, which differ",
 }
 """Requests whose answers differ, with the reason."""
@@ -113,6 +112,9 @@ def prepare(broker: Broker, client: RawClient) -> int:
         for queue_id in range(4):
             queue = {"consumer_group": group, "topic": topic, "queue_id": queue_id}
             client.call(Code.UPDATE_CONSUMER_OFFSET, **queue, commit_offset=1)
+        client.put(topic, b"y")
+        client.pull(group, topic, wait_ms=0)
+        client.answer()
     broker.set_group("GG")
     client.call(Code.PUT_KV_CONFIG, namespace="ns1", key="k1", value="v1")
     return sent.physical_offset

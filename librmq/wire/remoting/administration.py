@@ -24,6 +24,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.bodies import queue_key, read_body, records_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
@@ -33,8 +34,8 @@ from librmq.wire.remoting.fields import to_fields
 from librmq.wire.remoting.frames import VERSION, Frame, encode
 from librmq.wire.remoting.headers import (
     ClientOfGroupHeader,
+    ClientStatusHeader,
     CloneOffsetHeader,
-    ConfigVersionHeader,
     ConsumerGroupHeader,
     CreateTopicHeader,
     DirectConsumeHeader,
@@ -46,10 +47,10 @@ from librmq.wire.remoting.headers import (
     QueryByKeyHeader,
     QueueEntriesHeader,
     ResetOffsetHeader,
-    StatsOfHeader,
     TopicNameHeader,
 )
 from librmq.wire.remoting.name_server import NameServer
+from librmq.wire.remoting.rates import Rates
 
 __all__ = ["ADMINISTRATIVE", "AdminRequests"]
 
@@ -73,6 +74,7 @@ ADMINISTRATIVE: Final = frozenset(
     }
 )
 """Requests that change a broker for other clients, and are refused to clients on other machines."""
+_log = EventLog("librmq.wire")
 _RELAY_S: Final = 10.0
 _MOST_ENTRIES: Final = 10_000
 
@@ -80,8 +82,9 @@ _MOST_ENTRIES: Final = 10_000
 class AdminRequests:
     """Answers requests of people and tools to one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, names: NameServer) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, names: NameServer, rates: Rates) -> None:
         self._broker = broker
+        self._rates = rates
         self._sessions = sessions
         self._names = names
         self._begin_ms = broker.runner.now_ms()
@@ -109,10 +112,9 @@ class AdminRequests:
             RequestCode.GET_PRODUCER_CONNECTION_LIST: self._producers,
             RequestCode.GET_ALL_PRODUCER_INFO: self._all_producers,
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._relay,
+            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._client_progress,
+            RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._client_progress,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
-            RequestCode.GET_BROKER_RUNTIME_INFO: self._runtime,
-            RequestCode.GET_BROKER_CONFIG: self._config,
-            RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
         }
 
     # ---- messages
@@ -224,14 +226,20 @@ class AdminRequests:
         header: GroupAndTopicHeader = call.header
         topics = [header.topic] if header.topic else self._topics_of(header.consumer_group)
         table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
-        return call.answer(body=write_body({"consumeTps": 0.0, "offsetTable": table}))
+        per_second = sum(self._per_second(header.consumer_group, topic) for topic in topics)
+        return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": table}))
+
+    def _per_second(self, group: str, topic: str) -> float:
+        return self._rates.per_second("get", f"{topic}@{group}", self._broker.runner.now_ms())
 
     def _all_consume_stats(self, call: RemotingCall) -> Frame:
         groups, behind = [], 0
         for group in self._broker.groups():
-            tables = [self._progress(group, topic) for topic in self._topics_of(group)]
-            behind += sum(row["brokerOffset"] - row["consumerOffset"] for table in tables for row in table.values())
-            groups.append({group: [{"consumeTps": 0.0, "offsetTable": table} for table in tables]})
+            tables = {topic: self._progress(group, topic) for topic in self._topics_of(group)}
+            rows = [row for table in tables.values() for row in table.values()]
+            behind += sum(row["brokerOffset"] - row["consumerOffset"] for row in rows)
+            stats = [{"consumeTps": self._per_second(group, each), "offsetTable": tables[each]} for each in tables]
+            groups.append({group: stats})
         address = self._names.address(call.channel)
         body = {"brokerAddr": address, "consumeStatsList": groups, "totalDiff": behind}
         return call.answer(body=write_body(body))
@@ -367,6 +375,36 @@ class AdminRequests:
 
         call.channel.later(relay)
 
+    def _client_progress(self, call: RemotingCall) -> None:
+        """Ask the clients of a group for their progress in memory, and answer later."""
+        header: ClientStatusHeader = call.header
+        found = self._broker.connections(header.group)
+        if found is None:
+            remark = f"No Any Consumer online in the consumer group: [{header.group}]"
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
+        wanted = {header.client_addr} if header.client_addr else set(found.client_ids)
+        sessions = [one for each in found.client_ids if each in wanted and (one := self._sessions.get(each))]
+
+        def ask() -> None:
+            table = {}
+            fields = {"topic": header.topic, "group": header.group}
+            for session in sessions:
+                try:
+                    asked = Frame(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, dict(fields))
+                    answer = session.channel.ask(asked, _RELAY_S)
+                    if answer.code == 0:
+                        its = read_body(answer.body, "a client's progress").get("messageQueueTable")
+                        table[session.client_id] = its or {}
+                except RmqError as error:  # the others still answer
+                    _log.debug(
+                        "client %(client)s did not report its progress: %(error)s",
+                        client=session.client_id,
+                        error=error,
+                    )
+            call.channel.write(encode(call.answer(body=write_body({"consumerTable": table}))))
+
+        call.channel.later(ask)
+
     def _consume_directly(self, call: RemotingCall) -> None:
         header: DirectConsumeHeader = call.header
         found = self._broker.find_by_id(header.msg_id)
@@ -374,50 +412,6 @@ class AdminRequests:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
         call.frame.body = found.raw
         self._relay(call)
-
-    # ---- the broker
-
-    def _runtime(self, call: RemotingCall) -> Frame:
-        store, now_ms = self._broker.store, self._broker.runner.now_ms()
-        used = f"{store.files.used_ratio(store.path):.2f}"
-        minutes, seconds = divmod((now_ms - self._begin_ms) // 1000, 60)
-        hours, minutes = divmod(minutes, 60)
-        days, hours = divmod(hours, 24)
-        table = {
-            "bootTimestamp": self._begin_ms,
-            "brokerVersion": VERSION,
-            "brokerVersionDesc": "V4_9_4",
-            "commitLogDiskRatio": used,
-            "commitLogMaxOffset": store.log.end,
-            "commitLogMinOffset": store.log.begin,
-            "consumeQueueDiskRatio": used,
-            "runtime": f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]",
-        }
-        return call.answer(body=write_body({"table": {name: str(value) for name, value in table.items()}}))
-
-    def _config(self, call: RemotingCall) -> Frame:
-        broker = self._broker
-        config = {
-            "autoCreateTopicEnable": broker.config.auto_create_topic,
-            "brokerClusterName": broker.cluster_name,
-            "brokerIP1": self._names.address(call.channel).rpartition(":")[0],
-            "brokerName": broker.name,
-            "defaultTopicQueueNums": broker.config.default_topic_queues,
-            "enablePropertyFilter": broker.store.config.enable_property_filter,
-            "flushDiskType": "SYNC_FLUSH" if broker.store.config.durability == "sync" else "ASYNC_FLUSH",
-            "listenPort": call.channel.own[1],
-            "mapedFileSizeCommitLog": broker.store.config.commitlog_file_size,
-            "maxMessageSize": broker.store.config.max_message_size,
-            "messageDelayLevel": broker.store.config.message_delay_level,
-            "storePathRootDir": broker.store.path,
-        }
-        lines = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in config.items()]
-        version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
-        return call.answer(version, body="\n".join([*lines, ""]).encode())
-
-    def _stats(self, call: RemotingCall) -> Frame:
-        header: StatsOfHeader = call.header
-        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"The stats <{header.stats_name}> not exist")
 
 
 def _version(made_ms: int) -> dict[str, int]:

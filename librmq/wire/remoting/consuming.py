@@ -37,6 +37,7 @@ from librmq.wire.remoting.headers import (
     TimestampHeader,
 )
 from librmq.wire.remoting.pulling import Pulling
+from librmq.wire.remoting.rates import Rates
 
 __all__ = ["Consuming"]
 
@@ -44,8 +45,9 @@ __all__ = ["Consuming"]
 class Consuming:
     """The consumers of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, pulling: Pulling) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, pulling: Pulling, rates: Rates) -> None:
         self._broker = broker
+        self._rates = rates
         self._sessions = sessions
         self._pulling = pulling
         self.handlers: Handlers = {
@@ -120,6 +122,7 @@ class Consuming:
                 header.origin_msg_id,
             )
         )
+        self._rates.add("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())
         return call.answer()
 
     # ---- locks

@@ -42,6 +42,26 @@ class SendHeader:
 
 
 @value
+class PushedReplyHeader:
+    """A reply for the client that waits for it."""
+
+    producer_group: str
+    topic: str
+    default_topic: str
+    default_topic_queue_nums: int
+    queue_id: int
+    sys_flag: int
+    born_timestamp: int
+    flag: int
+    properties: str = ""
+    reconsume_times: int = 0
+    unit_mode: bool = False
+    born_host: str = ""
+    store_host: str = ""
+    store_timestamp: int = 0
+
+
+@value
 class SentHeader:
     """Where a message is stored; commas separate the ids of a batch."""
 
@@ -476,6 +496,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.RESET_CONSUMER_CLIENT_OFFSET: RequestForm(ResetOffsetHeader),
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
     RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
     RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
     RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicNameHeader),
     RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupAndTopicHeader),
@@ -490,6 +511,9 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.GET_NAMESRV_CONFIG: RequestForm(EmptyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
+    RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
     RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
     RequestCode.GET_ALL_PRODUCER_INFO: RequestForm(EmptyHeader),
 }

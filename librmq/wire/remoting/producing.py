@@ -16,6 +16,7 @@ from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import EndTransactionHeader, SendHeader, SentHeader
+from librmq.wire.remoting.rates import Rates
 
 __all__ = ["Producing"]
 
@@ -31,21 +32,24 @@ _STATES: Final = {state.value: state for state in TransactionState}
 class Producing:
     """The sends of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, rates: Rates) -> None:
+        self._rates = rates
         self._now_ms = broker.runner.now_ms
         self._is_real_time = moves_by_itself(broker.runner.clock)
         self.handlers: Handlers = {
-            RequestCode.SEND_MESSAGE: self._send,
-            RequestCode.SEND_MESSAGE_V2: self._send,
-            RequestCode.SEND_BATCH_MESSAGE: self._send,
+            RequestCode.SEND_MESSAGE: self.send,
+            RequestCode.SEND_MESSAGE_V2: self.send,
+            RequestCode.SEND_BATCH_MESSAGE: self.send,
             RequestCode.END_TRANSACTION: self._end_transaction,
         }
 
-    def _send(self, call: RemotingCall) -> Frame:
+    def send(self, call: RemotingCall) -> Frame:
+        """Store a message or a batch."""
         header: SendHeader = call.header
         born_ms = header.born_timestamp if self._is_real_time else self._now_ms()
         is_batch = header.batch or call.frame.code == RequestCode.SEND_BATCH_MESSAGE
         response = self._send_batch(call, born_ms) if is_batch else self._send_one(call, born_ms)
+        self._rates.add("put", header.topic, self._now_ms(), len(response.offset_ids), len(call.frame.body))
         sent = SentHeader(
             ",".join(response.offset_ids), response.queue_id, response.queue_offset, response.transaction_id
         )

@@ -20,6 +20,7 @@ from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
+from librmq.wire.remoting.rates import Rates
 
 __all__ = ["Pulling"]
 
@@ -57,7 +58,7 @@ class _Waiting:
 class Pulling:
     """The pulls of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, *, ends_holds: bool = True) -> None:
+    def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
         """With ``ends_holds`` False, held pulls end by `release` alone and not as the broker's clock moves."""
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
@@ -66,13 +67,14 @@ class Pulling:
         self._number = itertools.count()
         self._held: dict[Channel, set[_Waiting]] = {}
         self._ends_holds = ends_holds
+        self._rates = rates
 
     def pull(self, call: RemotingCall) -> Frame | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         if not header.sys_flag & _WAITS or waits_ms <= 0:
-            return _answer(call, call.ask(_request(call, commits=True)))
+            return self._answer(call, call.ask(_request(call, commits=True)))
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
             response = call.ask(_request(call, lambda: self._woken(waiting), commits=True))
@@ -83,7 +85,7 @@ class Pulling:
                     self._note(self._runner.now_ms() + waits_ms, waiting)
                     return None
             waiting.is_answered = True
-        return _answer(call, response)
+        return self._answer(call, response)
 
     def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
         if not self._ends_holds:
@@ -144,12 +146,26 @@ class Pulling:
                 response = call.ask(_request(call, notify))
                 if response.status is PullStatus.HELD:
                     return
-                frame = _answer(call, response)
+                frame = self._answer(call, response)
             except RmqError as error:  # the client has left the group, or the broker is closed
                 frame = refused(call.frame, error)
             waiting.is_answered = True
             self._held.get(call.channel, set()).discard(waiting)
         call.channel.write(encode(frame))
+
+    def _answer(self, call: RemotingCall, response: PullResponse) -> Frame:
+        header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
+        status = response.status
+        if status is PullStatus.FOUND:
+            size = sum([message.size for message in response.messages])
+            key = f"{call.header.topic}@{call.header.consumer_group}"
+            self._rates.add("get", key, self._runner.now_ms(), len(response.messages), size)
+        if status is PullStatus.OFFSET_ILLEGAL:
+            is_early = call.header.queue_offset < response.min_offset
+            remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
+        else:
+            remark = _REMARKS[status]
+        return call.answer(header, body=records_body(response.messages), code=_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
@@ -170,14 +186,3 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, co
         header.commit_offset if commits and header.sys_flag & _COMMITS else None,
         notify,
     )
-
-
-def _answer(call: RemotingCall, response: PullResponse) -> Frame:
-    header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
-    status = response.status
-    if status is PullStatus.OFFSET_ILLEGAL:
-        is_early = call.header.queue_offset < response.min_offset
-        remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
-    else:
-        remark = _REMARKS[status]
-    return call.answer(header, body=records_body(response.messages), code=_CODES[status], remark=remark)

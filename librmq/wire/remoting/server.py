@@ -22,10 +22,13 @@ from librmq.wire.remoting.calls import Handlers, answer_of
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Consuming
+from librmq.wire.remoting.description import Description
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.producing import Producing
 from librmq.wire.remoting.pulling import Pulling
+from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.replies import Replies
 
 __all__ = ["RemotingServer"]
 
@@ -89,14 +92,17 @@ class RemotingServer:
         self.host, self.port = self._listening.getsockname()[:2]
         self._allows_admin = allows_admin
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
-        self._pulling = Pulling(broker, ends_holds=endpoints is None)
+        rates = Rates()
+        self._pulling = Pulling(broker, rates, ends_holds=endpoints is None)
         self._endpoints = endpoints or (lambda _: broker)
-        names = NameServer(broker, advertise, auto_create)
+        names, producing = NameServer(broker, advertise, auto_create), Producing(broker, rates)
         parts: list[Any] = [
             names,
-            Producing(broker),
-            Consuming(broker, self._sessions, self._pulling),
-            AdminRequests(broker, self._sessions, names),
+            producing,
+            Replies(broker, self._sessions, producing),
+            Consuming(broker, self._sessions, self._pulling, rates),
+            AdminRequests(broker, self._sessions, names, rates),
+            Description(broker, names, rates),
         ]
         self._handlers: Handlers = {code: handler for part in parts for code, handler in part.handlers.items()}
         self._lock = threading.Lock()
@@ -165,7 +171,7 @@ class RemotingServer:
                 SystemClock().wait(threading.Event(), _REST_S)  # no free descriptor, for example
                 continue
             try:
-                self._begin(connected, (peer[0], peer[1]))
+                self._begin(connected, _host(peer))
             except (OSError, RuntimeError) as error:  # the connection has already ended, or no thread is free
                 connected.close()
                 _log.debug("a connection from %(client)s was lost: %(error)s", client=peer[0], error=error)
@@ -175,7 +181,7 @@ class RemotingServer:
         _limit(connected, socket.SO_RCVTIMEO, _IDLE_S)
         _limit(connected, socket.SO_SNDTIMEO, _SEND_S)
         own = connected.getsockname()
-        channel = Channel(connected, peer, (own[0], own[1]), self._endpoints(format_host(peer)))
+        channel = Channel(connected, peer, _host(own), self._endpoints(format_host(peer)))
         with self._lock:
             if not self._is_open or len(self._channels) >= _MOST_CONNECTIONS:
                 connected.close()
@@ -253,12 +259,15 @@ class RemotingServer:
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """Return a listening socket, so that its port is known before the store is opened.
 
+    The host ``::`` listens on all addresses of IPv6, and of IPv4 where the system can do both on one port.
+
     Raises:
         ConfigError: The port is taken, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {format_host((host, port))}: {error}") from error
 
@@ -267,6 +276,12 @@ def _limit(connected: socket.socket, option: int, seconds: int) -> None:
     """Let blocking calls on a socket fail after some time."""
     with suppress(OSError, struct.error):  # systems other than Linux and macOS expect another form
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+def _host(address: Any) -> Host:  # noqa: ANN401
+    """Return the host of a socket's address; one of IPv4 is not shown as one of IPv6."""
+    host = str(address[0])
+    return (host[7:] if host.startswith("::ffff:") and "." in host else host), int(address[1])
 
 
 def _is_local(host: str) -> bool:

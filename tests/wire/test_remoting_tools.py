@@ -1,0 +1,252 @@
+"""Requests of tools that no recording has, with the values of their answers; replies and rates."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner
+from librmq.java import json as java_json
+from librmq.message.message import StoredMessage
+from librmq.message.properties import decode_properties
+from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting.codes import RequestCode as Code
+from librmq.wire.remoting.frames import Frame, encode
+from librmq.wire.remoting.headers import REQUESTS
+from tests.wire.remoting_client import RawClient
+
+BEGIN_MS = 1_000_000_000
+TO_CLIENTS = {Code.CHECK_TRANSACTION_STATE, Code.NOTIFY_CONSUMER_IDS_CHANGED, Code.RESET_CONSUMER_CLIENT_OFFSET}
+TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
+"""What only a broker asks, and only of its clients."""
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(runner=ManualRunner(ManualClock(BEGIN_MS))) as made:
+        yield made
+
+
+@pytest.fixture
+def server(broker: Broker) -> Iterator[RemotingServer]:
+    with RemotingServer(broker) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: RemotingServer) -> Iterator[RawClient]:
+    with RawClient(server.port) as made:
+        yield made
+
+
+def advance(broker: Broker, seconds: float) -> None:
+    assert isinstance(broker.runner, ManualRunner)
+    broker.runner.advance(round(seconds * 1000))
+
+
+def test_every_code_has_an_answer(client: RawClient) -> None:
+    for code in set(Code) - TO_CLIENTS:
+        client.write(encode(Frame(code, opaque=7)))
+        assert client.answer().code != 3, code
+    for code in TO_CLIENTS:
+        client.write(encode(Frame(code, opaque=8)))
+        assert client.answer().code == 3
+    assert set(REQUESTS) == set(Code)
+
+
+# ---- replies
+
+
+def reply_to(client_id: str | None) -> dict[str, Any]:
+    properties = "CORRELATION_ID\1c-1\2MSG_TYPE\1reply"
+    if client_id is not None:
+        properties += f"\2REPLY_TO_CLIENT\1{client_id}"
+    return {
+        "producer_group": "p", "topic": "DefaultCluster_REPLY_TOPIC", "default_topic": "TBW102", "queue_id": 0,
+        "default_topic_queue_nums": 4, "sys_flag": 0, "born_timestamp": 5, "flag": 0, "properties": properties,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [Code.SEND_REPLY_MESSAGE, Code.SEND_REPLY_MESSAGE_V2])
+def test_a_reply_is_pushed_to_its_requester(
+    client: RawClient, server: RemotingServer, broker: Broker, code: Code
+) -> None:
+    """It is stored as well, and the one who replies learns that it has arrived."""
+    client.beat("asker", producers=("p",))
+    with RawClient(server.port) as answering:
+        number = answering.send(code, b"42", **reply_to("asker"))
+        pushed = client.asked(Code.PUSH_REPLY_MESSAGE_TO_CLIENT)
+        properties = decode_properties(pushed.fields["properties"])
+        assert (pushed.body, properties["CORRELATION_ID"]) == (b"42", "c-1")
+        assert properties["PUSH_REPLY_TIME"] == pushed.fields["storeTimestamp"] == str(BEGIN_MS)
+        assert pushed.fields["bornHost"] == answering.address
+        pushed.flag, pushed.body, pushed.code = 1, b"", 0
+        client.write(encode(pushed))
+        answer = answering.answer()
+    assert (answer.opaque, answer.code, answer.fields["queueOffset"]) == (number, 0, "0")
+    assert [one.body for one in broker.messages("DefaultCluster_REPLY_TOPIC")] == [b"42"]
+
+
+def test_a_client_can_reply_to_itself(client: RawClient) -> None:
+    """A program whose producer and consumer share a connection is not blocked."""
+    client.beat("both", producers=("p",))
+    client.send(Code.SEND_REPLY_MESSAGE_V2, b"x", **reply_to("both"))
+    pushed = client.asked(Code.PUSH_REPLY_MESSAGE_TO_CLIENT)
+    pushed.flag, pushed.code = 1, 0
+    client.write(encode(pushed))
+    assert client.answer().code == 0
+
+
+@pytest.mark.parametrize(
+    ("client_id", "remark"),
+    [(None, "reply message properties[REPLY_TO_CLIENT] is null"), ("gone", "channel of <gone> not found.")],
+)
+def test_a_reply_without_a_requester_is_an_error(client: RawClient, client_id: str | None, remark: str) -> None:
+    answer = client.call(Code.SEND_REPLY_MESSAGE_V2, b"x", **reply_to(client_id))
+    assert answer.code == 1
+    assert remark in (answer.remark or "")
+
+
+# ---- rates
+
+
+def rates(client: RawClient, name: str, key: str) -> dict[str, Any]:
+    found = client.ask(Code.VIEW_BROKER_STATS_DATA, stats_name=name, stats_key=key)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_sends_are_counted_by_minute_hour_and_day(client: RawClient, broker: Broker) -> None:
+    for _ in range(6):
+        for _ in range(5):
+            client.put("t", b"four")
+        advance(broker, 10)
+    assert rates(client, "TOPIC_PUT_NUMS", "t")["statsMinute"] == {"avgpt": 1.0, "sum": 25, "tps": 0.5}
+    assert rates(client, "TOPIC_PUT_SIZE", "t")["statsHour"] == {"avgpt": 4.0, "sum": 120, "tps": 0.2}
+    advance(broker, 60)
+    assert rates(client, "TOPIC_PUT_NUMS", "t")["statsMinute"] == {"avgpt": 0.0, "sum": 0, "tps": 0.0}
+    assert rates(client, "BROKER_PUT_NUMS", "DefaultCluster")["statsDay"]["sum"] == 30
+    advance(broker, 86_400)
+    assert rates(client, "TOPIC_PUT_NUMS", "t")["statsDay"]["sum"] == 0
+
+
+def test_deliveries_and_send_backs_are_counted(client: RawClient, broker: Broker) -> None:
+    client.beat("c", "g", topics=("t",))
+    place = 0
+    for _ in range(3):
+        place = int(client.put("t", b"x").fields["msgId"][16:], 16)
+    client.pull("g", "t")
+    client.answer()
+    client.call(Code.CONSUMER_SEND_MSG_BACK, offset=place, group="g", delay_level=0, origin_topic="t")
+    assert rates(client, "GROUP_GET_NUMS", "t@g")["statsMinute"] == {"avgpt": 3.0, "sum": 3, "tps": 0.3}
+    assert rates(client, "SNDBCK_PUT_NUMS", "t@g")["statsMinute"]["sum"] == 1
+    assert client.ask(Code.GET_CONSUME_STATS, consumer_group="g", topic="t")["consumeTps"] == 0.3
+    assert client.ask(Code.GET_BROKER_RUNTIME_INFO)["table"]["getTransferedTps"] == "0.3"
+
+
+def test_a_rate_that_was_never_counted_does_not_exist(client: RawClient) -> None:
+    for name in ("TOPIC_PUT_NUMS", "UNKNOWN"):
+        answer = client.call(Code.VIEW_BROKER_STATS_DATA, stats_name=name, stats_key="t")
+        assert (answer.code, answer.remark) == (1, f"The stats <{name}> <t> not exist")
+
+
+# ---- settings and clients
+
+
+def test_settings_as_they_are_can_be_set(client: RawClient) -> None:
+    body = client.call(Code.GET_BROKER_CONFIG).body
+    assert client.call(Code.UPDATE_BROKER_CONFIG, body).code == 0
+    answer = client.call(Code.UPDATE_BROKER_CONFIG, b"fileReservedTime=72\n")
+    assert answer.code == 1
+    assert "fileReservedTime can't be changed while the broker is open" in (answer.remark or "")
+
+
+@pytest.mark.parametrize("code", [Code.GET_CONSUMER_STATUS_FROM_CLIENT, Code.INVOKE_BROKER_TO_GET_CONSUMER_STATUS])
+def test_the_progress_of_clients_is_collected(client: RawClient, server: RemotingServer, code: Code) -> None:
+    client.beat("c1", "g", topics=("t",))
+    with RawClient(server.port) as tool:
+        assert tool.call(code, topic="t", group="none").code == 1
+        tool.send(code, topic="t", group="g")
+        asked = client.asked(Code.GET_CONSUMER_STATUS_FROM_CLIENT)
+        assert asked.fields == {"topic": "t", "group": "g"}
+        asked.flag, asked.code = 1, 0
+        asked.body = b'{"messageQueueTable":{{"brokerName":"broker-a","queueId":0,"topic":"t"}:7}}'
+        client.write(encode(asked))
+        found = java_json.loads(tool.answer().body)
+    assert [list(table.values()) for table in found["consumerTable"].values()] == [[7]]
+
+
+def test_a_message_is_consumed_directly(client: RawClient, server: RemotingServer) -> None:
+    client.beat("c1", "g", topics=("t",))
+    place = client.put("t", b"x").fields["msgId"]
+    with RawClient(server.port) as tool:
+        fields = {"consumer_group": "g", "client_id": "c1", "msg_id": place}
+        tool.send(Code.CONSUME_MESSAGE_DIRECTLY, **fields)
+        asked = client.asked(Code.CONSUME_MESSAGE_DIRECTLY)
+        assert StoredMessage(asked.body).body == b"x"
+        asked.flag, asked.code, asked.body = 1, 0, b'{"consumeResult":"CR_SUCCESS"}'
+        client.write(encode(asked))
+        assert tool.answer().body == asked.body
+        assert tool.call(Code.CONSUME_MESSAGE_DIRECTLY, **(fields | {"msg_id": "0" * 32})).code == 1
+
+
+# ---- the rest of the table
+
+
+def test_times_of_the_first_message_are_answered(client: RawClient, broker: Broker) -> None:
+    queue: dict[str, Any] = {"topic": "t", "queue_id": 0}
+    client.put("t", b"x")
+    advance(broker, 60)
+    client.put("t", b"y")
+    assert client.call(Code.GET_EARLIEST_MSG_STORETIME, **queue).fields == {"timestamp": str(BEGIN_MS)}
+    assert client.call(Code.SEARCH_OFFSET_BY_TIMESTAMP, **queue, timestamp=BEGIN_MS + 60_000).fields == {"offset": "1"}
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", **queue, commit_offset=1)
+    rows = client.ask(Code.QUERY_CONSUME_TIME_SPAN, topic="t", consumer_group="g")["consumeTimeSpanSet"]
+    spans = {row["messageQueue"]["queueId"]: row for row in rows}
+    assert (spans[0]["minTimeStamp"], spans[0]["maxTimeStamp"]) == (BEGIN_MS, BEGIN_MS + 60_000)
+    assert spans[0]["consumeTimeStamp"] == BEGIN_MS + 60_000
+
+
+def test_progress_is_cloned_to_another_group(client: RawClient, broker: Broker) -> None:
+    client.put("t", b"x")
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
+    assert client.call(Code.CLONE_GROUP_OFFSET, src_group="g", dest_group="h", topic="t").code == 0
+    assert broker.consumer_offset("h", "t") == 1
+    assert client.call(Code.CLONE_GROUP_OFFSET, src_group="g", dest_group="g").code == 1
+
+
+def test_tables_and_topic_lists_are_complete(client: RawClient, broker: Broker) -> None:
+    broker.create_topic("t", 3)
+    broker.set_group("g", retry_max_times=5)
+    assert client.ask(Code.GET_ALL_TOPIC_CONFIG)["topicConfigTable"]["t"]["writeQueueNums"] == 3
+    groups = client.ask(Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)["subscriptionGroupTable"]
+    assert groups["g"]["retryMaxTimes"] == 5
+    assert "t" in client.ask(Code.GET_TOPICS_BY_CLUSTER, cluster="DefaultCluster")["topicList"]
+    for code in (Code.GET_SYSTEM_TOPIC_LIST_FROM_NS, Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER):
+        topics = client.ask(code)["topicList"]
+        assert "TBW102" in topics
+        assert "t" not in topics
+    client.call(Code.PUT_KV_CONFIG, namespace="n", key="k", value="v")
+    assert client.ask(Code.GET_KVLIST_BY_NAMESPACE, namespace="n") == {"table": {"k": "v"}}
+
+
+# ---- both kinds of addresses
+
+
+@pytest.mark.skipif("not __import__('socket').has_dualstack_ipv6()", reason="one port is for one kind of address here")
+def test_all_addresses_are_those_of_ipv4_too(broker: Broker) -> None:
+    """A client of IPv4 sees its own kind of address, and counts as one on this machine."""
+    with (
+        RemotingServer(broker, listening=listen("::")) as server,
+        RawClient(server.port) as client,
+        socket.create_connection(("::1", server.port), timeout=20),
+    ):
+        route = client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
+        assert route["brokerDatas"][0]["brokerAddrs"] == {"0": f"127.0.0.1:{server.port}"}
+        stored = broker.find_by_id(client.put("t", b"x").fields["msgId"])
+        assert stored is not None
+        assert "{}:{}".format(*stored.born_host) == client.address
+        assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic="t").code == 0
