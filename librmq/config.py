@@ -24,7 +24,6 @@ with one wording of errors. Sizes are bytes, ``*_s`` are seconds.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import math
 import os
@@ -183,6 +182,8 @@ def check_now(now_ms: object) -> None:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the name that was probably meant, or all known names, as the end of an error."""
+    import difflib  # only errors need it
+
     by_lower = {one.lower(): one for one in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, 1)
     return f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(by_lower.values()) or 'none'}"

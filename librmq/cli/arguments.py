@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import textwrap
@@ -48,7 +47,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         top.error("name a command; librmq --help lists them")
     command = COMMANDS.get(given.command)
     if command is None:
-        near = difflib.get_close_matches(given.command, COMMANDS, 1)
+        from difflib import get_close_matches
+
+        near = get_close_matches(given.command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else "librmq --help lists them"
         top.error(f"there is no command {given.command[:80]!r}; {hint}")
     before = argparse.Namespace(format=getattr(given, "format", None), config=None, command=command)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from librmq.cli.output import Output, complain
-from librmq.cli.queues import open_store
 from librmq.diagnosis.backlog import GroupLag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
@@ -25,6 +23,8 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
         with StoreView.open(arguments.store) as view:
             yield view
     else:
+        from librmq.cli.queues import open_store
+
         with open_store(arguments) as store:
             yield StoreView.over(store)
 
@@ -77,5 +77,7 @@ def note_topic(topic: str | None, known: Collection[str], output: Output) -> Non
 
 def near(name: str, known: Collection[str]) -> str:
     """Return the end of a message about an unknown name: the known one that is nearest, if one is near."""
-    found = difflib.get_close_matches(name, known, 1)
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, known, 1)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ Ints = npt.NDArray[np.int64]
 _NONE: Final = -(1 << 62)
 _NEVER: Final = (1 << 63) - 1
 _AT_ONCE: Final = 4096  # entries
+_NO_QUEUE: Final[tuple[Ints, list[int]]] = (np.empty((3, 0), np.int64), [])
 
 
 class QueueLag(NamedTuple):
@@ -236,16 +238,19 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)
-        names, parts = [], []
-        for (of, name), offsets in sorted(view.progress.items()):
+        names: list[tuple[str, str]] = []
+        parts: list[Ints] = []
+        offsets: list[int] = []
+        for (of, name), progress in sorted(view.progress.items()):
             if group in (None, of) and topic in (None, name):
-                part = _rows(queues.get(name), offsets)
-                if part.shape[1]:
+                part, known = _with_deleted(*queues.get(name, _NO_QUEUE), progress)
+                if known:
                     names.append((of, name))
                     parts.append(part)
-        columns = np.concatenate(parts, axis=1) if parts else np.empty((4, 0), np.int64)
+                    offsets += map(progress.get, known, repeat(_NONE))
         begins = np.cumsum([0, *(part.shape[1] for part in parts)])[:-1].astype(np.int64)
-        ids, begin, end, offset = columns
+        ids, begin, end = np.concatenate(parts, axis=1) if parts else _NO_QUEUE[0]
+        offset = np.array(offsets, np.int64)
         has_progress = offset != _NONE
         start = np.maximum(begin, offset)
         lags = np.maximum(0, end - start)
@@ -256,25 +261,22 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
         return found
 
 
-def _queues_by_topic(view: StoreView) -> dict[str, Ints]:
-    """Return ids, begins and ends of the queues of each topic, three rows."""
+def _queues_by_topic(view: StoreView) -> dict[str, tuple[Ints, list[int]]]:
+    """Return ids, begins and ends of the queues of each topic as three rows, and the ids also as a list."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for (topic, queue_id), state in view.ranges.items():
         found.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
-    return {topic: np.array(rows, np.int64).T for topic, rows in found.items()}
+    return {topic: (np.array(rows, np.int64).T, [row[0] for row in rows]) for topic, rows in found.items()}
 
 
-def _rows(queues: Ints | None, offsets: dict[int, int]) -> Ints:
-    """Return ids, begins, ends and progress in the queues of a topic, including deleted ones with progress."""
-    if queues is None:
-        queues = np.empty((3, 0), np.int64)
-    ids = queues[0].tolist()
-    gone = sorted(queue_id for queue_id in offsets.keys() - set(ids) if offsets[queue_id] > 0)
-    if gone:
-        queues = np.concatenate((queues, [gone, [0] * len(gone), [0] * len(gone)]), axis=1)
-        queues = queues[:, np.argsort(queues[0], kind="stable")]
-        ids = queues[0].tolist()
-    return np.vstack((queues, np.array([offsets.get(queue_id, _NONE) for queue_id in ids], np.int64)))
+def _with_deleted(queues: Ints, ids: list[int], progress: dict[int, int]) -> tuple[Ints, list[int]]:
+    """Add the deleted queues of a topic in which a group has progress."""
+    gone = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
+    if not gone:
+        return queues, ids
+    queues = np.concatenate((queues, [gone, [0] * len(gone), [0] * len(gone)]), axis=1)
+    queues = queues[:, np.argsort(queues[0], kind="stable")]
+    return queues, queues[0].tolist()
 
 
 def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
@@ -289,25 +291,35 @@ def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
     ids, offsets = found.queue_ids[late], start[late]
     order = np.lexsort((offsets, ids, of))  # so that each queue is read once
     late, of, ids, offsets = late[order], of[order], ids[order], offsets[order]
-    begins = np.flatnonzero(np.append(True, (np.diff(of) != 0) | (np.diff(ids) != 0))).tolist()
-    places = np.empty(len(late), np.int64)
+    begins = np.flatnonzero(np.append(True, (np.diff(of) != 0) | (np.diff(ids) != 0)))
+    ends = np.append(begins[1:], len(late))
+    names = [
+        (topics[topic], queue_id) for topic, queue_id in zip(of[begins].tolist(), ids[begins].tolist(), strict=True)
+    ]
     queues = view.store.queues
-    for begin, end in zip(begins, [*begins[1:], len(late)], strict=True):
-        name = topics[int(of[begin])], int(ids[begin])
-        known = None if queues.is_open(name) else _unopened_places(view, name, offsets[begin:end])
-        places[begin:end] = _places(queues[name], offsets[begin:end]) if known is None else known
+    entries = np.zeros(len(late), ENTRY_DTYPE)
+    rows = zip(names, begins.tolist(), ends.tolist(), offsets[begins].tolist(), offsets[ends - 1].tolist(), strict=True)
+    for name, begin, end, first, last in rows:
+        block = None if queues.is_open(name) else _entries_of_unopened(view, name, first, last)
+        if block is not None:
+            entries[begin:end] = block[offsets[begin:end] - first]
+    places = entries["physical_offset"].astype(np.int64)
+    is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
+    for at in np.flatnonzero(~np.logical_and.reduceat(is_sound, begins)).tolist():
+        here = slice(begins[at], ends[at])
+        places[here] = _places(queues[names[at]], offsets[here])
     found.oldest_ms[late] = store_times(view.store.log, places)
 
 
-def _unopened_places(view: StoreView, name: QueueName, offsets: Ints) -> Ints | None:
-    """Return the physical offsets of messages in a queue from its file alone, which is faster than opening the queue.
+def _entries_of_unopened(view: StoreView, name: QueueName, first: int, last: int) -> npt.NDArray[np.void] | None:
+    """Return the entries of a queue from its file alone, which is faster than opening the queue.
 
-    None if they are in several files, if the file is odd, or if an entry leads to no message.
+    None if they are in several files, or if the file is odd.
     """
     store = view.store
     file_size = store.config.consumequeue_file_size
-    start = int(offsets[0]) * ENTRY_SIZE // file_size * file_size
-    if int(offsets[-1]) * ENTRY_SIZE >= start + file_size:
+    start = first * ENTRY_SIZE // file_size * file_size
+    if last * ENTRY_SIZE >= start + file_size:
         return None
     path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))
     try:
@@ -316,9 +328,7 @@ def _unopened_places(view: StoreView, name: QueueName, offsets: Ints) -> Ints | 
         return None
     if len(buffer) != file_size:
         return None
-    entries = np.frombuffer(buffer, ENTRY_DTYPE)[offsets - start // ENTRY_SIZE]
-    is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
-    return entries["physical_offset"].astype(np.int64) if is_sound.all() else None
+    return np.frombuffer(buffer, ENTRY_DTYPE, last - first + 1, first * ENTRY_SIZE - start)
 
 
 def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:

@@ -34,7 +34,7 @@ def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
     files, size = log.sequence, log.sequence.file_size
     inside = (physical_offsets >= log.begin) & (physical_offsets + FIXED_SIZE <= log.end)
     starts = physical_offsets - physical_offsets % size
-    for start in np.unique(starts[inside]).tolist():
+    for start in sorted(set(starts[inside].tolist())):  # numpy.unique would load numpy.ma
         file = files.file_at(start)
         rows = np.flatnonzero(
             inside & (starts == start) & (physical_offsets - start + FIXED_SIZE + HOST_V6_EXTRA <= size)

@@ -102,7 +102,7 @@ class _Reader:
         numbers = _NUMBERS.match(self._text, self._at) if depth < _MAX_DEPTH else None
         if numbers is not None:
             self._at = numbers.end()
-            flat = list(map(int, numbers[1].replace(":", ",").split(",")))
+            flat = json.loads(f"[{numbers[1].replace(':', ',')}]")
             return dict(zip(flat[::2], flat[1::2], strict=True))
         result: dict[Any, Any] = {}
 

@@ -32,12 +32,12 @@ from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.handle import StoreHandle
 from librmq.store.recovery.verify import Verdict
-from librmq.store.upkeep.snapshot import Snapshot, snapshot
 from librmq.store.upkeep.unread import Readers
 from librmq.store.upkeep.unused_topics import clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
+    from librmq.store.upkeep.snapshot import Snapshot
 
 __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
 
@@ -527,6 +527,8 @@ class MessageStore:
         Appends, reads and retention continue. Full log files are hard-linked if the file system allows it, unless
         ``copy`` is true. `librmq.store.snapshot` does the same without a handle; its docstring lists errors and costs.
         """
+        from librmq.store.upkeep.snapshot import snapshot
+
         self._handle.check_open()
         return snapshot(
             self.path,

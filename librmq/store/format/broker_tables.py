@@ -328,6 +328,8 @@ def _check_numbers(rows: Rows, names: tuple[str, ...]) -> Rows:
 
 def _check_offsets(rows: Rows) -> Rows:
     """Return whole numbers by whole numbers; the keys can be texts."""
+    if set(map(type, rows)) | set(map(type, rows.values())) <= {int}:
+        return rows
     checked = {}
     for key, row in rows.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
