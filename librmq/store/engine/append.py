@@ -188,8 +188,8 @@ class Appender:
             tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
             size = 72 + hosts_size + len(tail)
             lock = self.lock
-            if lock.mutex.locked():
-                lock.check_reentry()
+            if lock.crowd or lock.mutex.locked():
+                lock.let_others_go_on()
             with lock.mutex:
                 lock_holder = lock
                 if not self.accepts:
@@ -330,7 +330,8 @@ class Appender:
         fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
         batch = prepare_batch(messages, fixed_size, properties, self._max_body_size)
         sizes = batch.sizes
-        self.lock.check_reentry()
+        if self.lock.mutex.locked():
+            self.lock.let_others_go_on()
         try:
             with self.lock.mutex:
                 lock_holder = self.lock
@@ -509,6 +510,7 @@ class Appender:
     def _advance(self) -> None:
         """Repair what an interrupted append left, and write some of the entries or keys that are due."""
         self.mend()
+        self.lock.count_turn()
         if len(self.dispatcher.records) >= _BATCH:
             self.dispatcher.advance()
 

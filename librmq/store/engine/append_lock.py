@@ -14,6 +14,9 @@ from librmq.runtime.critical import critical
 __all__ = ["AppendLock"]
 
 _CTRL_C_WAITS_S: Final = 0.05
+_PAUSE_S: Final = 0.00005
+_PAUSES: Final = 16
+_THREADS_KEPT: Final = 32
 
 
 class AppendLock:
@@ -25,6 +28,7 @@ class AppendLock:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._never = threading.Event()
         self.forget()
 
     def forget(self) -> None:
@@ -33,6 +37,10 @@ class AppendLock:
         self.flushing = threading.RLock()
         """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
         self._deleting = False
+        self._last_thread = threading.get_ident()
+        self._threads: set[int] = set()
+        self.crowd = 0
+        """Number of the next appends that make a pause, because several threads append."""
 
     def check_reentry(self) -> None:
         """Refuse a call of a signal handler that has interrupted an append, because it would wait for its own thread.
@@ -50,6 +58,31 @@ class AppendLock:
                     f"for itself forever: let the handler record the signal, and call the store after it has returned"
                 )
             frame = frame.f_back
+
+    def let_others_go_on(self) -> None:
+        """Check for reentry, and give other threads the interpreter before the caller waits for ``mutex``.
+
+        A thread that waits inside ``mutex`` owns it as soon as it is released, long before it gets the interpreter. The
+        releasing thread then waits at its next append, and so on: threads change places at each message. `count_turn`
+        notices that, and a pause outside of ``mutex`` ends it.
+        """
+        self.check_reentry()
+        self.crowd = max(self.crowd - 1, 0)
+        for _ in range(_PAUSES):
+            self._clock.wait(self._never, _PAUSE_S)
+            if not self.mutex.locked():
+                break
+
+    def count_turn(self) -> None:
+        """Note which thread appends; called now and then under the lock."""
+        thread, threads = threading.get_ident(), self._threads
+        if thread == self._last_thread:
+            return
+        self._last_thread = thread
+        if len(threads) >= _THREADS_KEPT:
+            threads.clear()
+        threads.add(thread)
+        self.crowd = len(threads)
 
     def is_writing(self) -> bool:
         """Return whether a call appends at this moment; a deletion by retention does not count."""
