@@ -120,7 +120,7 @@ class Dispatcher:
     while there are `BATCH`. Call `write_entries` before reading a queue, and `drain` before searching the index.
     """
 
-    BATCH: Final = 128
+    BATCH: Final = 256
     """Most records written together; more would make the append that writes them slow."""
 
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:
