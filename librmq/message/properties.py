@@ -5,9 +5,9 @@ Mirrors ``MessageConst`` and the half of ``MessageDecoder`` that deals with prop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from operator import itemgetter
+from itertools import chain
 from typing import Final
 
 from librmq.errors import MessageIllegalError
@@ -78,16 +78,10 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
         return b""
     names = tuple(properties)
     try:
-        parts, pick, separators = _shapes[names]
-    except KeyError:
-        parts, pick, separators = _property_shape(names)
-    parts = parts.copy()
-    try:
-        parts[_VALUES] = pick(properties)
-        text = _join(parts)
+        text = (_shapes.get(names) or _property_shape(names))(properties)
     except TypeError:
         raise _unwritable(properties) from None
-    if text.count("\2") != separators:  # a reader would take the rest for another property
+    if text.count("\2") >= len(names):  # a reader would take the rest for another property
         raise _unwritable(properties)
     try:
         return text.encode()
@@ -117,17 +111,16 @@ def _is_in_order(names: tuple[str, ...]) -> bool:
     return hash_map_order(names) == tuple(range(len(names)))
 
 
-_Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]], int]
-# Cached for a set of names in one order: the bytes before each value, as a format for the values; a function that
-# picks the values in stored order; and the number of 02 between properties. An application has few such sets.
+_Shape = Callable[[Mapping[str, str]], str]
+# Cached for a set of names in one order: the function that joins them with their values. An application has few such
+# sets.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
-_VALUES: Final = slice(1, None, 2)
-_join = "".join
 _LARGEST_SHAPE_KEPT: Final = 64
 
 
 def _property_shape(names: tuple[str, ...]) -> _Shape:
+    """Return the function that joins properties with these names, in stored order."""
     try:
         text = "".join(names)
     except TypeError:
@@ -135,23 +128,26 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
     if "\1" in text or "\2" in text:
         raise _unwritable(dict.fromkeys(names, ""))
     ordered = [names[at] for at in hash_map_order(names)]
-    parts = [""] * (2 * len(ordered))
-    parts[::2] = [
-        f"{separator}{name}\1" for separator, name in zip(["", *["\2"] * len(ordered)], ordered, strict=False)
-    ]
-    if len(ordered) > 1:
-        pick: Callable[[Mapping[str, str]], Iterable[str]] = itemgetter(*ordered)
-    else:  # an itemgetter of one name gives no tuple
+    befores = [f"\2{name}\1" for name in ordered]
+    befores[0] = befores[0][1:]
+    if len(names) > _LARGEST_SHAPE_KEPT:
+        return lambda properties: "".join(
+            chain.from_iterable((before, properties[name]) for before, name in zip(befores, ordered, strict=True))
+        )
+    if len(_shapes) >= _SHAPES_KEPT:
+        _shapes.clear()
+    shape = _shapes[names] = _make_shape(len(names))(*befores, *ordered)
+    return shape
 
-        def pick(properties: Mapping[str, str]) -> Iterable[str]:
-            return tuple(properties.values())
 
-    separators = max(len(names) - 1, 0)
-    if len(names) <= _LARGEST_SHAPE_KEPT:
-        if len(_shapes) >= _SHAPES_KEPT:
-            _shapes.clear()
-        _shapes[names] = parts, pick, separators
-    return parts, pick, separators
+@lru_cache(maxsize=_LARGEST_SHAPE_KEPT)
+def _make_shape(count: int) -> Callable[..., _Shape]:
+    """Return the function that makes a shape of ``count`` names; they are variables of its source."""
+    variables = [f"{kind}{at}" for kind in "bn" for at in range(count)]
+    parts = ", ".join(f"b{at}, properties[n{at}]" for at in range(count))
+    made: dict[str, Callable[..., _Shape]] = {}
+    exec(f"def make({', '.join(variables)}, join=''.join): return lambda properties: join(({parts}))", made)
+    return made["make"]
 
 
 def decode_properties(raw: bytes | str) -> dict[str, str]:
