@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import StoreIOError
@@ -125,3 +127,28 @@ def test_keys_in_two_files_survive_a_disk_that_is_often_full(records: int, monke
             assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
         assert indexed(store) == 2 * records + 2
         assert store.verify().sound
+
+
+class PauseClock(ManualClock):
+    """A clock that counts the pauses of appends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses = 0
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        self.pauses += 1
+        return super().wait(event, seconds)
+
+
+def test_producers_in_several_threads_make_pauses() -> None:
+    """A thread that appends alone makes none."""
+    clock = PauseClock()
+    with MessageStore.open(ROOT, StoreConfig.tiny(), files=MemoryFiles(), clock=clock, background=False) as store:
+        send(store, 0, 3 * BATCH)
+        assert clock.pauses == 0
+        other = threading.Thread(target=send, args=(store, 0, 2 * BATCH))
+        other.start()
+        other.join()
+        assert 0 < clock.pauses <= 8, "two threads, and each change of threads costs few"
+        assert store.queues["T", 0].max_offset == -(-3 * BATCH // 3) + -(-2 * BATCH // 3)

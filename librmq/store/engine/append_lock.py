@@ -28,7 +28,6 @@ class AppendLock:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._never = threading.Event()
         self.forget()
 
     def forget(self) -> None:
@@ -37,6 +36,7 @@ class AppendLock:
         self.flushing = threading.RLock()
         """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
         self._deleting = False
+        self._never = threading.Event()
         self._last_thread = threading.get_ident()
         self._threads: set[int] = set()
         self.crowd = 0
