@@ -47,7 +47,7 @@ _STATE: Final = "librmq_export.json"
 _VERSION: Final = 1
 _STEP_BYTES: Final = 256 << 20
 _GROUP_ROWS: Final = 1 << 16
-_AHEAD: Final = 4
+_AHEAD: Final = 16
 _BODY: Final = ("body",)
 _PLACE: Final = ("topic", "queueId", "queueOffset")
 _DATE: Final = "date"
@@ -236,20 +236,28 @@ class _Steps:
         self._batches = batches
         self._pattern = pattern
         self._beside = ThreadPoolExecutor(1)
-        self._coming = deque(self._beside.submit(next, batches, None) for _ in range(_AHEAD))
-        self._following: pa.RecordBatch | None = None
+        self._coming = deque(self._beside.submit(self._read) for _ in range(_AHEAD))
+        self._following: tuple[pa.RecordBatch, list[dict[str, Any]]] | None = None
         self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
         self.rows = 0
         """The offsets at the end of the last step."""
 
     def more(self) -> bool:
         """Return whether another step follows."""
-        while self._following is None or not self._following.num_rows:
+        while self._following is None or not self._following[0].num_rows:
             self._following = self._coming.popleft().result()
-            self._coming.append(self._beside.submit(next, self._batches, None))
+            self._coming.append(self._beside.submit(self._read))
             if self._following is None:
                 return False
         return True
+
+    def _read(self) -> tuple[pa.RecordBatch, list[dict[str, Any]]] | None:
+        """Return the next batch and the last offset of each of its queues."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        queues = pa.table(batch.select(list(_PLACE))).group_by(["topic", "queueId"], use_threads=False)
+        return batch, queues.aggregate([("queueOffset", "max")]).to_pylist()
 
     def close(self) -> None:
         """End the read."""
@@ -260,21 +268,15 @@ class _Steps:
         """Yield the batches of the next step."""
         size = self.rows = 0
         while size < _STEP_BYTES and self.more():
-            batch, self._following = self._following, None
-            assert batch is not None
+            assert self._following is not None
+            (batch, reached), self._following = self._following, None
             chosen = batch if self._pattern is None else _with_body(batch, self._pattern)
             yield chosen
             size += chosen.nbytes
             self.rows += chosen.num_rows
-            self._note(batch)
-
-    def _note(self, batch: pa.RecordBatch) -> None:
-        reached = (
-            pa.table(batch.select(list(_PLACE))).group_by(["topic", "queueId"]).aggregate([("queueOffset", "max")])
-        )
-        for row in reached.to_pylist():
-            if row["topic"] is not None:  # a damaged record may have no topic
-                self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+            for row in reached:
+                if row["topic"] is not None:  # a damaged record may have no topic
+                    self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
 
 
 def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:

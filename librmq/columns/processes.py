@@ -2,8 +2,9 @@
 
 Children are separate programs, not forks, so the caller can have threads and needs no ``__main__`` guard. Parts are
 assigned one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has. While
-it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so no process waits for the slowest. A child
-takes as long to start as this process to read `_PARTS_TO_START` parts, so its first part comes after them.
+it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so no process waits for the slowest. Children
+start while this process plans, which takes a child as long as this process to read `_PARTS_TO_START` parts, so its
+first part comes after them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, Final
 
 import pyarrow as pa
@@ -42,8 +43,8 @@ from librmq.errors import ConfigError, StoreError
 __all__ = ["SharedReader"]
 
 _PARTS_AHEAD: Final = 2
-_PARTS_TO_START: Final = 6
-_AHEAD_BYTES: Final = 32 << 20
+_PARTS_TO_START: Final = 8
+_AHEAD_BYTES: Final = 48 << 20
 
 
 class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
@@ -53,8 +54,11 @@ class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
     `ReadingProcessError` if one of them is killed, and `StoreError` after `close`.
     """
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
-        self._source = _Source(_Reading(options, schema, parts, count), schema)
+    def __init__(
+        self, options: ReadOptions, schema: pa.Schema, planned: Callable[[], Sequence[Part]], count: int
+    ) -> None:
+        """Start the other processes, and call ``planned`` for the parts meanwhile."""
+        self._source = _Source(_Reading(options, schema, planned, count), schema)
         super().__init__(self._source)
 
     def close(self) -> None:
@@ -112,7 +116,7 @@ class _OwnPart:
         if batch is None:
             self.is_whole = True
             return 0
-        message = batch.serialize()
+        message = batch.serialize(pa.system_memory_pool())
         self.read.append(message)
         return int(message.size)
 
@@ -120,23 +124,27 @@ class _OwnPart:
 class _Reading:
     """The assignment of parts to processes."""
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema, parts: Sequence[Part], count: int) -> None:
+    def __init__(
+        self, options: ReadOptions, schema: pa.Schema, planned: Callable[[], Sequence[Part]], count: int
+    ) -> None:
         if not sys.executable:
             raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
-        self._parts = parts
-        self._left = deque(range(len(parts)))
-        """The parts that no process has."""
         self._own = Reading(options, schema)
         self._own_parts: dict[int, _OwnPart] = {}
         self._ahead = 0
         self._reader_of: dict[int, _Child] = {}
         self._children: list[_Child] = []
         try:
-            children = min(count, len(parts)) - 1
-            first = min(_PARTS_TO_START, len(parts) - children)
-            for number in range(first, first + children):
+            for _ in range(count - 1):
                 self._children.append(_Child(options, schema))
-                self._give(number, self._children[-1])
+            self._parts = planned()
+            self._left = deque(range(len(self._parts)))
+            """The parts that no process has."""
+            while self._children and len(self._children) >= len(self._parts):
+                self._children.pop().close()
+            first = min(_PARTS_TO_START, len(self._parts) - len(self._children))
+            for number, child in enumerate(self._children, first):
+                self._give(number, child)
         except BaseException:
             self.close()
             raise

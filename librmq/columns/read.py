@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq.columns.arrays import Ints, Mask, numbers, strings
+from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 from librmq.columns.options import ReadOptions, View
 from librmq.columns.parts import DataLossError, Part, Slice
@@ -101,6 +101,7 @@ class Reading:
     """Reads parts as ``options`` say, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, files: Files | None = None) -> None:
+        keep_freed_memory()
         self._options = options
         self._schema = schema
         self._files = files

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ __all__ = ["ReaderKeywords", "Stores", "batches_of", "reader", "scan", "selectio
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """The folder of a store, or several."""
-_SHARED_PART_BYTES: Final = 16 << 20
+_SHARED_PART_BYTES: Final = 8 << 20
 """Bytes of the log in a part when several processes read: small enough to decode ahead."""
 _MOST_PROCESSES: Final = 256
 
@@ -134,13 +135,11 @@ def batches_of(
     options: ReadOptions, schema: pa.Schema, processes: int = 1, files: Files | None = None
 ) -> pa.RecordBatchReader:
     """Plan a read, and return its batches as a stream."""
-    if processes == 1:
-        parts = plan(options, files, prune=pruned)
-    else:
+    if processes > 1:
         shared = replace(options, min_partitions=processes)
-        parts = plan(shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
-    if processes > 1 and parts:
-        return SharedReader(options, schema, parts, processes)
+        planned = partial(plan, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
+        return SharedReader(options, schema, planned, processes)
+    parts = plan(options, files, prune=pruned)
 
     def batches() -> Iterator[pa.RecordBatch]:
         reading = Reading(options, schema, files)
