@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from librmq.broker import Broker
+from librmq.errors import CorruptionError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.topics import dead_letter_topic
@@ -106,16 +108,17 @@ class Evidence:
         Raises:
             LookupError: There is none.
         """
-        message = self._scene.network.store(broker_name).message_at(physical_offset)
-        if message is None:
-            raise LookupError(f"there is no message at {physical_offset} any more")
-        return message
+        for store in self._scene.network.stores(broker_name):
+            with suppress(CorruptionError):  # a promoted replica can have other records
+                message = store.message_at(physical_offset)
+                if message is not None:
+                    return message
+        raise LookupError(f"there is no message at {physical_offset} any more")
 
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
         shown: list[str] = []
-        for broker_name, physical_offset in call.about:
-            message = self.message_at(broker_name, physical_offset)
+        for message in call.messages or [self.message_at(*address) for address in call.about]:
             times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
             shown.append(f"{show(message)}{times}")
         return f"{call.where} {', '.join(shown)}"

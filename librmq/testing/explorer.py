@@ -7,7 +7,7 @@ order    which due turn, ready listener or paused listener is next, or whether t
 pause    at a send, a `Kit.checkpoint` or the end of a listener: continue, let others run, or die there
 fault    before a listener runs, before time passes and when everything rests: nothing, or a process dies,
          shuts down and starts again, is lost to the broker for up to 30 s, or is joined by another; in a
-         cluster also: a broker or a site dies for a minute, or cannot be reached for as long
+         cluster also: a broker, replica or site dies for a minute, or cannot be reached for as long
 answer   the answer to a send comes, or is lost
 test     between the test's own calls: continue, or let all others run first
 choose   random choices of clients: a producer's first queue, the order of client ids
@@ -226,6 +226,10 @@ class Explorer(KitRunner):
             if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
                 found.append((joins, partial(kit.join, process)))
         if kit.network.is_whole_cluster:
+            for copy in kit.network.copies:
+                found.append((f"{FAULT}{copy.name} crashes", partial(copy.crash, down=DOWN_S)))
+                cut = partial(kit.faults.cut, copy.master_name, copy.name, seconds=DOWN_S)
+                found.append((f"{FAULT}{copy.name} unreachable", cut))
             for name in kit.network.by_name:
                 found.append((f"{FAULT}{name} crashes", partial(kit.crash_broker, name, down=DOWN_S)))
                 found.append((f"{FAULT}{name} unreachable", partial(kit.faults.isolate, name, DOWN_S)))

@@ -87,7 +87,7 @@ class Faults:
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
-        """Cut the link between two brokers, sites or processes, for ``seconds`` or until `heal`."""
+        """Cut the link of a broker or site to a replica, site or process, for ``seconds`` or until `heal`."""
         link = f"the link of {one} and {other}"
         self._kit.note("fault", f"{link} is cut")
         number = self._kit.cut(one, other)
@@ -103,6 +103,14 @@ class Faults:
         """Cut all links of a broker to processes, or all links between a site and others, for ``seconds``."""
         for other in self._kit.network.others(one, [process for process in self._kit.processes if not process.dead]):
             self.cut(one, other, seconds=seconds)
+
+    def delay(self, one: str, other: str, seconds: float | timedelta) -> None:
+        """Let sends, pulls and replicas' copies over the link of two brokers, replicas, sites or processes take time.
+
+        0 ends this. Other calls take no time.
+        """
+        self._kit.note("fault", f"the link of {one} and {other} takes {_seconds(seconds):g} s")
+        self._kit.network.delay(one, other, _seconds(seconds), self._kit.processes)
 
     def heal(self, one: str, other: str) -> None:
         """Restore a link, however many times `cut` has cut it."""

@@ -40,6 +40,8 @@ class Call:
     ended_ms: int | None = None
     outcome: str = "running"
     error: Exception | None = None
+    messages: Sequence[StoredMessage] | None = None
+    """What it got, if a broker with other messages has taken the place of the one that had them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,9 @@ class History:
         """Yield each message of each call of a group's listeners, in order."""
         for call in self.calls:
             if call.group == group:
-                for broker_name, physical_offset in call.about:
+                for number, (broker_name, physical_offset) in enumerate(call.about):
                     yield DeliveryAttempt(
-                        message_at(broker_name, physical_offset),
+                        call.messages[number] if call.messages else message_at(broker_name, physical_offset),
                         group,
                         call.process,
                         call.began_ms,
@@ -147,6 +149,13 @@ class History:
     def was_given(self, group: str, topic: str) -> bool:
         """Return whether a listener of the group got a message of the topic."""
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
+
+    def keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
+        """Read the messages of all calls, before another broker takes the place of the one that has them."""
+        for call in self.calls:
+            if call.messages is None:
+                call.messages = [message_at(*address) for address in call.about]
+        self.settle()
 
     def settle(self) -> None:
         """Read everything that is otherwise read on demand, because the broker is about to close."""

@@ -12,8 +12,9 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
-from librmq.cluster import Cluster
-from librmq.config import StoreConfig
+from librmq.cluster import Cluster, ReplicaConfig
+from librmq.cluster.sites import site_of
+from librmq.config import StoreConfig, to_seconds
 from librmq.consumer import PushConsumer
 from librmq.errors import RmqError
 from librmq.files.disk import DiskFiles
@@ -26,6 +27,7 @@ from librmq.testing.driver import Driver, Elapsed
 from librmq.testing.evidence import Evidence
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
+from librmq.testing.kit_replica import KitReplica, open_replica
 from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.network import Network, broker_names
 from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
@@ -126,11 +128,34 @@ class Kit:
             ProcessStateError: The test has made clients already, or has a cluster.
         """
         names = broker_names(brokers, sites)
-        if self.network.is_cluster or len(self.processes) > 1 or self._producers or self._test.clients:
+        if self.network.is_cluster or self.network.copies or self._has_clients():
             raise ProcessStateError("rmq.cluster replaces the broker: call it once, before clients and topics are made")
         cluster = self.network.make_cluster(names)
         self._history.shows_brokers = len(names) > 1
         return cluster
+
+    def replica(
+        self,
+        of: str | None = None,
+        *,
+        sync: bool = False,
+        site: str | None = None,
+        config: ReplicaConfig | None = None,
+    ) -> KitReplica:
+        """Return a new replica of a broker, the first one by default, at a site.
+
+        Consumers read from it while they cannot reach the broker. With ``sync`` sends wait for a replica; the broker is
+        reopened for that, before anything else is done. Its name, ``broker-a-copy`` or ``sh-hz-broker-a-copy``, is an
+        end of links.
+
+        Raises:
+            ProcessStateError: ``sync`` comes too late.
+            ConfigError: The site's name is invalid, or the broker has a replica there.
+        """
+        return open_replica(self, of, site, config, sync=sync, is_late=self._has_clients())
+
+    def _has_clients(self) -> bool:
+        return len(self.processes) > 1 or bool(self._producers or self._test.clients)
 
     # ---- senders and consumers
 
@@ -249,6 +274,10 @@ class Kit:
 
         return self._driver.run(until, again=True)
 
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
+        """Call a function after ``seconds``; ``label`` says what it does."""
+        self.runner.after(seconds, label, call)
+
     def checkpoint(self, label: str = "checkpoint") -> None:
         """Mark a place in a listener where other turns can run, as at every send. It only affects exploring."""
         self.runner.point(label)
@@ -341,12 +370,16 @@ class Kit:
         Raises:
             ConfigError: No broker is at this site.
         """
+        seconds = to_seconds("down", down)
         brokers = [broker for broker in self.network.at(site) if not broker.dead]
         lost = [one for one in self.processes if one.site == site and not one.dead and not one.is_test]
         for broker in brokers:
             self.crash_broker(broker.name, down=down)
         for process in lost:
             self.crash(process, restart=False)
+        for copy in self.network.copies:
+            if site_of(copy.name) == site and not copy.dead:
+                copy.crash(down=seconds)
 
         def start_again() -> None:
             for process in lost:
@@ -429,6 +462,10 @@ class Kit:
     def note(self, who: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
         self._history.note(self.clock.now_ms(), who, what)
+
+    def keep_messages(self) -> None:
+        """Read what listeners got so far, because a replica takes the place of a broker."""
+        self._history.keep_messages(self._evidence.message_at)
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull; the history gets a line when a process takes over a queue."""
@@ -520,6 +557,9 @@ class Kit:
         for broker in self.brokers():
             if broker.dead:
                 self.network.reopen(broker.name)
+        for copy in self.network.copies:
+            if copy.dead:
+                copy.open()
         left = self.undelivered()
         self.network.close()
         damage = self.network.damage()

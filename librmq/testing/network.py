@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 from string import ascii_lowercase
 from typing import Final, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.cluster import Cluster, RouteTable
+from librmq.cluster import Cluster, Replica, RouteTable
 from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
@@ -59,6 +60,24 @@ class Peer(Protocol):
 M = TypeVar("M", bound=Peer)
 
 
+class Copy(Protocol):
+    """A replica as the network sees it."""
+
+    name: str
+    master_name: str
+    path: str
+    replica: Replica
+
+    @property
+    def dead(self) -> bool: ...
+
+    def open(self) -> None: ...
+
+    def crash(self, *, down: float) -> None: ...
+
+    def reconnect(self) -> None: ...
+
+
 class Network:
     """The brokers of one test behind one route table, and the links to them."""
 
@@ -82,6 +101,13 @@ class Network:
         self._cut_ids = count()
         self._read_only: dict[str, MessageStore] = {}
         self._came = came
+        self._retired: dict[str, list[MessageStore]] = {}
+        self._latencies: dict[frozenset[str], float] = {}
+        self.copies: list[Copy] = []
+        """The replicas of the brokers."""
+        self.replicas: tuple[Replica, ...] = ()
+        """The replicas from which processes read, one for each master. Another tuple after a change."""
+        self._changed: dict[str, tuple[str, BrokerConfig]] = {}  # folder and settings, other than at first
         first = self._open()
         self.table = RouteTable(first)
         """The route that all processes use."""
@@ -106,8 +132,9 @@ class Network:
 
     @property
     def is_whole_cluster(self) -> bool:
-        """Whether there are several brokers, all running and reachable."""
-        return len(self.by_name) > 1 and not self._cuts and not any(broker.dead for broker in self.by_name.values())
+        """Whether there are several brokers and replicas, all running and reachable."""
+        dead = [*(broker.dead for broker in self.by_name.values()), *(copy.dead for copy in self.copies)]
+        return len(dead) > 1 and not self._cuts and not any(dead)
 
     def make_cluster(self, names: Sequence[str]) -> Cluster:
         """Replace the single broker, which is still unused, with a cluster."""
@@ -137,6 +164,13 @@ class Network:
                     read_only.close()
                 self.by_name[name] = broker
                 self._came(name, before is None)
+                self._reconnect(name)
+
+    def _reconnect(self, name: str) -> None:
+        """Let the replicas of a broker follow it again."""
+        for copy in self.copies:
+            if copy.master_name == name:
+                copy.reconnect()
 
     def named(self, name: str) -> Broker:
         """Return the broker with that name.
@@ -151,11 +185,57 @@ class Network:
 
     def reopen(self, name: str) -> Broker:
         """Reopen a broker that has died."""
+        if name in self._changed:
+            return self._open_changed(name)
         if self._cluster is not None:
             return self._cluster.reopen(name)
         broker = self._open()
         self.table.add(broker)
         return broker
+
+    def _open_changed(self, name: str) -> Broker:
+        """Open a broker in another folder or with other settings than at first."""
+        before, (path, config) = self.by_name[name], self._changed[name]
+        broker = Broker.open(
+            path,
+            config,
+            name=name,
+            cluster_name=before.cluster_name,
+            store_config=before.store.config,
+            runner=self._runner,
+            files=self._files,
+        )
+        self.table.add(broker)
+        return broker
+
+    # ---- replicas
+
+    def wait_for_replicas(self, name: str) -> None:
+        """Reopen a broker, so that its sends wait for a replica."""
+        broker = self.by_name[name]
+        if broker.config.replication != "sync":
+            broker.close()
+            self._changed[name] = broker.store.path, replace(broker.config, replication="sync")
+            self._open_changed(name)
+
+    def add_copy(self, copy: Copy) -> None:
+        """Let processes read from a replica."""
+        self.copies.append(copy)
+        self.replicas_changed()
+
+    def replicas_changed(self) -> None:
+        """Note that a replica was added, reopened or promoted."""
+        self.replicas = tuple({copy.master_name: copy.replica for copy in reversed(self.copies)}.values())
+        self.table.changed()
+
+    def replace(self, name: str, copy: Copy) -> Broker:
+        """Open the promoted copy of a dead broker under the broker's name."""
+        self._retired.setdefault(name, []).insert(0, self.store(name))
+        self._read_only.pop(name, None)
+        self.copies.remove(copy)
+        self._changed[name] = copy.path, self.by_name[name].config
+        self.replicas_changed()
+        return self._open_changed(name)
 
     def at(self, site: str) -> list[Broker]:
         """Return the brokers of a site.
@@ -180,6 +260,10 @@ class Network:
             found = MessageStore.open(broker.store.path, self._store_config, read_only=True, files=self._files)
             self._read_only[name] = found
         return found
+
+    def stores(self, name: str) -> list[MessageStore]:
+        """Return the store of a broker, then those of the brokers whose place it has taken."""
+        return [self.store(name), *self._retired.get(name, [])]
 
     def messages(self, name: str, topic: str) -> list[StoredMessage]:
         """Return a broker's messages in a topic, queue by queue. The broker may be down."""
@@ -211,11 +295,7 @@ class Network:
             ConfigError: An end is not a broker, a process or a site.
         """
         ends = {end for process in processes for end in (process.name, process.site)}
-        ends |= {end for name in self.by_name for end in (name, site_of(name))}
-        for end in (one, other):
-            if end not in ends:
-                known = ", ".join(sorted(filter(None, ends)))
-                raise ConfigError(f"{end!r} is not a broker, a process or a site: expected one of {known}")
+        self._check_ends(one, other, ends)
         number = next(self._cut_ids)
         self._cuts.setdefault(frozenset((one, other)), set()).add(number)
         return number, [
@@ -225,10 +305,40 @@ class Network:
             if not process.dead and not broker.dead and self._is_cut(process, name)
         ]
 
+    def _check_ends(self, one: str, other: str, ends: set[str | None]) -> None:
+        """Refuse unknown ends of a link; ``ends`` are those of the processes."""
+        names = [*self.by_name, *(copy.name for copy in self.copies)]
+        known = {*filter(None, ends), *names, *filter(None, map(site_of, names))}
+        for end in (one, other):
+            if end not in known:
+                raise ConfigError(
+                    f"{end!r} is not a broker, a process or a site: expected one of {', '.join(sorted(known))}"
+                )
+
+    def delay(self, one: str, other: str, seconds: float, processes: Sequence[Peer]) -> None:
+        """Set the latency of the link between two ends.
+
+        Raises:
+            ConfigError: An end is not a broker, a replica, a process or a site.
+        """
+        self._check_ends(one, other, {end for process in processes for end in (process.name, process.site)})
+        self._latencies[frozenset((one, other))] = seconds
+
+    def latency(self, one: str, other: str, site: str | None = None) -> float:
+        """Return the seconds that the link of a broker (``other``) takes; ``site`` is that of a process ``one``."""
+        if not self._latencies:
+            return 0.0
+        return max(self._latencies.get(pair, 0.0) for pair in _links(one, other, site))
+
+    def is_cut(self, one: str, other: str, site: str | None = None) -> bool:
+        """Return whether the link to the broker ``other`` is cut, or that of its site."""
+        return bool(self._cuts) and any(pair in self._cuts for pair in _links(one, other, site))
+
     def others(self, one: str, processes: Iterable[Peer]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
         if one in self.by_name:
-            return sorted({process.name for process in processes})
+            copies = {copy.name for copy in self.copies if copy.master_name == one}
+            return sorted({process.name for process in processes} | copies)
         outside = {process.site or process.name for process in processes} | set(self.table.sites())
         return sorted(outside - {one})
 
@@ -242,14 +352,12 @@ class Network:
             return False
         del self._cuts[pair]
         self.table.changed()
+        for name in self.by_name:
+            self._reconnect(name)
         return True
 
     def _is_cut(self, process: Peer, broker_name: str) -> bool:
-        if not self._cuts:
-            return False
-        ends = {process.name, process.site or process.name}
-        others = {broker_name, site_of(broker_name) or broker_name}
-        return any(frozenset((one, other)) in self._cuts for one in ends for other in others)
+        return self.is_cut(process.name, broker_name, process.site)
 
     def names_for(self, process: Peer) -> tuple[str, ...]:
         """Return the names of the brokers that a process can reach, sorted."""
@@ -272,22 +380,38 @@ class Network:
     # ---- closing
 
     def close(self) -> None:
-        """Close all brokers that are running."""
+        """Close all brokers and replicas that are running."""
+        for copy in self.copies:
+            copy.replica.close()
+        self._close_readers()
         for broker in self.by_name.values():
             broker.close()
 
     def abandon(self) -> None:
-        """Let all brokers die."""
-        for store in self._read_only.values():
-            store.close()
+        """Let all brokers and replicas die."""
+        for copy in self.copies:
+            copy.replica.abandon()
+        self._close_readers()
         for broker in self.by_name.values():
             broker.abandon()
+
+    def _close_readers(self) -> None:
+        for store in (*self._read_only.values(), *(store for kept in self._retired.values() for store in kept)):
+            store.close()
 
     def damage(self) -> list[str]:
         """Return a line for each damaged place in the closed stores."""
         found = []
-        for name, broker in self.by_name.items():
-            of = f"{name}: " if self.is_cluster else ""
-            damage = verify(broker.store.path, self._store_config, self._files).damage
+        paths = {name: broker.store.path for name, broker in self.by_name.items()}
+        paths |= {copy.name: copy.path for copy in self.copies}
+        for name, path in paths.items():
+            of = f"{name}: " if len(paths) > 1 else ""
+            damage = verify(path, self._store_config, self._files).damage
             found += [f"{of}{one.file} at {one.offset}: {one.what}" for one in damage]
         return found
+
+
+def _links(one: str, other: str, site: str | None) -> list[frozenset[str]]:
+    """Return the links on the way to the broker ``other``: of each end, itself and its site."""
+    ends, others = {one, site or one}, {other, site_of(other) or other}
+    return [frozenset((first, second)) for first in ends for second in others]

@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
+from librmq.clock import ManualClock
+from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.config import ConsumerKeywords
 from librmq.files.seam import Files
@@ -23,9 +26,12 @@ from librmq.protocol import (
     EndTransaction,
     Heartbeat,
     PullMessage,
+    PullResponse,
+    PullStatus,
     QueueData,
     QueueOffsetAt,
     Request,
+    Route,
     SendBack,
     SendBatch,
     SendMessage,
@@ -74,6 +80,7 @@ class ProcessDied(BaseException):
 class ProcessHost(Protocol):
     """The surroundings of a process; `Kit` is one."""
 
+    clock: ManualClock
     files: Files
     path: str
     network: Network
@@ -81,6 +88,10 @@ class ProcessHost(Protocol):
     @property
     def runner(self) -> Runner:
         """The runner of all processes."""
+        ...
+
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
+        """Call a function after ``seconds``."""
         ...
 
     def note(self, who: str, what: str | Callable[[], str]) -> None:
@@ -152,7 +163,9 @@ class Process:
         self._kit = kit
         self._host = self._first_host = (host, 0)
         self._named = 0
-        self._connections: dict[str, _Connection] = {}
+        self._route: Route
+        self._route = self._masters = _Masters(kit, self)
+        self._replicas: tuple[Replica, ...] = ()
 
     def restarts(self, first: Process) -> None:
         """Take the place of the first process of this name."""
@@ -206,23 +219,29 @@ class Process:
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""
-        return self._kit.network.topic_route(topic)
+        return self._reads().topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that the process can reach, sorted."""
-        return self._kit.network.names_for(self)
+        return self._reads().broker_names()
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic in all brokers, also in those that are down."""
         return self._kit.network.registered_route(topic)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the process's connection to a broker."""
-        connection = self._connections.get(broker_name)
-        if connection is None:
-            self._kit.network.named(broker_name)
-            connection = self._connections[broker_name] = _Connection(self._kit, self, broker_name)
-        return connection
+        """Return the process's connection to a broker, or to the broker and its replica."""
+        return self._reads().endpoint(broker_name)
+
+    def _reads(self) -> Route:
+        """Return the route over the brokers and the replicas from which the process reads."""
+        replicas = self._kit.network.replicas
+        if replicas is not self._replicas:
+            if isinstance(self._route, ReplicaRoute):
+                self._route.end()
+            self._replicas = replicas
+            self._route = ReplicaRoute(self._masters, *replicas) if replicas else self._masters
+        return self._route
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` whenever topics change while the process lives; return a function that ends this."""
@@ -249,6 +268,35 @@ class Process:
         self.die()
 
 
+class _Masters:
+    """The route of a process over the brokers alone."""
+
+    def __init__(self, kit: ProcessHost, process: Process) -> None:
+        self._kit = kit
+        self._process = process
+        self._connections: dict[str, _Connection] = {}
+
+    @property
+    def runner(self) -> Runner:
+        return self._kit.runner
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        return self._kit.network.topic_route(topic)
+
+    def broker_names(self) -> tuple[str, ...]:
+        return self._kit.network.names_for(self._process)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        connection = self._connections.get(broker_name)
+        if connection is None:
+            self._kit.network.named(broker_name)
+            connection = self._connections[broker_name] = _Connection(self._kit, self._process, broker_name)
+        return connection
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        return self._kit.network.watch(changed)
+
+
 class _Connection:
     """A process's connection to a broker."""
 
@@ -256,6 +304,7 @@ class _Connection:
         self._kit = kit
         self._process = process
         self._name = broker_name
+        self._pulls: dict[tuple[str, str, str, int], bool] = {}  # pulls on their way, and whether they have arrived
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, and apply history and faults."""
@@ -272,6 +321,9 @@ class _Connection:
                 process.clients[request.client_id] = request.client
             kit.noted_heartbeat(process, request)
         elif isinstance(request, PullMessage):
+            if not self._has_arrived(request):
+                offset = request.queue_offset
+                return cast(R, PullResponse(PullStatus.HELD, offset, 0, 0, is_held=True))
             kit.noted_pull(process, request, self._name)
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
@@ -283,8 +335,29 @@ class _Connection:
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         return broker.call(request)
 
+    def _has_arrived(self, request: PullMessage) -> bool:
+        """Return whether a pull has crossed its link; otherwise notify its client when it has."""
+        kit, process, notify = self._kit, self._process, request.notify
+        place = request.client_id, request.group, request.topic, request.queue_id
+        is_new = place not in self._pulls
+        if self._pulls.pop(place, False):
+            return True
+        seconds = kit.network.latency(process.name, self._name, process.site)
+        if not seconds or notify is None:
+            return True
+        self._pulls[place] = False
+
+        def arrives() -> None:
+            self._pulls[place] = True
+            notify()
+
+        if is_new:
+            kit.later(seconds, f"{process.label} pulls {self._name}", arrives)
+        return False
+
     def _send(self, request: SendMessage | SendBatch, broker: Endpoint) -> SendResponse:
         kit, process = self._kit, self._process
+        kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)
         if not of_consumer:
