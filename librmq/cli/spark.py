@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
@@ -27,7 +26,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.spark.session import require
 
     require()
-    from librmq.spark.pipelines import PIPELINES, run
+    from librmq.spark.pipelines import PIPELINES, find, run
 
     if arguments.action == "list":
         for name, pipeline in PIPELINES.items():
@@ -35,18 +34,38 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
-    session = start(arguments)
+    from librmq.spark.results import run_incrementally, write_result
+
+    ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
+    if len(ways) > 1 or (arguments.out is None and (ways or arguments.partition_by)):
+        raise InputError(
+            "run: --append, --overwrite, --incremental and --partition-by need --out, and only one of the first three"
+        )
     settings = {**read_ranges(arguments), **_settings(arguments.set)}
+    find(arguments.name, settings)  # before Spark starts
+    session = start(arguments)
+    partition_by = [] if arguments.partition_by is None else arguments.partition_by.split(",")
+    if arguments.incremental:
+        increment = refused(
+            lambda: run_incrementally(
+                session, arguments.name, arguments.stores, arguments.out, settings, partition_by=partition_by
+            )
+        )
+        rows = refused(lambda: session.read.parquet(increment.path).count())
+        output.row({"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages})
+        return 0
     frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
     if arguments.out is None:
-        rows = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
-        while (row := refused(lambda: next(rows, None))) is not None:
+        found = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := refused(lambda: next(found, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         return 0
-    if os.path.exists(arguments.out) and not arguments.overwrite:
-        raise InputError(f"{arguments.out} exists (--overwrite replaces it)")
-    refused(lambda: frame.write.mode("overwrite").parquet(arguments.out))
-    output.row({"pipeline": arguments.name, "rows": session.read.parquet(arguments.out).count(), "out": arguments.out})
+    out = refused(
+        lambda: write_result(
+            frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
+        )
+    )
+    output.row({"pipeline": arguments.name, "rows": refused(lambda: session.read.parquet(out).count()), "out": out})
     return 0
 
 
@@ -104,7 +123,7 @@ def start(arguments: argparse.Namespace) -> SparkSession:
     if arguments.master.startswith("local"):
         config["spark.sql.shuffle.partitions"] = "8"
     made = session("librmq", arguments.master, config)
-    made.sparkContext.setLogLevel("ERROR")
+    made.sparkContext.setLogLevel("OFF")  # the command prints the error
     register(made)
     return made
 
@@ -113,11 +132,12 @@ def refused(action: Callable[[], T]) -> T:
     """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
+    from librmq.spark.failures import cause_of
+
     try:
         return action()
     except PySparkException as error:
-        lines = [line for line in str(error).splitlines() if line.startswith("librmq.")]
-        raise StoreError(lines[-1].partition(": ")[2] if lines else str(error).partition("\n")[0]) from None
+        raise StoreError(cause_of(error) or str(error).partition("\n")[0]) from None
 
 
 def _settings(given: list[str] | None) -> Mapping[str, str]:

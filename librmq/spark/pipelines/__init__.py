@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
+
 from librmq.columns.options import Mode
 from librmq.config import suggest
 from librmq.errors import ConfigError
@@ -22,7 +24,7 @@ from librmq.spark.pipelines.backlog import backlog, skew
 from librmq.spark.pipelines.deadletters import dead_letters, replayable
 from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
 from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
-from librmq.spark.pipelines.filtering import filter_savings
+from librmq.spark.pipelines.filtering import FILTER_COLUMNS, filter_savings
 from librmq.spark.pipelines.pending import pending_delays, pending_timers, pending_transactions
 from librmq.spark.pipelines.ranges import GROUP, MESSAGES, TIMES, TOPIC, Settings, chosen, names_of, source_options
 from librmq.spark.pipelines.reconciliation import reconcile
@@ -30,16 +32,21 @@ from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = [
     "PIPELINES",
+    "Inputs",
+    "MessageRead",
+    "OfMessages",
+    "OfStores",
     "Pipeline",
     "backlog",
     "dead_letters",
     "duplicates",
     "duplicates_approximate",
     "filter_savings",
+    "find",
     "pending_delays",
     "pending_timers",
     "pending_transactions",
@@ -53,11 +60,62 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class MessageRead:
+    """The messages that a pipeline reads."""
+
+    columns: str
+    options: Settings = field(default_factory=dict)
+    """Options of the data source."""
+    own: bool = False
+    """Whether to leave out the broker's topics, retries and dead letters."""
+
+    def of(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
+        """Return the messages of the stores in ``paths``."""
+        options = {**self.options, **more}
+        if not self.own:
+            return stores.messages(spark, paths, self.columns, **options)
+        frame: DataFrame = spark.read.format("rocketmq").schema(self.columns).options(**options).load(list(paths))
+        return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a pipeline works on."""
+
+    spark: SparkSession
+    paths: tuple[str, ...]
+    settings: Settings
+
+    def messages(self, columns: str, **options: str) -> DataFrame:
+        """Return messages of all topics, or as ``options`` of the data source say."""
+        return stores.messages(self.spark, self.paths, columns, mode=_mode(self.settings), **options)
+
+
+@dataclass(frozen=True)
+class OfStores:
+    """A pipeline that shows the present state of stores."""
+
+    make: Callable[[Inputs], DataFrame]
+
+
+@dataclass(frozen=True)
+class OfMessages:
+    """A pipeline over messages, which can also come from a lake that earlier runs filled."""
+
+    reads: Callable[[Settings], MessageRead]
+    make: Callable[[DataFrame, Inputs], DataFrame]
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """A named pipeline: what it reports, and how it reads its tables from ``paths``."""
+    """A named pipeline: what it reports, and how."""
 
     about: str
-    make: Callable[[SparkSession, tuple[str, ...], Settings], DataFrame]
+    source: OfStores | OfMessages
+    columns: str
+    """The columns of the result with their types."""
+    order: tuple[str, ...] = ()
+    """The columns that sort the result; a minus sign means that the largest comes first."""
     settings: Settings = field(default_factory=dict)
     """The meaning and the default of each setting, by its name."""
 
@@ -65,17 +123,45 @@ class Pipeline:
         own = {"damaged": "fail or skip: what to do about records that can't be read (fail)"}
         object.__setattr__(self, "settings", dict(self.settings) | own)
 
+    def result(self, inputs: Inputs, messages: DataFrame | None = None) -> DataFrame:
+        """Return the sorted result, from ``messages`` where they do not come from the stores."""
+        if isinstance(self.source, OfStores):
+            found = self.source.make(inputs)
+        else:
+            if messages is None:
+                messages = self.source.reads(inputs.settings).of(inputs.spark, inputs.paths)
+            found = self.source.make(messages, inputs)
+        names = [name for name in self.order if name.removeprefix("-") in found.columns]
+        return found.orderBy(*map(_sorted_by, names)) if names else found
 
-def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
-    """Return the result of the pipeline ``name`` over the stores in ``paths``; `ConfigError` for unknown names."""
+
+def _sorted_by(name: str) -> Column:
+    return F.desc_nulls_last(name[1:]) if name.startswith("-") else F.asc_nulls_last(name)
+
+
+def find(name: str, settings: Settings) -> Pipeline:
+    """Return the pipeline ``name``.
+
+    Raises:
+        ConfigError: There is no such pipeline, or it has no such setting; the message names the nearest one.
+    """
     if name not in PIPELINES:
         raise ConfigError(f"unknown pipeline {name!r}: {suggest(name, PIPELINES)}")
     pipeline = PIPELINES[name]
-    given = dict(settings or {})
-    for one in given:
+    for one in settings:
         if one not in pipeline.settings:
             raise ConfigError(f"pipeline {name} has no setting {one!r}: {suggest(one, pipeline.settings)}")
-    return pipeline.make(spark, stores.paths_of(paths), given)
+    return pipeline
+
+
+def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
+    """Return the sorted result of the pipeline ``name`` over the stores in ``paths``.
+
+    Raises:
+        ConfigError: There is no such pipeline, or a setting is wrong.
+    """
+    given = dict(settings or {})
+    return find(name, given).result(Inputs(spark, stores.paths_of(paths), given))
 
 
 def _number(settings: Settings, name: str, usual: float, least: float = 0) -> float:
@@ -88,37 +174,6 @@ def _number(settings: Settings, name: str, usual: float, least: float = 0) -> fl
     return found
 
 
-def _backlog(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    topics, groups = names_of(settings, "topic"), names_of(settings, "group")
-    found = stores.backlog(spark, paths, _mode(settings), topics, groups)
-    if found is not None:
-        return found
-    messages = stores.messages(spark, paths, BACKLOG_COLUMNS.replace(", keys string", ""), mode=_mode(settings))
-    queues = stores.queues(spark, paths, _mode(settings))
-    return chosen(backlog(stores.offsets(spark, paths), queues, messages), settings)
-
-
-def _skew(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    by = settings.get("by", "queue")
-    if by not in ("queue", "key"):
-        raise ConfigError(f"setting by: expected queue or key, found {by!r}")
-    columns = "store string, topic string, " + ("queueId int" if by == "queue" else "keys string")
-    messages = _messages(spark, paths, settings, columns, **source_options(settings))
-    return skew(messages, "key" if by == "key" else "queue")
-
-
-def _duplicates(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    messages = _own_messages(spark, paths, settings, DUPLICATE_COLUMNS)
-    return duplicates(messages, _number(settings, "window", 3600))
-
-
-def _approximate(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    messages = _own_messages(
-        spark, paths, settings, "store string, topic string, queueId int, queueOffset bigint, keys string"
-    )
-    return duplicates_approximate(messages, min(0.5, _number(settings, "error", 0.001, 1e-9)))
-
-
 def _mode(settings: Settings) -> Mode:
     found = settings.get("damaged", "fail")
     if found not in ("fail", "skip"):
@@ -126,109 +181,175 @@ def _mode(settings: Settings) -> Mode:
     return "DROPMALFORMED" if found == "skip" else "FAILFAST"
 
 
-def _messages(
-    spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str, **options: str
-) -> DataFrame:
-    return stores.messages(spark, paths, columns, mode=_mode(settings), **options)
+def _options(settings: Settings, **more: str) -> dict[str, str]:
+    return source_options(settings) | {"mode": _mode(settings)} | more
 
 
-def _own_messages(spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str) -> DataFrame:
-    """Return the messages of producers, without the broker's topics, retries and dead letters."""
-    options = source_options(settings) | {"mode": _mode(settings)}
-    frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
-    return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
+# -------------------------------------------------------------------------------------------------------- of messages
 
 
-def _what_if(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
+def _reads_skew(settings: Settings) -> MessageRead:
+    by = settings.get("by", "queue")
+    if by not in ("queue", "key"):
+        raise ConfigError(f"setting by: expected queue or key, found {by!r}")
+    last = "queueId int" if by == "queue" else "keys string"
+    return MessageRead(f"store string, topic string, {last}", _options(settings))
+
+
+def _skew(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    most = int(_number(inputs.settings, "most", 1, 1)) if "most" in inputs.settings else None
+    return skew(messages, "key" if inputs.settings.get("by") == "key" else "queue", most)
+
+
+def _reads_keys(columns: str) -> Callable[[Settings], MessageRead]:
+    return lambda settings: MessageRead(columns, _options(settings), own=True)
+
+
+def _duplicates(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    return duplicates(messages, _number(inputs.settings, "window", 3600))
+
+
+def _approximate(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    return duplicates_approximate(messages, min(0.5, _number(inputs.settings, "error", 0.001, 1e-9)))
+
+
+def _reads_dead_letters(settings: Settings) -> MessageRead:
+    columns = "store string, topic string, storeTimestamp timestamp, properties map<string,string>, reconsumeTimes int"
+    times = {name: settings[name] for name in TIMES if name in settings}
+    groups = names_of(settings, "group")
+    where = {"topicPattern": "%DLQ%.*"} if groups is None else {"topic": ",".join(f"%DLQ%{group}" for group in groups)}
+    return MessageRead(columns, _options(times, mode=_mode(settings), **where))
+
+
+def _dead_letters(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    return chosen(dead_letters(messages), inputs.settings)
+
+
+def _reads_filters(settings: Settings) -> MessageRead:
+    return MessageRead("store string, topic string, properties map<string,string>, size int", _options(settings))
+
+
+def _filters(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    return filter_savings(messages, chosen(stores.filters(inputs.spark, inputs.paths), inputs.settings))
+
+
+def _reconcile(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    settings = inputs.settings
+    if "rows" not in settings or "key" not in settings:
+        raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are required")
+    return reconcile(
+        messages,
+        inputs.spark.read.parquet(settings["rows"]),
+        business_key=settings["key"],
+        business_time=settings.get("time"),
+        late_seconds=_number(settings, "late", 0) if "late" in settings else None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- of stores
+
+
+def _backlog(inputs: Inputs) -> DataFrame:
+    spark, paths, settings = inputs.spark, inputs.paths, inputs.settings
+    topics, groups = names_of(settings, "topic"), names_of(settings, "group")
+    found = stores.backlog(spark, paths, _mode(settings), topics, groups)
+    if found is not None:
+        return found
+    messages = inputs.messages(BACKLOG_COLUMNS.replace(", keys string", ""))
+    queues = stores.queues(spark, paths, _mode(settings))
+    unsorted = chosen(backlog(stores.offsets(spark, paths), queues, messages), settings)
+    return unsorted.orderBy(F.desc("lag"), "store", "group", "topic", "queueId")
+
+
+def _what_if(inputs: Inputs) -> DataFrame:
+    settings = inputs.settings
     rate, queue_rate = _number(settings, "rate", 100, 1e-9), _number(settings, "queue_rate", 1e9, 1e-9)
     strategies = settings.get("strategies", "AVG,AVG_BY_CIRCLE,CONSISTENT_HASH").split(",")
     numbers = [int(_number({"clients": one}, "clients", 1, 1)) for one in settings.get("clients", "1,2,4,8").split(",")]
     rows = [(f"{strategy} x {n}", strategy, n, rate, queue_rate) for strategy in strategies for n in numbers]
     schema = "scenario string, strategy string, clients int, clientRate double, queueRate double"
-    return what_if(_backlog(spark, paths, settings), spark.createDataFrame(rows, schema))
+    return what_if(_backlog(inputs), inputs.spark.createDataFrame(rows, schema))
 
 
-def _transactions(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
+def _transactions(inputs: Inputs) -> DataFrame:
     columns = (
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = _messages(spark, paths, settings, columns, topic=HALF_TOPIC, queueId="0")
+    halves = inputs.messages(columns, topic=HALF_TOPIC, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
-    ops = _messages(spark, paths, settings, columns, topic=OP_TOPIC, queueId="0")
-    return chosen(pending_transactions(halves, ops, stores.offsets(spark, paths)), settings)
+    ops = inputs.messages(columns, topic=OP_TOPIC, queueId="0")
+    return chosen(pending_transactions(halves, ops, stores.offsets(inputs.spark, inputs.paths)), inputs.settings)
 
 
-def _timers(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    entries = _messages(
-        spark, paths, settings, "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
+def _timers(inputs: Inputs) -> DataFrame:
+    spark, paths = inputs.spark, inputs.paths
+    entries = inputs.messages(
+        "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
         view="queues", topic=SCHEDULE_TOPIC,
     )  # fmt: skip
     columns = (
         "store string, queueId int, queueOffset bigint, properties map<string,string>, uniqueKey string, "
         "storeTimestamp timestamp"
     )
-    delayed = _messages(spark, paths, settings, columns, topic=SCHEDULE_TOPIC)
+    delayed = inputs.messages(columns, topic=SCHEDULE_TOPIC)
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
-    timed = _messages(spark, paths, settings, columns, topic=TIMER_TOPIC, queueId="0")
+    timed = inputs.messages(columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
-    return chosen(delays.unionByName(timers), settings)
+    return chosen(delays.unionByName(timers), inputs.settings)
 
 
-def _dead_letters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    columns = "store string, topic string, storeTimestamp timestamp, properties map<string,string>, reconsumeTimes int"
-    times = source_options({name: settings[name] for name in TIMES if name in settings})
-    groups = names_of(settings, "group")
-    where = {"topicPattern": "%DLQ%.*"} if groups is None else {"topic": ",".join(f"%DLQ%{group}" for group in groups)}
-    return chosen(dead_letters(_messages(spark, paths, settings, columns, **where, **times)), settings)
-
-
-def _filters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    columns = "store string, topic string, properties map<string,string>, size int"
-    messages = _messages(spark, paths, settings, columns, **source_options(settings))
-    return filter_savings(messages, chosen(stores.filters(spark, paths), settings))
-
-
-def _reconcile(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    if "rows" not in settings or "key" not in settings:
-        raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are required")
-    late = _number(settings, "late", 0) if "late" in settings else None
-    messages = _own_messages(spark, paths, settings, "topic string, storeTimestamp timestamp, keys string")
-    return reconcile(
-        messages,
-        spark.read.parquet(settings["rows"]),
-        business_key=settings["key"],
-        business_time=settings.get("time"),
-        late_seconds=late,
-    )
-
-
-def _retention(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
+def _retention(inputs: Inputs) -> DataFrame:
     columns = (
         "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp"
     )
-    records = _messages(spark, paths, settings, columns, view="log")
-    hours = [_number({"hours": one}, "hours", 72) for one in settings.get("hours", "6,12,24,48,72").split(",")]
-    return what_retention_frees(records, stores.log_files(spark, paths), stores.offsets(spark, paths), hours)
+    records = inputs.messages(columns, view="log")
+    hours = [_number({"hours": one}, "hours", 72) for one in inputs.settings.get("hours", "6,12,24,48,72").split(",")]
+    return what_retention_frees(
+        records, stores.log_files(inputs.spark, inputs.paths), stores.offsets(inputs.spark, inputs.paths), hours
+    )
 
+
+_APPROXIMATE_COLUMNS: Final = "store string, topic string, queueId int, queueOffset bigint, keys string"
+_PENDING_COLUMNS: Final = "topic string, uniqueKey string, queueOffset bigint, physicalOffset bigint"
 
 PIPELINES: Final[dict[str, Pipeline]] = {
     "backlog": Pipeline(
-        "lag by group, topic and queue, and the age of the oldest message that waits", _backlog, TOPIC | GROUP
+        "lag by group, topic and queue, and the age of the oldest message that waits",
+        OfStores(_backlog),
+        "store string, group string, topic string, queueId int, minOffset bigint, maxOffset bigint, offset bigint, "
+        "lag bigint, lost bigint, oldest timestamp, newest timestamp, ageSeconds double",
+        settings=TOPIC | GROUP,
     ),
-    "skew": Pipeline("queues or keys with more than their share", _skew, {"by": "queue or key (queue)"} | MESSAGES),
+    "skew": Pipeline(
+        "queues or keys with more than their share",
+        OfMessages(_reads_skew, _skew),
+        "store string, topic string, queueId int, messages bigint, share double, ratio double",
+        ("-ratio", "-messages", "store", "topic", "queueId", "key"),
+        {"by": "queue or key (queue)", "most": "most rows of a topic (all)"} | MESSAGES,
+    ),
     "duplicates": Pipeline(
         "messages whose business key came before, exactly",
-        _duplicates,
+        OfMessages(_reads_keys(DUPLICATE_COLUMNS), _duplicates),
+        f"{DUPLICATE_COLUMNS}, key string, before timestamp, resend boolean, secondsAfter double",
+        ("topic", "key", "storeTimestamp", "store", "physicalOffset"),
         {"window": "seconds between the two (3600)"} | MESSAGES,
     ),
     "duplicates-approximate": Pipeline(
-        "the same with bloom filters, whenever", _approximate, {"error": "share of false ones (0.001)"} | MESSAGES
+        "the same with bloom filters, whenever",
+        OfMessages(_reads_keys(_APPROXIMATE_COLUMNS), _approximate),
+        _APPROXIMATE_COLUMNS.replace("keys", "key"),
+        ("topic", "key", "store", "queueId", "queueOffset"),
+        {"error": "share of false ones (0.001)"} | MESSAGES,
     ),
     "what-if": Pipeline(
         "who would get which queue, and the time to drain, for many scenarios",
-        _what_if,
+        OfStores(_what_if),
+        "scenario string, group string, topic string, strategy string, clients int, queues int, lag bigint, "
+        "idleClients int, mostQueues int, fewestQueues int, unowned int, mostLag bigint, drainSeconds double, "
+        "boundBy string",
+        ("group", "topic", "drainSeconds", "clients", "strategy"),
         {
             "clients": "numbers of clients (1,2,4,8)",
             "strategies": "how queues are shared out (AVG,AVG_BY_CIRCLE,CONSISTENT_HASH)",
@@ -238,15 +359,40 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         | TOPIC
         | GROUP,
     ),
-    "transactions": Pipeline("half messages that were neither committed nor rolled back", _transactions, TOPIC | GROUP),
-    "timers": Pipeline("messages of delay levels and 5.x's timer that wait, and when they are due", _timers, TOPIC),
-    "dead-letters": Pipeline("dead letters by group, topic and cause", _dead_letters, TOPIC | GROUP | TIMES),
+    "transactions": Pipeline(
+        "half messages that were neither committed nor rolled back",
+        OfStores(_transactions),
+        f"store string, group string, {_PENDING_COLUMNS}, checks int, born timestamp, stored timestamp",
+        ("born", "store", "queueOffset"),
+        TOPIC | GROUP,
+    ),
+    "timers": Pipeline(
+        "messages of delay levels and 5.x's timer that wait, and when they are due",
+        OfStores(_timers),
+        f"store string, kind string, level int, {_PENDING_COLUMNS}, due timestamp",
+        ("due", "store", "kind", "level", "queueOffset"),
+        TOPIC,
+    ),
+    "dead-letters": Pipeline(
+        "dead letters by group, topic and cause",
+        OfMessages(_reads_dead_letters, _dead_letters),
+        "store string, group string, topic string, cause string, messages bigint, first timestamp, last timestamp, "
+        "mostTimes int",
+        ("-messages", "store", "group", "topic", "cause"),
+        TOPIC | GROUP | TIMES,
+    ),
     "filters": Pipeline(
-        "what registered filters match, and what they would save if pushed down", _filters, MESSAGES | GROUP
+        "what registered filters match, and what they would save if pushed down",
+        OfMessages(_reads_filters, _filters),
+        FILTER_COLUMNS,
+        ("-savedBytes", "store", "group", "topic"),
+        MESSAGES | GROUP,
     ),
     "reconcile": Pipeline(
         "messages held against business rows: missing, extra, repeated, late",
-        _reconcile,
+        OfMessages(_reads_keys("store string, topic string, storeTimestamp timestamp, keys string"), _reconcile),
+        "topic string, key string, verdict string, messages bigint, rows bigint, first timestamp, secondsAfter double",
+        ("verdict", "topic", "key"),
         {
             "rows": "a Parquet folder",
             "key": "its key column",
@@ -256,7 +402,11 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         | MESSAGES,
     ),
     "retention": Pipeline(
-        "what a shorter retention would free", _retention, {"hours": "hours that are kept (6,12,24,48,72)"}
+        "what a shorter retention would free",
+        OfStores(_retention),
+        "store string, hours double, files bigint, bytes bigint, messages bigint, unread bigint, oldest timestamp",
+        ("store", "hours"),
+        {"hours": "hours that are kept (6,12,24,48,72)"},
     ),
 }
 """The pipelines of ``librmq spark run``."""

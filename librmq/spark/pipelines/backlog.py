@@ -47,8 +47,8 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
     )  # fmt: skip
 
 
-def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int = 100) -> DataFrame:
-    """Return the ``most`` largest queues or keys of each topic.
+def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int | None = None) -> DataFrame:
+    """Return the queues or keys of each topic, or the ``most`` largest of each.
 
     Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
     or keys).
@@ -68,4 +68,4 @@ def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int =
         (F.col("messages") / F.avg("messages").over(whole)).alias("ratio"),
         F.row_number().over(whole.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
     )
-    return ranked.where(F.col("place") <= most).drop("place")
+    return (ranked if most is None else ranked.where(F.col("place") <= most)).drop("place")

@@ -11,7 +11,12 @@ from librmq.spark.functions import match_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["filter_savings"]
+__all__ = ["FILTER_COLUMNS", "filter_savings"]
+
+FILTER_COLUMNS = (
+    "store string, group string, topic string, expression string, messages bigint, matched bigint, bytes bigint, "
+    "matchedBytes bigint, savedBytes bigint, selectivity double"
+)
 
 
 def filter_savings(messages: DataFrame, filters: DataFrame) -> DataFrame:
@@ -24,7 +29,7 @@ def filter_savings(messages: DataFrame, filters: DataFrame) -> DataFrame:
     rows = filters.distinct().collect()
     if not rows:
         spark = filters.sparkSession
-        return spark.createDataFrame([], _SCHEMA)
+        return spark.createDataFrame([], FILTER_COLUMNS)
     # One pass over the messages, whatever the number of filters.
     answers = []
     for row in rows:
@@ -49,9 +54,3 @@ def filter_savings(messages: DataFrame, filters: DataFrame) -> DataFrame:
             "selectivity": F.when(F.col("messages") > 0, F.col("matched") / F.col("messages")),
         }
     )
-
-
-_SCHEMA = (
-    "store string, group string, topic string, expression string, messages bigint, matched bigint, bytes bigint, "
-    "matchedBytes bigint, savedBytes bigint, selectivity double"
-)

@@ -1,0 +1,294 @@
+"""Results of pipelines as folders of Parquet, each of which appears whole or not at all.
+
+::
+
+    OUT/part-….parquet             `write_result`: a result
+    OUT/run=20261121T060000000Z/   `write_result(append=True)`: the result of each run
+    OUT/latest                     `run_incrementally`: a link to the last run's folder in OUT/runs
+    OUT/runs/000007/               its result, and its state: what was read up to there
+    OUT/messages/000007/           the columns of messages that run 7 read, and perhaps those of earlier runs
+
+Every change becomes visible by renaming one folder or one link. A run that was killed leaves files that nothing refers
+to; the next run deletes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from librmq.clock import SystemClock
+from librmq.columns.planner import PlannedStore
+from librmq.errors import ConfigError, CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import make_folders
+from librmq.spark import stores
+from librmq.spark.options import parse_read_options
+from librmq.spark.pipelines import Inputs, MessageRead, OfMessages, find
+from librmq.spark.pipelines.ranges import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["Increment", "run_incrementally", "write_result"]
+
+_STATE: Final = "_librmq_run.json"
+_LOCK: Final = "_librmq.lock"
+_UNFINISHED: Final = "_unfinished-"
+_MOST_PARTS: Final = 32
+"""Folders of messages from which the next run makes one."""
+
+Ends = dict[str, dict[str, dict[str, int]]]
+"""The first queue offset that is not read, by store, topic and queue id."""
+
+
+def write_result(
+    frame: DataFrame, out: str, *, append: bool = False, overwrite: bool = False, partition_by: Sequence[str] = ()
+) -> str:
+    """Write ``frame`` to Parquet in ``out``, and return the folder written.
+
+    Args:
+        frame: The result.
+        out: A folder that does not exist, unless ``append`` or ``overwrite`` is set.
+        append: Add the result as a partition ``run=TIME``, beside those of earlier calls.
+        overwrite: Replace the folder.
+        partition_by: Columns whose values become folders.
+
+    Raises:
+        ConfigError: ``out`` exists, or ``frame`` lacks a column.
+        StoreLockedError: Another process appends to ``out``.
+    """
+    _check_columns(frame, partition_by)
+    out = os.path.abspath(out)
+    if append:
+        make_folders(DiskFiles(), out)
+        with _locked(out):
+            if any(name.endswith(".parquet") for name in os.listdir(out)):
+                raise ConfigError(f"{out} holds one result, without runs; append to another folder")
+            _delete_others(out, _UNFINISHED, ())
+            now = datetime.fromtimestamp(SystemClock().now_ms() / 1000, UTC)
+            return _write(
+                frame, os.path.join(out, f"run={now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z"), partition_by
+            )
+    if os.path.lexists(out) and not overwrite:
+        raise ConfigError(f"{out} exists (--overwrite replaces it, --append adds a run)")
+    return _write(frame, out, partition_by)
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """The result of `run_incrementally`: its folder, and the number of messages that this run read."""
+
+    path: str
+    messages: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """A run: what it was asked, what has been read, and which folders of messages hold that."""
+
+    pipeline: str
+    settings: dict[str, str]
+    ends: Ends = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+    run: int = 0
+
+    @classmethod
+    def read(cls, path: str) -> _State:
+        try:
+            found = json.loads(DiskFiles().read(path))
+            return cls(**(found | {"parts": tuple(found["parts"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptionError(path, 0, "config", f"expected the state of an incremental run: {error}") from None
+
+
+def run_incrementally(
+    spark: SparkSession,
+    name: str,
+    paths: stores.Paths,
+    out: str,
+    settings: Settings | None = None,
+    *,
+    partition_by: Sequence[str] = (),
+) -> Increment:
+    """Bring the result of a pipeline over messages in ``out`` up to date, reading only messages stored since last time.
+
+    The result in ``OUT/latest`` equals that of a run over all messages that were ever there. The columns that the
+    pipeline reads are kept in ``out``, so retention may delete messages that a run has read.
+
+    Raises:
+        ConfigError: The pipeline shows the present state of a store, or an earlier run had other settings or stores.
+        DataLossError: Retention deleted messages that no run has read; ``damaged=skip`` continues after them.
+        StoreLockedError: Another process runs in ``out``.
+    """
+    given = dict(settings or {})
+    pipeline = find(name, given)
+    if not isinstance(pipeline.source, OfMessages):
+        raise ConfigError(
+            f"pipeline {name}: it shows the present state, which append=True (--append) keeps for each run"
+        )
+    for one in ("starting_offsets", "ending_offsets"):
+        if one in given:
+            raise ConfigError(f"setting {one}: an incremental run chooses the offsets; leave it out")
+    out = os.path.abspath(out)
+    make_folders(DiskFiles(), out)
+    with _locked(out):
+        before = _last_state(out, name, given)
+        inputs = Inputs(spark, stores.paths_of(paths), given)
+        missing = before.ends.keys() - set(inputs.paths)
+        if missing:
+            raise ConfigError(f"{out}: an earlier run read {min(missing)}; name all stores of the earlier runs")
+        _delete_others(os.path.join(out, "messages"), "", before.parts)
+        _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
+        read = pipeline.source.reads(given)
+        starting, ending = _range(read, inputs.paths, before.ends)
+        run, parts, count = before.run + 1, before.parts, _count(starting, ending)
+        if count or not parts:
+            fresh = read.of(
+                spark, inputs.paths, startingOffsets=json.dumps(starting), endingOffsets=json.dumps(ending),
+                failOnDataLoss=str(given.get("damaged") != "skip"),
+            )  # fmt: skip
+            if len(parts) >= _MOST_PARTS:
+                fresh, parts = _kept(spark, out, read, parts).unionByName(fresh), ()
+            parts = (*parts, _folder(run))
+            _write(fresh, os.path.join(out, "messages", parts[-1]), ())
+        result = pipeline.result(inputs, _kept(spark, out, read, parts))
+        _check_columns(result, partition_by)
+        target = os.path.join(out, "runs", _folder(run))
+        state = _State(name, _pinned(given), _joined(before.ends, ending), parts, run)
+        _write(result, target, partition_by, json.dumps(vars(state)).encode())
+        _link(out, target)
+        return Increment(os.path.join(out, "latest"), count)
+
+
+def _folder(run: int) -> str:
+    return f"{run:06}"
+
+
+def _pinned(settings: Settings) -> dict[str, str]:
+    """Return the settings that every run in a folder shares."""
+    return {name: value for name, value in settings.items() if name != "damaged"}
+
+
+def _last_state(out: str, name: str, settings: Settings) -> _State:
+    latest = os.path.join(out, "latest")
+    if not os.path.lexists(latest):
+        taken = set(os.listdir(out)) - {"messages", "runs", _LOCK, "latest.new"}
+        if taken:
+            raise ConfigError(f"{out} holds something else, such as {min(taken)}; name a folder for incremental runs")
+        return _State(name, _pinned(settings))
+    state = _State.read(os.path.join(latest, _STATE))
+    if (state.pipeline, state.settings) != (name, _pinned(settings)):
+        told = ", ".join(f"{one}={value}" for one, value in state.settings.items()) or "no settings"
+        raise ConfigError(
+            f"{out} was begun by the pipeline {state.pipeline} with {told}; keep them, or name another folder"
+        )
+    return state
+
+
+def _range(read: MessageRead, paths: Sequence[str], ends: Ends) -> tuple[Ends, Ends]:
+    """Return the first offset to read of each wanted queue, and its present end."""
+    starting: Ends = {}
+    ending: Ends = {}
+    usual = {} if read.own or "topic" in read.options else {"topicPattern": "(?s).*"}
+    for path in paths:
+        options = parse_read_options({**usual, **read.options, "path": path})
+        with PlannedStore.open(path, options.wanted, options.mode) as store:
+            for (topic, queue_id), queue in store.queues.items():
+                known = ends.get(path, {}).get(topic, {}).get(str(queue_id))
+                starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = (
+                    queue.begin if known is None else known
+                )
+                ending.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue.end
+    return starting, ending
+
+
+def _count(starting: Ends, ending: Ends) -> int:
+    return sum(
+        max(0, end - starting[path][topic][number])
+        for path, topics in ending.items()
+        for topic, queues in topics.items()
+        for number, end in queues.items()
+    )
+
+
+def _joined(before: Ends, now: Ends) -> Ends:
+    """Return what has been read after a run; a deleted queue keeps its end."""
+    return {
+        path: {
+            topic: before.get(path, {}).get(topic, {}) | now.get(path, {}).get(topic, {})
+            for topic in before.get(path, {}).keys() | now.get(path, {}).keys()
+        }
+        for path in before.keys() | now.keys()
+    }
+
+
+def _kept(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:
+    return spark.read.schema(read.columns).parquet(*(os.path.join(out, "messages", part) for part in parts))
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def _check_columns(frame: DataFrame, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in frame.columns:
+            raise ConfigError(f"partition_by: expected some of {', '.join(frame.columns)}, found {name!r}")
+
+
+@contextmanager
+def _locked(out: str) -> Iterator[None]:
+    lock = DiskFiles().lock(os.path.join(out, _LOCK))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: bytes | None = None) -> str:
+    """Write ``frame`` and ``state`` beside ``target``, flush them, and rename the folder to ``target``."""
+    folder, name = os.path.split(target)
+    make_folders(DiskFiles(), folder)
+    unfinished = os.path.join(folder, f"{_UNFINISHED}{name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    frame.write.partitionBy(*partition_by).parquet(unfinished)
+    if state is not None:
+        DiskFiles().write(os.path.join(unfinished, _STATE), state)
+    for below, _, names in os.walk(unfinished):
+        for one in names:
+            with open(os.path.join(below, one), "rb") as file:
+                os.fsync(file.fileno())
+        DiskFiles().flush_folder(below)
+    old = os.path.join(folder, f"{_UNFINISHED}old-{name}")
+    shutil.rmtree(old, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.rename(target, old)
+    os.rename(unfinished, target)
+    DiskFiles().flush_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _link(out: str, target: str) -> None:
+    """Let ``OUT/latest`` lead to ``target``, in one step."""
+    fresh = os.path.join(out, "latest.new")
+    with suppress(FileNotFoundError):
+        os.unlink(fresh)
+    os.symlink(os.path.relpath(target, out), fresh)
+    os.replace(fresh, os.path.join(out, "latest"))
+    DiskFiles().flush_folder(out)
+
+
+def _delete_others(folder: str, prefix: str, kept: Sequence[str]) -> None:
+    """Delete what killed or earlier runs left in ``folder``."""
+    if not os.path.isdir(folder):
+        return
+    for name in os.listdir(folder):
+        if name.startswith(prefix) and name not in kept:
+            shutil.rmtree(os.path.join(folder, name))

@@ -1,0 +1,150 @@
+"""Results of pipelines in folders: runs beside each other, partitions, and incremental runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from tests.reference import CHECKOUT
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from librmq.errors import ConfigError  # noqa: E402
+from librmq.spark.pipelines import PIPELINES, run  # noqa: E402
+from librmq.spark.results import run_incrementally, write_result  # noqa: E402
+from tests.spark_session import shared_session  # noqa: E402
+
+CONFIG = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4096)
+
+
+def add(path: Path, first: int, count: int, topic: str = "T") -> Path:
+    clock = ManualClock(1_700_000_000_000 + 1000 * first)
+    with MessageStore.open(path, CONFIG, clock=clock) as store:
+        for number in range(first, first + count):
+            clock.advance(ms=1000)
+            store.append(Message(topic, b"x" * 200, keys=f"k{number % 7}"), number % 2)
+    return path
+
+
+def rows(frame: Any) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in frame.collect()]
+
+
+def kept(path: Path | str) -> list[tuple[Any, ...]]:
+    """Return the rows of Parquet in some fixed order."""
+    return sorted(rows(shared_session().read.parquet(str(path))), key=str)
+
+
+def test_results_have_the_documented_columns(tmp_path: Path) -> None:
+    """Each pipeline, also when it finds nothing."""
+    spark = shared_session()
+    page = " ".join((CHECKOUT / "docs" / "spark.md").read_text().split())
+    path = add(tmp_path / "s", 0, 3)
+    spark.createDataFrame([("k1",)], "id string").write.parquet(str(tmp_path / "rows"))
+    settings = {"reconcile": {"rows": str(tmp_path / "rows"), "key": "id"}}
+    for name, pipeline in PIPELINES.items():
+        if name == "duplicates-approximate":
+            pytest.importorskip("pybloom_live")
+        found = run(spark, name, str(path), settings.get(name)).schema
+        types = ", ".join(f"{field.name} {field.dataType.simpleString()}" for field in found)
+        assert types == pipeline.columns, name
+        assert f"| `{name}` | {pipeline.columns} |" in page, name
+
+
+def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
+    frame = shared_session().createDataFrame([("a", 1), ("b", 2)], "topic string, n int")
+    out = str(tmp_path / "out")
+    killed = tmp_path / "out" / "_unfinished-run=1"
+    killed.mkdir(parents=True)
+    first = write_result(frame, out, append=True, partition_by=["topic"])
+    assert not killed.exists()
+    assert Path(first).parent == tmp_path / "out"
+    assert (Path(first) / "topic=a").is_dir()
+    write_result(frame, out, append=True, partition_by=["topic"])
+    whole = shared_session().read.parquet(out)
+    assert sorted(whole.columns) == ["n", "run", "topic"]
+    assert whole.groupBy("topic").count().where("count = 2").count() == 2
+    plain = str(tmp_path / "plain")
+    for overwrite in (False, True):
+        write_result(frame, plain, overwrite=overwrite)
+    assert kept(plain) == [("a", 1), ("b", 2)]
+    for again, words in ((out, {}), (plain, {"append": True}), (plain + "2", {"partition_by": ["x"]})):
+        with pytest.raises(ConfigError, match=r"exists|one result|partition_by"):
+            write_result(frame, again, **words)
+
+
+def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
+    """Messages of earlier runs may be gone from the store; new topics and stores are read from their start."""
+    spark, out = shared_session(), str(tmp_path / "out")
+    path = add(tmp_path / "s", 0, 40)
+    whole = add(tmp_path / "w", 0, 40)
+
+    def incremental(*paths: Path, **settings: str) -> int:
+        return run_incrementally(spark, "duplicates", [str(one) for one in paths], out, settings).messages
+
+    assert incremental(path) == 40
+    assert incremental(path) == 0
+    for store in (path, whole):
+        add(store, 40, 10)
+        add(store, 50, 4, "New")
+    oldest = min((path / "commitlog").iterdir())
+    oldest.unlink()
+    assert incremental(path) == 14
+    columns = [name for name in run(spark, "duplicates", str(whole)).columns if name != "store"]
+    expected = run(spark, "duplicates", str(whole)).select(columns)
+    found = spark.read.parquet(f"{out}/latest").select(columns)
+    assert sorted(rows(found), key=str) == sorted(rows(expected), key=str)
+    other = add(tmp_path / "other", 0, 3, "Elsewhere")
+    assert incremental(path, other) == 3
+    for paths, settings, text in (
+        ([path], {}, "name all stores"),
+        ([path, other], {"window": "5"}, "keep them, or name another folder"),
+        ([path, other], {"starting_offsets": "{}"}, "chooses the offsets"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            incremental(*paths, **settings)
+    with pytest.raises(ConfigError, match="present state"):
+        run_incrementally(spark, "backlog", str(path), str(tmp_path / "o2"))
+    assert len(list((tmp_path / "out" / "runs").iterdir())) <= 2
+
+
+@pytest.mark.slow
+def test_an_incremental_run_killed_at_any_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result stays that of the last whole run; the next run gives what no kill would have given."""
+    spark, out = shared_session(), tmp_path / "out"
+    path = add(tmp_path / "s", 0, 20)
+
+    class Killed(BaseException):
+        """Ends a run like a signal: nothing handles it."""
+
+    left = [0]
+
+    def counted(action: Any) -> Any:
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            if str(out) in str(arguments[-1]):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return action(*arguments, **keywords)
+
+        return called
+
+    run_incrementally(spark, "skew", str(path), str(out))
+    for name in ("rename", "replace", "symlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    for number in range(20):
+        add(path, 20 + number, 1)
+        before, left[0] = kept(out / "latest"), number
+        try:
+            run_incrementally(spark, "skew", str(path), str(out))
+            break
+        except Killed:
+            assert kept(out / "latest") == before
+    assert number > 5
+    left[0] = 100
+    assert kept(out / "latest") == sorted(rows(run(spark, "skew", str(path))), key=str)
