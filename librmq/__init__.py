@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
+    from librmq.wire.remote.connector import connect as connect
 
 _MODULES = {
     "broker": (
@@ -159,6 +160,7 @@ _MODULES = {
     "scheduling.timer_config": ("TimerConfig",),
     "store": ("MessageStore",),
     "txn": ("TransactionConfig",),
+    "wire.remote.connector": ("connect",),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -255,7 +255,7 @@ class Producer(Startable):
         else:
             chosen = self._attempts.next_queue(self._attempts.queues(made.topic))
         try:
-            self._attempts.to(made, chosen, self._usual_timeout_ms)
+            self._attempts.to(made, chosen, self._usual_timeout_ms, is_one_way=True)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",

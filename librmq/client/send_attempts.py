@@ -171,6 +171,7 @@ class SendAttempts:
         timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
         attempt: int = 0,
+        is_one_way: bool = False,
     ) -> SendResult:
         """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
         if self._life.state is not _RUNNING:
@@ -185,10 +186,20 @@ class SendAttempts:
                 packed, sys_flag = record.compress_body(message.body), _COMPRESSED
                 sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(
-                self._group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
+                self._group,
+                sent,
+                queue.queue_id,
+                self._now_ms(),
+                client.host,
+                sys_flag,
+                default_queues,
+                timeout_ms=timeout_ms,
+                is_one_way=is_one_way,
             )
         else:
-            request = SendBatch(self._group, batch, queue.queue_id, self._now_ms(), client.host, default_queues)
+            request = SendBatch(
+                self._group, batch, queue.queue_id, self._now_ms(), client.host, default_queues, timeout_ms
+            )
         after = []
         if self._hooks:
             context = SendContext(self._group, message, queue, attempt)

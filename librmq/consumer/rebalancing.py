@@ -87,9 +87,16 @@ class Rebalancing:
         self._there.setdefault(topic, frozenset(self._queues(topic)))
 
     def _queues(self, topic: str) -> list[MessageQueue]:
+        try:
+            route = self._member.route.topic_route(topic)
+        except RmqError as error:  # no name server answers
+            self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
+            self._open = True
+            return []
+        self._member.states.works(("route", topic), f"asking for the route of {topic}")
         return [
             MessageQueue(topic, broker.broker_name, number)
-            for broker in self._member.route.topic_route(topic)
+            for broker in route
             if broker.permission & PERM_READ
             for number in range(broker.read_queues)
         ]

@@ -66,6 +66,10 @@ class SendMessage(Request[SendResponse]):
     reconsume_times: int = 0
     max_reconsume_times: int | None = None
     """Of a consumer that sends a message back itself, as an orderly one does."""
+    timeout_ms: float | None = None
+    """Time for the answer of a remote broker, None as its route says."""
+    is_one_way: bool = False
+    """Whether the sender needs no answer. A remote broker sends none, so places in the response are -1."""
 
 
 @value
@@ -78,6 +82,8 @@ class SendBatch(Request[SendResponse]):
     born_timestamp_ms: int
     born_host: Host
     default_queues: int = 4
+    timeout_ms: float | None = None
+    """Time for the answer of a remote broker, None as its route says."""
 
 
 @value

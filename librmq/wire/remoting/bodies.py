@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from librmq.errors import MalformedError
+from librmq.errors import FilterSyntaxError, MalformedError
+from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel, Subscription
+from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, Subscription
 
 __all__ = [
+    "heartbeat_body",
     "heartbeat_of",
     "queue_key",
     "queue_row",
@@ -144,6 +147,23 @@ def _consumer_of(row: Mapping[str, Any]) -> ConsumerData:
     )
 
 
+def heartbeat_body(heartbeat: Heartbeat) -> bytes:
+    """Return the body of a heartbeat, as `heartbeat_of` reads it."""
+    consumers = [
+        {
+            "consumeFromWhere": data.consume_from.value,
+            "consumeType": _PULLS[0] if data.kind == "pull" else "CONSUME_PASSIVELY",
+            "groupName": data.group,
+            "messageModel": data.model.value,
+            "subscriptionDataSet": [subscription_row(each) for each in data.subscriptions.values()],
+            "unitMode": False,
+        }
+        for data in heartbeat.consumers
+    ]
+    producers = [{"groupName": group} for group in sorted(heartbeat.producer_groups)]
+    return write_body({"clientID": heartbeat.client_id, "consumerDataSet": consumers, "producerDataSet": producers})
+
+
 def subscription_of(row: object) -> Subscription:
     """Return the subscription in an object.
 
@@ -161,13 +181,17 @@ def subscription_of(row: object) -> Subscription:
 
 
 def subscription_row(subscription: Subscription) -> dict[str, Any]:
-    """Return a subscription as Java writes it."""
+    """Return a subscription as Java writes it. A broker selects tags by their codes."""
+    tags: TagFilter | None = None
+    if subscription.expression_type == TAG:
+        with suppress(FilterSyntaxError):  # it selects nothing
+            tags = TagFilter(subscription.expression)
     return {
         "classFilterMode": False,
-        "codeSet": [],
+        "codeSet": [] if tags is None else sorted(tags.codes),
         "expressionType": subscription.expression_type,
         "subString": subscription.expression,
         "subVersion": subscription.version,
-        "tagsSet": [],
+        "tagsSet": [] if tags is None else sorted(tags.tags),
         "topic": subscription.topic,
     }

@@ -1,0 +1,31 @@
+"""Connect to a cluster of RocketMQ 4.x: a route over TCP that every producer and consumer of librmq takes.
+
+::
+
+    import librmq
+
+    with librmq.connect("namesrv:9876") as route:
+        with librmq.Producer(route, "shop") as producer:
+            producer.send("orders", b"created")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.wire.remote.cluster_admin import ClusterAdmin as ClusterAdmin
+    from librmq.wire.remote.cluster_admin import GroupProgress as GroupProgress
+    from librmq.wire.remote.cluster_admin import QueueBounds as QueueBounds
+    from librmq.wire.remote.connector import connect as connect
+    from librmq.wire.remote.remote_route import RemoteRoute as RemoteRoute
+
+_MODULES = {
+    "cluster_admin": ("ClusterAdmin", "GroupProgress", "QueueBounds"),
+    "connector": ("connect",),
+    "remote_route": ("RemoteRoute",),
+}
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

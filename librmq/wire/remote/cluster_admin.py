@@ -1,0 +1,272 @@
+"""Questions of people and tools to all brokers of a route. Mirrors ``DefaultMQAdminExt``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
+from librmq.message.hosts import format_host, parse_offset_message_id
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol import (
+    ConsumerData,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    QueryMessages,
+    QueryOffset,
+    QueueData,
+    QueueOffsetAt,
+    ResetGroup,
+    ResponseCode,
+    SetGroup,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.wire.remote.forms import FORMS, check, frame_of
+from librmq.wire.remote.remote_broker import RemoteBroker
+from librmq.wire.remote.remote_route import RemoteRoute
+from librmq.wire.remoting.bodies import queues_of, read_body
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import GroupAndTopicHeader, TopicNameHeader, TopicOfClusterHeader
+
+__all__ = ["ClusterAdmin", "GroupProgress", "QueueBounds"]
+
+T = TypeVar("T")
+_MOST_FOUND = 64
+
+
+class QueueBounds(NamedTuple):
+    """The messages of a queue at its broker."""
+
+    min_offset: int
+    max_offset: int
+    """The queue offset of the next message."""
+    last_timestamp_ms: int
+    """Store time of the last message; 0 if there is none."""
+
+
+class GroupProgress(NamedTuple):
+    """The progress of a group in a queue."""
+
+    max_offset: int
+    """The queue offset of the next message at the broker."""
+    queue_offset: int
+    """The queue offset of the next message for the group."""
+    last_timestamp_ms: int
+    """Store time of the last consumed message; 0 if it is gone."""
+
+    @property
+    def lag(self) -> int:
+        """Messages that the group has not consumed."""
+        return self.max_offset - self.queue_offset
+
+
+class ClusterAdmin:
+    """Asks every broker of a route. Thread-safe; each call waits for its answers.
+
+    Each method raises `BrokerUnreachableError` if a broker does not answer or its answer can't be read, and
+    `BrokerError` if a broker refuses.
+    """
+
+    def __init__(self, route: RemoteRoute) -> None:
+        self.route = route
+
+    def _brokers(self) -> Iterator[RemoteBroker]:
+        for name in self.route.broker_names():
+            yield self.route.broker(name)
+
+    def _read(self, broker: RemoteBroker, frame: Frame, what: str, of: Callable[[dict[str, Any]], T]) -> T:
+        answer = check(broker.ask(frame))
+        try:
+            return of(read_body(answer.body, what))
+        except MalformedError as error:
+            raise BrokerUnreachableError(f"{broker.name}: {what} can't be read: {error}") from error
+
+    # ---- topics
+
+    def topics(self) -> dict[str, tuple[QueueData, ...]]:
+        """Return the topics of all brokers with their queues, sorted, including the brokers' own."""
+        found: dict[str, list[QueueData]] = {}
+        for broker in self._brokers():
+            frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
+            for topic, row in self._read(broker, frame, "the topics", lambda body: _table(body, "topicConfigTable")):
+                read, write, permission = (_whole(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
+                found.setdefault(topic, []).append(QueueData(broker.name, read, write, permission))
+        return {topic: tuple(found[topic]) for topic in sorted(found)}
+
+    def create_topic(self, topic: str, queues: int = 8, *, broker_name: str | None = None) -> None:
+        """Create a topic, or change its number of queues, at one broker or at all."""
+        for broker in self._brokers():
+            if broker_name in (None, broker.name):
+                broker.call(CreateTopic(topic, queues, queues))
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
+        for broker in self._brokers():
+            broker.call(DeleteTopic(topic))
+        self.route.name_servers.tell(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicOfClusterHeader(topic)))
+
+    def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
+        """Return the queues of a topic, sorted, with the messages in each; empty if no broker has the topic."""
+        frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, TopicNameHeader(topic))
+        names = ("minOffset", "maxOffset", "lastUpdateTimestamp")
+        return self._of_queues(frame, "the queues of a topic", QueueBounds, names, ResponseCode.TOPIC_NOT_EXIST)
+
+    def _of_queues(
+        self, frame: Frame, what: str, kind: Callable[[int, int, int], T], names: tuple[str, str, str], absent: int
+    ) -> dict[MessageQueue, T]:
+        """Return a table with a row for each queue; a broker that answers ``absent`` has none."""
+        found: dict[MessageQueue, T] = {}
+        for broker in self._brokers():
+            try:
+                rows = self._read(broker, frame, what, _queue_rows)
+            except BrokerError as error:
+                if error.code != absent:
+                    raise
+                continue
+            found.update((queue, kind(*(_whole(row, name) for name in names))) for queue, row in rows)
+        return dict(sorted(found.items()))
+
+    # ---- groups
+
+    def groups(self) -> dict[str, int]:
+        """Return the consumer groups that the brokers know, sorted, each with its number of redeliveries."""
+        found: dict[str, int] = {}
+        for broker in self._brokers():
+            frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
+            rows = self._read(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
+            for group, row in rows:
+                found.setdefault(group, _whole(row, "retryMaxTimes"))
+        return dict(sorted(found.items()))
+
+    def set_group(self, group: str, retry_max_times: int = 16) -> None:
+        """Create a consumer group, or change its number of redeliveries, at all brokers."""
+        for broker in self._brokers():
+            broker.call(SetGroup(group, retry_max_times))
+
+    def delete_group(self, group: str, *, removes_progress: bool = False) -> None:
+        """Delete a consumer group's settings at all brokers, and its progress if wanted."""
+        for broker in self._brokers():
+            broker.call(DeleteGroup(group, removes_progress))
+
+    def clients(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
+        """Return a group as its clients describe it, with their ids; None if no client is online."""
+        data: ConsumerData | None = None
+        ids: dict[str, None] = {}
+        for broker in self._brokers():
+            found = broker.clients_of(group)
+            if found is not None:
+                data = data or found[0]
+                ids |= dict.fromkeys(found[1])
+        return None if data is None else (data, tuple(ids))
+
+    def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
+        """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
+        frame = frame_of(RequestCode.GET_CONSUME_STATS, GroupAndTopicHeader(group, topic))
+        names = ("brokerOffset", "consumerOffset", "lastTimestamp")
+        return self._of_queues(frame, "the progress of a group", GroupProgress, names, ResponseCode.TOPIC_NOT_EXIST)
+
+    def groups_of(self, topic: str) -> tuple[str, ...]:
+        """Return the groups that consume a topic or have progress in it, sorted."""
+        found: set[str] = set()
+        for broker in self._brokers():
+            frame = frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))
+            found.update(self._read(broker, frame, "the groups of a topic", lambda body: _names(body, "groupList")))
+        return tuple(sorted(found))
+
+    def reset(self, group: str, topic: str, timestamp_ms: int, *, force: bool = True) -> dict[MessageQueue, int]:
+        """Move a group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
+
+        Clients that are online continue there. Without ``force`` progress moves backwards only.
+        """
+        moved: dict[MessageQueue, int] = {}
+        for broker in self._brokers():
+            try:
+                answer = broker.call(ResetGroup(group, topic, timestamp_ms, force))
+                moved |= dict(answer)
+            except BrokerError as error:
+                if error.code != ResponseCode.CONSUMER_NOT_ONLINE:
+                    raise
+                moved.update(self._reset_offline(broker, group, topic, timestamp_ms, force))
+        return dict(sorted(moved.items()))
+
+    def _reset_offline(
+        self, broker: RemoteBroker, group: str, topic: str, timestamp_ms: int, force: bool
+    ) -> dict[MessageQueue, int]:
+        moved = {}
+        for queue, bounds in self.queues(topic).items():
+            if queue.broker_name != broker.name:
+                continue
+            offset = bounds.max_offset
+            if timestamp_ms >= 0:
+                offset = broker.call(QueueOffsetAt(topic, queue.queue_id, timestamp_ms))
+            before = broker.call(QueryOffset(group, topic, queue.queue_id))
+            if force or before is None or offset <= before:
+                broker.call(UpdateOffset(group, topic, queue.queue_id, offset))
+                moved[queue] = offset
+        return moved
+
+    # ---- messages
+
+    def find_by_id(self, message_id: str, topic: str | None = None) -> StoredMessage | None:
+        """Return the message with an offset id, or with ``topic`` the first one with a producer's unique id."""
+        try:
+            host, physical_offset = parse_offset_message_id(message_id)
+        except MalformedError:
+            host = None
+        address = None if host is None else format_host(host)
+        for broker in self._brokers():
+            if broker.address == address:
+                return broker.call(ViewMessage(physical_offset))
+        found = [] if topic is None else self.find_by_key(topic, message_id, is_unique=True)
+        return next(iter(found), None)
+
+    def find_by_key(
+        self, topic: str, key: str, *, max_messages: int = _MOST_FOUND, is_unique: bool = False
+    ) -> list[StoredMessage]:
+        """Return messages of a topic with a key, or with a producer's unique id, oldest first."""
+        request = QueryMessages(topic, key, max_messages)
+        found: list[StoredMessage] = []
+        for broker in self._brokers():
+            frame = FORMS[QueryMessages].write(request)
+            if is_unique:
+                frame.fields["_UNIQUE_KEY_QUERY"] = "true"
+            answer = broker.ask(frame)
+            found += FORMS[QueryMessages].read(request, answer)
+        return sorted(found, key=lambda message: message.store_timestamp_ms)[:max_messages]
+
+
+def _table(body: Mapping[str, Any], name: str) -> list[tuple[str, Mapping[str, Any]]]:
+    rows = body.get(name) or {}
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise MalformedError(f"{name}: expected an object of objects, found {rows!r:.80}")
+    return [(str(key), row) for key, row in rows.items()]
+
+
+def _queue_rows(body: Mapping[str, Any]) -> list[tuple[MessageQueue, Mapping[str, Any]]]:
+    rows = body.get("offsetTable") or {}
+    if not isinstance(rows, dict):
+        raise MalformedError(f"offsetTable: expected an object, found {rows!r:.80}")
+    found: list[tuple[MessageQueue, Mapping[str, Any]]] = []
+    for key, row in rows.items():
+        (queue,) = queues_of([dict(key) if isinstance(key, tuple) else key])
+        if not isinstance(row, dict):
+            raise MalformedError(f"offsetTable: {queue}: expected an object, found {row!r:.80}")
+        found.append((queue, row))
+    return found
+
+
+def _names(body: Mapping[str, Any], name: str) -> list[str]:
+    found = body.get(name) or []
+    if not isinstance(found, list):
+        raise MalformedError(f"{name}: expected a list, found {found!r:.80}")
+    return [str(one) for one in found]
+
+
+def _whole(row: Mapping[str, Any], name: str) -> int:
+    found = row.get(name)
+    if type(found) is not int:
+        raise MalformedError(f"{name}: expected a whole number, found {found!r:.80}")
+    return found

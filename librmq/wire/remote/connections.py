@@ -1,0 +1,131 @@
+"""The connections of one route: one for each address and client, shared by its users, and reopened with a back-off."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from librmq.errors import BrokerUnreachableError
+from librmq.wire.remote.transport import Dial, Requested, Transport
+from librmq.wire.remoting.frames import Frame
+
+__all__ = ["Connections"]
+
+FIRST_BACK_OFF_S: Final = 0.1
+LONGEST_BACK_OFF_S: Final = 5.0
+_SHORT_S: Final = 1.0
+"""A connection that ends sooner counts as a failure."""
+_Key = tuple[str, str]
+
+
+class _Line:
+    """What is known of one connection, open or not."""
+
+    __slots__ = ("back_off_s", "closed_until", "lock", "opened_at", "transport", "why")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while the connection is opened
+        self.transport: Transport | None = None
+        self.opened_at = self.closed_until = 0.0
+        self.back_off_s = 0.0
+        self.why: BrokerUnreachableError | None = None
+
+
+class Connections:
+    """The open connections. Thread-safe."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        monotonic: Callable[[], float],
+        requested: Callable[[str, str, Transport, Frame], None],
+        lost: Callable[[str, str, Transport], None],
+        back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
+    ) -> None:
+        """Open connections by ``dial``.
+
+        Args:
+            dial: Opens one.
+            monotonic: The time in seconds.
+            requested: Gets address, client id, connection and frame of a request of the server.
+            lost: Gets address, client id and connection at its end.
+            back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
+        """
+        self._dial = dial
+        self._monotonic = monotonic
+        self._requested = requested
+        self._lost = lost
+        self._back_off_s = back_off_s
+        self._lock = threading.Lock()
+        self._lines: dict[_Key, _Line] = {}
+        self._is_closed = False
+
+    def get(self, address: str, client_id: str = "") -> Transport:
+        """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
+
+        Raises:
+            BrokerUnreachableError: It can't be opened, or could not a moment ago; or the route is closed.
+        """
+        key = address, client_id
+        line = self._lines.get(key)
+        if line is not None and (found := line.transport) is not None and found.is_open:
+            return found
+        with self._lock:
+            if self._is_closed:
+                raise BrokerUnreachableError(f"{address}: the route was closed; make a new one with librmq.connect")
+            line = self._lines.setdefault(key, _Line())
+        with line.lock:
+            if line.transport is not None and line.transport.is_open:
+                return line.transport
+            if line.why is not None and self._monotonic() < line.closed_until:
+                raise BrokerUnreachableError(str(line.why))
+            line.transport = self._open(key, line)
+        if self._is_closed:
+            line.transport.close()
+        return line.transport
+
+    def _open(self, key: _Key, line: _Line) -> Transport:
+        address, client_id = key
+
+        def requested(transport: Transport, frame: Frame) -> None:
+            self._requested(address, client_id, transport, frame)
+
+        def lost(transport: Transport) -> None:
+            if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
+                self._failed(line, BrokerUnreachableError(f"{address} has closed the connection at once"))
+            else:
+                line.back_off_s = 0.0
+            self._lost(address, client_id, transport)
+
+        handler: Requested = requested
+        line.opened_at, line.why = self._monotonic(), None
+        try:
+            opened = self._dial(address, handler, lost)
+        except BrokerUnreachableError as error:
+            self._failed(line, error)
+            raise
+        return opened
+
+    def _failed(self, line: _Line, error: BrokerUnreachableError) -> None:
+        first_s, most_s = self._back_off_s
+        line.back_off_s = min(most_s, 2 * line.back_off_s or first_s)
+        line.closed_until = self._monotonic() + line.back_off_s
+        line.why = error
+
+    def drop(self, client_id: str, address: str) -> None:
+        """Close the connection of a client."""
+        with self._lock:
+            line = self._lines.pop((address, client_id), None)
+        if line is not None and line.transport is not None:
+            line.transport.close()
+
+    def close(self) -> None:
+        """Close all connections; no new one is opened."""
+        with self._lock:
+            self._is_closed = True
+            lines = list(self._lines.values())
+        for line in lines:
+            transport = line.transport
+            if transport is not None:
+                transport.close()

@@ -1,0 +1,42 @@
+"""What a broker says of the clients of a group, read from the body of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from librmq.errors import MalformedError
+from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel, Subscription
+from librmq.wire.remoting.bodies import subscription_of
+
+__all__ = ["consumer_data", "subscriptions_by_client"]
+
+
+def consumer_data(group: str, found: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
+    """Return a group as its clients describe it, and the ids of the clients.
+
+    Raises:
+        MalformedError: This is no list of connections.
+    """
+    rows = found.get("connectionSet") or []
+    ids = [row.get("clientId") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
+    if not all(isinstance(one, str) for one in ids):
+        raise MalformedError(f"connectionSet: expected objects with a clientId, found {rows!r:.80}")
+    table = found.get("subscriptionTable") or {}
+    if not isinstance(table, dict):
+        raise MalformedError(f"subscriptionTable: expected an object, found {table!r:.80}")
+    begin, model = found.get("consumeFromWhere"), found.get("messageModel")
+    data = ConsumerData(
+        group,
+        "pull" if found.get("consumeType") == "CONSUME_ACTIVELY" else "push",
+        MessageModel.BROADCASTING if model == MessageModel.BROADCASTING.value else MessageModel.CLUSTERING,
+        next((one for one in ConsumeFrom if one.value == begin), ConsumeFrom.LAST),
+        {str(topic): subscription_of(row) for topic, row in table.items()},
+    )
+    return data, tuple(str(one) for one in ids)
+
+
+def subscriptions_by_client(found: Mapping[str, Any]) -> dict[str, dict[str, Subscription]]:
+    """Return the subscriptions of a group for each of its clients; a broker of 4.x keeps one table for all of them."""
+    data, ids = consumer_data("", found)
+    return {client_id: dict(data.subscriptions) for client_id in ids}

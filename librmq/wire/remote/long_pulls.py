@@ -1,0 +1,206 @@
+"""Pulls without waiting: the frame goes out, the client is told HELD, and asks again when the answer is here.
+
+::
+
+    pull ──> frame sent ──> HELD        answer arrives ──> notify ──> the same pull ──> its messages
+
+So a step under the runner's lock never waits for a pull. Mirrors ``PullAPIWrapper`` and the callbacks of
+``MQClientAPIImpl.pullMessageAsync``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.protocol import PullMessage, PullResponse, PullStatus
+from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
+from librmq.wire.remote.transport import Transport
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import GroupProgressHeader, PullHeader
+
+__all__ = ["LongPulls"]
+
+SUSPEND_MS: Final = 15_000
+_ANSWER_WITHIN_MS: Final = 30_000
+"""After this time a pull is sent again; its answer is lost."""
+_COMMITS, _WAITS, _SUBSCRIBES = 1, 2, 4
+_STATUSES: Final = {
+    0: PullStatus.FOUND,
+    19: PullStatus.NO_NEW_MESSAGE,
+    20: PullStatus.NO_MATCHED_MESSAGE,
+    21: PullStatus.OFFSET_ILLEGAL,
+}
+_Key = tuple[str, str, str, int]
+
+
+class _Pull:
+    """The latest pull of a client in one queue."""
+
+    __slots__ = ("answer", "asked", "committed", "notify", "sent_ms")
+
+    def __init__(self, request: PullMessage, sent_ms: int) -> None:
+        self.asked = _asked(request)
+        self.committed = request.commit_offset
+        self.notify = request.notify
+        self.sent_ms = sent_ms
+        self.answer: Frame | RmqError | None = None
+
+    def outcome(self) -> Frame | RmqError | None:
+        """Return what has come by now, in any thread."""
+        return self.answer
+
+
+class LongPulls:
+    """The pulls at one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        broker_name: str,
+        now_ms: Callable[[], int],
+        connect: Callable[[str], Transport],
+        later: Callable[[Callable[[], None]], None],
+        timeout_s: float,
+    ) -> None:
+        """Pull from one broker.
+
+        Args:
+            broker_name: Names it in errors.
+            now_ms: The time.
+            connect: Returns the connection of a client, which the broker knows by its heartbeat.
+            later: Runs a function under the runner's lock, soon.
+            timeout_s: Seconds for the answer to a pull that the broker must not hold.
+        """
+        self._broker_name = broker_name
+        self._now_ms = now_ms
+        self._connect = connect
+        self._later = later
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._pulls: dict[_Key, _Pull] = {}
+        self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def pull(self, request: PullMessage) -> PullResponse:
+        """Return the answer to a pull if it is here; otherwise send the pull, and return HELD.
+
+        Raises:
+            BrokerError: The broker refuses the pull.
+            BrokerUnreachableError: It can't be reached, or its answer can't be read.
+        """
+        if request.notify is None:
+            return self._response(request, self._connect(request.client_id).ask(_frame(request), self._timeout_s))
+        key = request.client_id, request.group, request.topic, request.queue_id
+        answer: Frame | RmqError | None = None
+        with self._lock:
+            known = self._pulls.get(key)
+            if known is None or known.asked != _asked(request) or not self._is_fresh(known):
+                known = None
+            else:
+                known.notify = request.notify
+                answer = known.answer
+                if answer is not None:
+                    del self._pulls[key]
+        if known is None or (answer is not None and self._is_empty(request, answer)):
+            return self._send(key, request)
+        if request.commit_offset not in (None, known.committed):
+            self._connect(request.client_id).tell(_commit(request))
+            known.committed = request.commit_offset
+        return self._held(request) if answer is None else self._response(request, answer)
+
+    def _is_fresh(self, pull: _Pull) -> bool:
+        return 0 <= self._now_ms() - pull.sent_ms < _ANSWER_WITHIN_MS
+
+    def _is_empty(self, request: PullMessage, answer: Frame | RmqError) -> bool:
+        """Return whether a hold has ended without anything, so that the next one begins at the same offset."""
+        if isinstance(answer, Frame) and answer.code in (19, 20):
+            return self._response(request, answer).next_offset == request.queue_offset
+        return False
+
+    def _send(self, key: _Key, request: PullMessage) -> PullResponse:
+        pull = _Pull(request, self._now_ms())
+
+        def ended(outcome: Frame | RmqError) -> None:
+            with self._lock:
+                if self._pulls.get(key) is not pull:
+                    return  # a later pull has replaced it
+                pull.answer = outcome
+                if isinstance(outcome, RmqError):
+                    del self._pulls[key]  # the connection has ended: the next pull is sent over a new one
+            self._later(lambda: None if pull.notify is None else pull.notify())
+
+        transport = self._connect(request.client_id)
+        with self._lock:
+            self._pulls[key] = pull
+        try:
+            transport.begin(_frame(request), ended)
+        except RmqError:
+            with self._lock:
+                if self._pulls.get(key) is pull:
+                    del self._pulls[key]
+            raise
+        with self._lock:
+            answer = pull.outcome()
+            if not isinstance(answer, Frame) or self._pulls.get(key) is not pull:
+                return self._held(request)
+            del self._pulls[key]  # it was here at once
+        return self._response(request, answer)
+
+    def _held(self, request: PullMessage) -> PullResponse:
+        begin, end = self._bounds.get((request.topic, request.queue_id), (0, request.queue_offset))
+        return PullResponse(PullStatus.HELD, request.queue_offset, begin, end, is_held=True)
+
+    def _response(self, request: PullMessage, answer: Frame | RmqError) -> PullResponse:
+        if isinstance(answer, RmqError):
+            raise answer
+        status = _STATUSES.get(answer.code)
+        if status is None:
+            raise refusal(answer)
+        try:
+            header = header_of(RequestCode.PULL_MESSAGE, answer)
+            messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
+        except RmqError as error:
+            raise BrokerUnreachableError(
+                f"{self._broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
+            ) from error
+        self._bounds[request.topic, request.queue_id] = header.min_offset, header.max_offset
+        return PullResponse(status, header.next_begin_offset, header.min_offset, header.max_offset, messages)
+
+    def forget(self, client_id: str, group: str | None = None) -> None:
+        """Forget the pulls of a client, in one group or in all."""
+        with self._lock:
+            for key in [key for key in self._pulls if key[0] == client_id and group in (None, key[1])]:
+                del self._pulls[key]
+
+
+def _asked(request: PullMessage) -> tuple[object, ...]:
+    return request.queue_offset, request.max_messages, request.subscription
+
+
+def _commit(request: PullMessage) -> Frame:
+    """Return the progress that a pull stores, for one that was sent before."""
+    header = GroupProgressHeader(request.group, request.topic, request.queue_id, request.commit_offset or 0)
+    return frame_of(RequestCode.UPDATE_CONSUMER_OFFSET, header)
+
+
+def _frame(request: PullMessage) -> Frame:
+    subscription = request.subscription
+    flag = 0 if request.commit_offset is None else _COMMITS
+    flag |= 0 if request.notify is None else _WAITS
+    flag |= 0 if subscription is None else _SUBSCRIBES
+    header = PullHeader(
+        request.group,
+        request.topic,
+        request.queue_id,
+        request.queue_offset,
+        request.max_messages,
+        flag,
+        request.commit_offset or 0,
+        0 if request.notify is None else SUSPEND_MS,
+        0 if subscription is None else subscription.version,
+        "" if subscription is None else subscription.expression,
+        "TAG" if subscription is None else subscription.expression_type,
+    )
+    return frame_of(RequestCode.PULL_MESSAGE, header)

@@ -1,0 +1,154 @@
+"""The name servers of a route: one is asked, and the next one when it fails. Mirrors ``NettyRemotingClient``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
+from librmq.protocol import QueueData, ResponseCode
+from librmq.runtime.event_log import EventLog
+from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.forms import frame_of, refusal
+from librmq.wire.remoting.bodies import read_body
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import RouteOfTopicHeader
+
+__all__ = ["LearntRoute", "NameServers", "addresses_of"]
+
+_log = EventLog("librmq.wire")
+_MASTER = "0"
+_MOST_QUEUES = 100_000
+
+
+class LearntRoute(NamedTuple):
+    """What a name server says of brokers, and of the queues of one topic."""
+
+    brokers: Mapping[str, str]
+    """Addresses of masters by name."""
+    queues: tuple[QueueData, ...] = ()
+    """By name of the broker."""
+
+
+def addresses_of(text: str) -> tuple[str, ...]:
+    """Return the addresses in ``host:port;host:port``.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    found = tuple(one.strip() for one in text.replace(",", ";").split(";") if one.strip()) if text else ()
+    for one in found:
+        host, _, port = one.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or "/" in host:
+            raise ConfigError(f"address: expected host:port, or several with a ; between them, found {one!r:.80}")
+    if not found:
+        raise ConfigError("address: expected host:port of a name server, found none")
+    return found
+
+
+class NameServers:
+    """The name servers. Thread-safe."""
+
+    def __init__(self, addresses: Sequence[str], connections: Connections, timeout_s: float) -> None:
+        self.addresses = tuple(addresses)
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._at = 0
+
+    def topic(self, topic: str) -> LearntRoute:
+        """Return the route of a topic; without queues if there is no such topic.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+            BrokerError: A name server refuses the request.
+        """
+        answer = self._ask(frame_of(RequestCode.GET_ROUTEINFO_BY_TOPIC, RouteOfTopicHeader(topic)))
+        if answer.code == ResponseCode.TOPIC_NOT_EXIST:
+            return LearntRoute({})
+        return self._read(answer, f"the route of {topic}", _route_of)
+
+    def brokers(self) -> LearntRoute:
+        """Return the brokers of all clusters.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+            BrokerError: The server at the address is no name server.
+        """
+        answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
+        return self._read(answer, "the brokers", lambda found: LearntRoute(_addresses(found.get("brokerAddrTable"))))
+
+    def _read(self, answer: Frame, what: str, of: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
+        if answer.code:
+            raise refusal(answer)
+        try:
+            found: LearntRoute = of(read_body(answer.body, what))
+        except MalformedError as error:
+            raise BrokerUnreachableError(f"{self.addresses[self._at]}: {what} can't be read: {error}") from error
+        return found
+
+    def tell(self, frame: Frame) -> None:
+        """Send a request to every name server; log those that can't be reached."""
+        for address in self.addresses:
+            try:
+                self._connections.get(address).ask(frame, self._timeout_s)
+            except RmqError as error:
+                _log.warning("name server %(address)s can't be told: %(error)s", address=address, error=error)
+
+    def _ask(self, frame: Frame) -> Frame:
+        """Ask the name server that has answered last, and the others if it fails."""
+        first, count = self._at, len(self.addresses)
+        why = []
+        for number in range(first, first + count):
+            address = self.addresses[number % count]
+            try:
+                answer = self._connections.get(address).ask(frame, self._timeout_s)
+            except BrokerUnreachableError as error:
+                why.append(str(error))
+                continue
+            self._at = number % count
+            return answer
+        raise BrokerUnreachableError(f"no name server answers: {'; '.join(why)}")
+
+
+def _route_of(found: Mapping[str, Any]) -> LearntRoute:
+    rows = found.get("brokerDatas") or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise MalformedError(f"brokerDatas: expected a list of objects, found {rows!r:.80}")
+    brokers = _addresses({str(row.get("brokerName")): row for row in rows})
+    queues = found.get("queueDatas") or []
+    if not isinstance(queues, list):
+        raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
+    data = [_queue_data(row) for row in queues]
+    known = (one for one in data if one.broker_name in brokers)  # a broker without a master takes no message
+    return LearntRoute(brokers, tuple(sorted(known, key=lambda one: one.broker_name)))
+
+
+def _queue_data(row: object) -> QueueData:
+    if isinstance(row, dict):
+        name = row.get("brokerName")
+        read, write, permission = (_number(row.get(key)) for key in ("readQueueNums", "writeQueueNums", "perm"))
+        if isinstance(name, str) and read is not None and write is not None and permission is not None:
+            return QueueData(name, read, write, permission)
+    raise MalformedError(f"queueDatas: expected a broker with its numbers of queues, found {row!r:.200}")
+
+
+def _number(found: object) -> int | None:
+    return found if type(found) is int and 0 <= found <= _MOST_QUEUES else None
+
+
+def _addresses(table: object) -> dict[str, str]:
+    """Return the addresses of masters by the names of their brokers."""
+    if not isinstance(table, dict):
+        raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
+    found = {}
+    for name, row in table.items():
+        addresses = row.get("brokerAddrs") if isinstance(row, dict) else None
+        if not isinstance(addresses, dict):
+            raise MalformedError(f"broker {name!r:.80}: expected brokerAddrs, found {row!r:.80}")
+        address = next((value for key, value in addresses.items() if str(key) == _MASTER), None)
+        if address is not None:
+            if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
+                raise MalformedError(f"broker {name!r:.80}: expected host:port, found {address!r:.80}")
+            found[str(name)] = address
+    return found

@@ -1,0 +1,370 @@
+"""A broker behind TCP as an `Endpoint`. Mirrors ``MQClientAPIImpl`` and ``ClientRemotingProcessor``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError, RmqError
+from librmq.message import record
+from librmq.message.message import MessageQueue
+from librmq.protocol import (
+    ChannelClosed,
+    CheckSubscription,
+    CheckTransaction,
+    ConsumerData,
+    ConsumersChanged,
+    EndTransaction,
+    GroupSubscriptions,
+    Heartbeat,
+    LockQueues,
+    PullMessage,
+    Request,
+    ResetOffsets,
+    ResponseCode,
+    SendBatch,
+    SendMessage,
+    SendResponse,
+    SendStatus,
+    Subscription,
+    TopicGroups,
+    UnlockQueues,
+    Unregister,
+    UpdateOffset,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner
+from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.forms import FORMS, check, frame_of, messages_of, offsets_of
+from librmq.wire.remote.group_clients import consumer_data, subscriptions_by_client
+from librmq.wire.remote.long_pulls import LongPulls
+from librmq.wire.remote.transport import Transport
+from librmq.wire.remoting.bodies import read_body
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.fields import from_fields
+from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.headers import (
+    REQUESTS,
+    CheckTransactionHeader,
+    ConsumerGroupHeader,
+    ResetOffsetHeader,
+    TopicNameHeader,
+)
+
+__all__ = ["RemoteBroker"]
+
+R = TypeVar("R")
+_log = EventLog("librmq.wire")
+_SENDS: Final = (SendMessage, SendBatch)
+_NOT_SENT: Final = -1
+_REST_MS: Final = 3_000
+
+
+class RemoteBroker:
+    """One broker. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        connections: Connections,
+        runner: Runner,
+        later: Callable[[Callable[[], None]], None],
+        stored: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        """Ask the broker at an address.
+
+        Args:
+            name: Its name.
+            address: Its ``host:port``, which may change.
+            connections: Those of the route.
+            runner: Tells the time.
+            later: Runs a function under the runner's lock, soon.
+            stored: Called with the topic of each message that was stored.
+            timeout_s: Time for an answer.
+        """
+        self.name = name
+        self.address = address
+        self._connections = connections
+        self._runner = runner
+        self._later = later
+        self._stored = stored
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._beats: dict[str, Heartbeat] = {}
+        self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
+        self._silent_until_ms = 0
+        self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<RemoteBroker {self.name} at {self.address}>"
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request by asking the broker. Only a `PullMessage` with ``notify`` does not wait for its answer.
+
+        Raises:
+            BrokerError: The broker refuses the request, or a broker of 4.x has no such request.
+            BrokerUnreachableError: It can't be reached, does not answer in time, or its answer can't be read.
+        """
+        kind = type(request)
+        if kind is PullMessage:
+            return cast("R", self._pulls.pull(cast("PullMessage", request)))
+        form = FORMS.get(kind)
+        if form is None:
+            return cast("R", self._call_otherwise(request))
+        frame = form.write(request)
+        if kind in _SENDS:
+            return cast("R", self._send(request, frame))
+        if kind is EndTransaction:
+            self._connections.get(self.address).tell(frame)
+            return cast("R", None)
+        if kind is Heartbeat:
+            self._note_heartbeat(cast("Heartbeat", request))
+            return cast("R", None)
+        if kind is Unregister:
+            self._unregister(cast("Unregister", request), frame)
+            return cast("R", None)
+        answer = self._ask(frame, self._transport_of(request))
+        return cast("R", self._read(form.read, request, answer))
+
+    def _read(self, read: Callable[[Any, Frame], Any], request: object, answer: Frame) -> object:
+        try:
+            return read(request, answer)
+        except MalformedError as error:
+            what = type(request).__name__
+            raise BrokerUnreachableError(f"{self.name}: the answer to {what} can't be read: {error}") from error
+
+    def _ask(self, frame: Frame, transport: Transport) -> Frame:
+        """Ask for something that consumers wait for under their lock: not again for a while, if it takes too long."""
+        now_ms = self._runner.now_ms()
+        if now_ms < self._silent_until_ms <= now_ms + _REST_MS:
+            raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago")
+        try:
+            return transport.ask(frame, self._timeout_s)
+        except BrokerUnreachableError:
+            if transport.is_open:
+                self._silent_until_ms = self._runner.now_ms() + _REST_MS
+            raise
+
+    # ---- sends
+
+    def _send(self, request: Any, frame: Frame) -> object:  # noqa: ANN401 SendMessage | SendBatch
+        transport = self._connections.get(self.address)
+        if type(request) is SendMessage and request.is_one_way:
+            transport.tell(frame)
+            return SendResponse(SendStatus.SEND_OK, request.queue_id, _NOT_SENT, _NOT_SENT, ("",))
+        timeout_s = self._timeout_s if request.timeout_ms is None else max(0.0, request.timeout_ms / 1000)
+        answer = transport.ask(frame, timeout_s)
+        response = self._read(FORMS[type(request)].read, request, answer)
+        self._stored(frame.fields["b"])
+        return response
+
+    # ---- clients
+
+    def _of_client(self, client_id: str) -> Transport:
+        """Return the connection of a client, on which the broker knows it."""
+        transport = self._connections.get(self.address, client_id)
+        if self._knows.get(client_id) is not transport and (beat := self._beats.get(client_id)) is not None:
+            check(self._ask(FORMS[Heartbeat].write(beat), transport))
+            with self._lock:
+                self._knows[client_id] = transport
+        return transport
+
+    def _transport_of(self, request: object) -> Transport:
+        """Return the connection of the client that asks, if one is known: what it says stays in order."""
+        if isinstance(request, LockQueues | UnlockQueues | CheckSubscription):
+            return self._of_client(request.client_id)
+        if isinstance(request, UpdateOffset):
+            with self._lock:
+                its = [beat.client_id for beat in self._beats.values() if _has_group(beat, request.group)]
+            if len(its) == 1:
+                return self._of_client(its[0])
+        return self._connections.get(self.address)
+
+    def _note_heartbeat(self, request: Heartbeat) -> None:
+        with self._lock:
+            before = self._beats.get(request.client_id)
+            self._beats[request.client_id] = request
+            self._knows.pop(request.client_id, None)
+        if before is not None and before.consumers != request.consumers:
+            for data in before.consumers:  # its answers are those to other subscriptions
+                self._pulls.forget(request.client_id, data.group)
+        self._of_client(request.client_id)
+
+    def beat(self) -> bool:
+        """Repeat all heartbeats; return whether all arrived. Waits: never under the runner's lock."""
+        with self._lock:
+            ids = list(self._beats)
+            self._knows.clear()
+        all_arrived = True
+        for client_id in ids:
+            try:
+                self._of_client(client_id)
+            except ClientError as error:
+                all_arrived = False
+                _log.debug(
+                    "%(client)s: no heartbeat reaches %(broker)s: %(error)s",
+                    client=client_id,
+                    broker=self.name,
+                    error=error,
+                )
+        return all_arrived
+
+    def has_client(self, client_id: str) -> bool:
+        """Return whether a client has sent a heartbeat and not left."""
+        return client_id in self._beats
+
+    def _unregister(self, request: Unregister, frame: Frame) -> None:
+        client_id = request.client_id
+        with self._lock:
+            beat = self._beats.get(client_id)
+            rest = None if beat is None else _without(beat, request)
+            if rest is None:
+                self._beats.pop(client_id, None)
+            else:
+                self._beats[client_id] = rest
+            transport = self._knows.get(client_id) if rest is not None else self._knows.pop(client_id, None)
+        if request.consumer_group is not None:
+            self._pulls.forget(client_id, request.consumer_group)
+        try:
+            if transport is not None and transport.is_open:
+                check(self._ask(frame, transport))
+        finally:
+            if rest is None:
+                self._connections.drop(client_id, self.address)
+
+    def _call_otherwise(self, request: object) -> object:
+        if isinstance(request, ChannelClosed):
+            with self._lock:
+                self._beats.pop(request.client_id, None)
+                self._knows.pop(request.client_id, None)
+            self._pulls.forget(request.client_id)
+            self._connections.drop(request.client_id, self.address)
+            return None
+        if isinstance(request, GroupSubscriptions):
+            return self._subscriptions(request)
+        if isinstance(request, TopicGroups):
+            return self._groups_of(request.topic)
+        raise BrokerError(
+            ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+            f"{self.name}: a broker of RocketMQ 4.x can't be asked for {type(request).__name__}: see docs/connect.md",
+        )
+
+    def _group_clients(self, group: str) -> dict[str, Any] | None:
+        """Return what the broker says of a group's clients; None if none is online."""
+        frame = frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group))
+        answer = self._ask(frame, self._connections.get(self.address))
+        if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
+            return None
+        return read_body(check(answer).body, "the clients of a group")
+
+    def _subscriptions(self, request: GroupSubscriptions) -> dict[str, dict[str, Subscription]]:
+        def read(request: object, found: Any) -> dict[str, dict[str, Subscription]]:  # noqa: ANN401 a parsed body
+            return {} if found is None else subscriptions_by_client(found)
+
+        found: Any = self._group_clients(request.group)
+        return cast("dict[str, dict[str, Subscription]]", self._read(read, request, found))
+
+    def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
+        """Return a group as its clients describe it, with their ids; None if none is online."""
+        found = self._group_clients(group)
+        if found is None:
+            return None
+        try:
+            return consumer_data(group, found)
+        except MalformedError as error:
+            raise BrokerUnreachableError(f"{self.name}: the clients of {group} can't be read: {error}") from error
+
+    def _groups_of(self, topic: str) -> dict[str, ConsumerData | None]:
+        answer = check(self.ask(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
+        names = read_body(answer.body, "the groups of a topic").get("groupList") or []
+        found: dict[str, ConsumerData | None] = {}
+        for name in names:
+            known = self.clients_of(str(name))
+            found[str(name)] = None if known is None or topic not in known[0].subscriptions else known[0]
+        return found
+
+    def ask(self, frame: Frame) -> Frame:
+        """Send a request that is no client's, and return its answer.
+
+        Raises:
+            BrokerUnreachableError: It can't be reached, or does not answer in time.
+        """
+        return self._ask(frame, self._connections.get(self.address))
+
+    # ---- requests of the broker
+
+    def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
+        """Pass a request of the broker to the client whose connection it is."""
+        self._later(lambda: self._answer(client_id, transport, frame))
+
+    def _answer(self, client_id: str, transport: Transport, frame: Frame) -> None:
+        beat = self._beats.get(client_id)
+        answer = answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"request type {frame.code} not supported")
+        if beat is not None:
+            try:
+                request = self._request_of(frame)
+                if request is not None:
+                    beat.client.call(request)
+                    answer = answer_to(frame)
+            except RmqError as error:
+                _log.debug(
+                    "%(client)s: request %(code)d of %(broker)s: %(error)s",
+                    client=client_id,
+                    code=frame.code,
+                    broker=self.name,
+                    error=error,
+                )
+                answer = answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error))
+        if not frame.is_one_way:
+            transport.answer(answer)
+
+    def _request_of(self, frame: Frame) -> Request[None] | None:
+        """Return a request of the broker; None if this client has no answer to it."""
+        try:
+            code = RequestCode(frame.code)
+        except ValueError:
+            return None
+        if code not in (
+            RequestCode.NOTIFY_CONSUMER_IDS_CHANGED,
+            RequestCode.CHECK_TRANSACTION_STATE,
+            RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
+        ):
+            return None
+        header: Any = from_fields(REQUESTS[code].header, frame.fields)
+        if isinstance(header, ConsumerGroupHeader):
+            return ConsumersChanged(header.consumer_group)
+        if isinstance(header, ResetOffsetHeader):
+            table = read_body(frame.body, "a reset").get("offsetTable") or {}
+            return ResetOffsets(header.group, header.topic, _of_topic(offsets_of(table), header.topic))
+        assert isinstance(header, CheckTransactionHeader)
+        (half,) = messages_of(frame.body) or (None,)
+        if half is None:
+            raise MalformedError("a check of a transaction without its message")
+        group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+        return CheckTransaction(group, half, header.transaction_id or half.message_id, self.name)
+
+    def close(self) -> None:
+        """Take leave of the broker for all clients that have not done so."""
+        with self._lock:
+            beats, self._beats = list(self._beats.values()), {}
+            self._knows.clear()
+        for beat in beats:
+            self._pulls.forget(beat.client_id)
+
+
+def _has_group(beat: Heartbeat, group: str) -> bool:
+    return any(data.group == group for data in beat.consumers)
+
+
+def _without(beat: Heartbeat, request: Unregister) -> Heartbeat | None:
+    """Return a heartbeat without the group that its client leaves; None if it has no other."""
+    producers = beat.producer_groups - {request.producer_group}
+    consumers = tuple(data for data in beat.consumers if data.group != request.consumer_group)
+    return Heartbeat(beat.client_id, beat.client, producers, consumers) if producers or consumers else None
+
+
+def _of_topic(offsets: dict[MessageQueue, int], topic: str) -> dict[MessageQueue, int]:
+    return {queue: offset for queue, offset in offsets.items() if queue.topic == topic}

@@ -1,0 +1,379 @@
+"""The brokers that name servers tell of, as a `Route`. Mirrors ``MQClientInstance`` and ``NettyRemotingClient``."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final, Self, TypeVar
+
+from librmq.errors import BrokerUnreachableError, NoRouteError
+from librmq.protocol import Endpoint, QueueData, Request
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner, Step, Work
+from librmq.runtime.state_log import StateLog
+from librmq.runtime.watchers import Watchers
+from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.name_servers import LearntRoute, NameServers
+from librmq.wire.remote.remote_broker import RemoteBroker
+from librmq.wire.remote.transport import Dial, Transport
+from librmq.wire.remoting.frames import Frame
+
+__all__ = ["RemoteRoute"]
+
+R = TypeVar("R")
+_log = EventLog("librmq.wire")
+POLL_MS: Final = 30_000
+BEAT_MS: Final = 30_000
+REVIVE_MS: Final = 1_000
+
+
+class _Link:
+    """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
+
+    __slots__ = ("broker", "call")
+
+    def __init__(self, broker: RemoteBroker) -> None:
+        self.broker = broker
+        self.call = broker.call
+
+
+class Notices:
+    """A thread that runs functions under the runner's lock, so that a connection's reader never waits for it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="librmq route", daemon=True)
+        self._thread.start()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Run a function soon."""
+        self._queue.put(call)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                with self._runner.lock:
+                    call()
+            except Exception as error:  # the thread has no caller
+                _log.error("a notice of a broker failed: %(error)s", error=error, exc_info=error)
+
+    def close(self) -> None:
+        """Run what is queued, and end the thread."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class RemoteRoute:
+    """A `Route` to the brokers of a cluster over TCP, made by `librmq.connect`. Thread-safe.
+
+    Producers and consumers take it like a `Broker`. Close it after them.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        runner: Runner,
+        dial: Dial,
+        *,
+        timeout_s: float,
+        later: Callable[[Callable[[], None]], None],
+        back_off_s: tuple[float, float] | None = None,
+        at_close: ExitStack | None = None,
+    ) -> None:
+        """Ask the name servers for the brokers.
+
+        Args:
+            addresses: Name servers, each ``host:port``.
+            runner: The runner of all users of the route.
+            dial: Opens connections.
+            timeout_s: Time for an answer.
+            later: Runs a function under the runner's lock, soon, and without waiting.
+            back_off_s: First and longest time after a connection that could not be opened.
+            at_close: Closed with the route.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+            BrokerError: The server is no name server.
+        """
+        self.runner: Runner = runner
+        self._later = later
+        self._timeout_s = timeout_s
+        self._at_close = at_close or ExitStack()
+        given = {} if back_off_s is None else {"back_off_s": back_off_s}
+        self._connections = Connections(dial, runner.clock.monotonic, self._requested, self._lost, **given)
+        self.name_servers = NameServers(addresses, self._connections, timeout_s)
+        self._watchers = Watchers()
+        self._brokers: dict[str, RemoteBroker] = {}
+        self._links: dict[str, _Link] = {}
+        self._topics: dict[str, tuple[QueueData, ...]] = {}
+        self._asked: set[str] = set()  # topics whose routes clients use
+        self._is_closed = False
+        self._asking: set[str] = set()  # topics that are being asked for
+        self._lost_ones: set[str] = set()
+        self._label = f"route {addresses[0]}"
+        self._states = StateLog(_log, self._label)
+        self._polling = Step(f"{self._label} poll", self._poll_due)
+        self._beating = Step(f"{self._label} heartbeats", self._beat_due)
+        self._reviving = Step(f"{self._label} reconnect", self._revive_due)
+        try:
+            self._learn(self.name_servers.brokers())
+        except BaseException:
+            self.close()
+            raise
+        with runner.lock:
+            now_ms = runner.now_ms()
+            runner.wake(self._polling, now_ms + POLL_MS)
+            runner.wake(self._beating, now_ms + BEAT_MS)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._brokers)}{state}>"
+
+    # ---- route
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the brokers that have ``topic``, by name; empty if none does. An unknown topic is asked for.
+
+        Raises:
+            BrokerUnreachableError: No name server answers, and nothing is known of the topic.
+        """
+        found = self._topics.get(topic)
+        if found is not None:
+            return found
+        self._check_open()
+        learnt = self.name_servers.topic(topic)
+        with self.runner.lock:
+            changed = self._learn(learnt)
+            if learnt.queues and topic not in self._topics:
+                self._topics[topic] = learnt.queues
+                changed |= topic in self._asked  # a consumer may wait for it
+            self._asked.add(topic)
+            if changed:
+                self._watchers.notify()
+        return learnt.queues
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, as `topic_route`: name servers forget brokers late."""
+        return self.topic_route(topic)
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers that the name servers know, sorted."""
+        return tuple(sorted(self._links))
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker of that name.
+
+        Raises:
+            NoRouteError: The name servers know of none.
+        """
+        link = self._links.get(broker_name)
+        if link is None:
+            known = ", ".join(self.broker_names()) or "none"
+            raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {known}")
+        return link
+
+    def broker(self, broker_name: str) -> RemoteBroker:
+        """Return the broker of that name, to ask it what clients never ask.
+
+        Raises:
+            NoRouteError: The name servers know of none.
+        """
+        self.endpoint(broker_name)
+        return self._brokers[broker_name]
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` under the runner's lock when brokers or topics change; call the result to stop.
+
+        Raises:
+            BrokerUnreachableError: The route is closed.
+        """
+        self._check_open()
+        return self._watchers.add(changed)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BrokerUnreachableError("the route was closed; make a new one with librmq.connect")
+
+    # ---- name servers
+
+    def refresh(self) -> None:
+        """Ask the name servers now, instead of within 30 s, for the brokers and the topics in use. Waits.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+        """
+        brokers, topics = self._look()
+        with self.runner.lock:
+            self._take(brokers, topics)
+
+    def _look(self) -> tuple[LearntRoute, dict[str, LearntRoute]]:
+        brokers = self.name_servers.brokers()
+        return brokers, {topic: self.name_servers.topic(topic) for topic in sorted(self._asked)}
+
+    def _take(self, brokers: LearntRoute, topics: Mapping[str, LearntRoute]) -> None:
+        """Note what the name servers say, and tell the watchers of changes."""
+        changed = self._learn(brokers)
+        for topic, learnt in topics.items():
+            changed |= self._learn(learnt)
+            if self._topics.get(topic, ()) != learnt.queues:
+                changed = True
+                if learnt.queues:
+                    self._topics[topic] = learnt.queues
+                else:
+                    self._topics.pop(topic, None)
+        in_use = {data.broker_name for queues in self._topics.values() for data in queues}
+        for name in set(self._links) - set(brokers.brokers) - in_use:
+            changed = True
+            del self._links[name]
+            self._brokers.pop(name).close()
+        if changed:
+            self._watchers.notify()
+
+    def _learn(self, learnt: LearntRoute) -> bool:
+        """Note the addresses of brokers; return whether there are new brokers."""
+        is_new = False
+        for name, address in learnt.brokers.items():
+            known = self._brokers.get(name)
+            if known is None:
+                is_new = True
+                broker = RemoteBroker(
+                    name, address, self._connections, self.runner, self._later, self._stored, self._timeout_s
+                )
+                self._brokers[name], self._links[name] = broker, _Link(broker)
+            elif known.address != address:
+                known.address = address
+                self._renew(name)
+                is_new = True
+        return is_new
+
+    def _stored(self, topic: str) -> None:
+        """Ask for the route of a topic that a send has created, for consumers that wait for it."""
+        if topic not in self._topics and topic in self._asked:
+            self._later(lambda: self._ask_soon(topic))
+
+    def _ask_soon(self, topic: str) -> None:
+        if topic in self._topics or topic in self._asking or self._is_closed:
+            return
+        self._asking.add(topic)
+
+        def ended(learnt: LearntRoute, error: Exception | None) -> None:
+            self._asking.discard(topic)
+            if error is None and learnt.queues and topic not in self._topics:
+                self._topics[topic] = learnt.queues
+                self._learn(learnt)
+                self._watchers.notify()
+
+        self.runner.submit(Work(f"{self._label}: route of {topic}", lambda: self.name_servers.topic(topic), ended))
+
+    def _renew(self, name: str) -> None:
+        broker = self._brokers.get(name)
+        if broker is not None:
+            self._links[name] = _Link(broker)
+
+    def _poll_due(self, now_ms: int) -> int | None:
+        if self._is_closed:
+            return None
+
+        def ended(found: tuple[LearntRoute, dict[str, LearntRoute]], error: Exception | None) -> None:
+            if error is not None:
+                self._states.failing(("poll",), "asking the name servers", error)
+            else:
+                self._states.works(("poll",), "asking the name servers")
+                self._take(*found)
+            if not self._is_closed:
+                self.runner.wake(self._polling, self.runner.now_ms() + POLL_MS)
+
+        self.runner.submit(Work(self._polling.label, self._look, ended))
+        return None
+
+    # ---- heartbeats, and connections that were lost
+
+    def _beat_due(self, now_ms: int) -> int | None:
+        return self._beat(self._beating, BEAT_MS)
+
+    def _revive_due(self, now_ms: int) -> int | None:
+        return self._beat(self._reviving, REVIVE_MS) if self._lost_ones else None
+
+    def _beat(self, step: Step, again_ms: int) -> int | None:
+        """Repeat the heartbeats, which reopens connections; tell the clients of brokers that are back."""
+        if self._is_closed:
+            return None
+        lost = set(self._lost_ones)
+        chosen = lost if step is self._reviving else set(self._brokers)
+        brokers = [broker for name, broker in sorted(self._brokers.items()) if name in chosen]
+
+        def beat() -> set[str]:
+            return {broker.name for broker in brokers if broker.beat()}
+
+        def ended(arrived: set[str], error: Exception | None) -> None:
+            if error is not None:
+                self._states.failing(("heartbeats",), "repeating heartbeats", error)
+            elif back := arrived & lost:
+                self._lost_ones -= back
+                for name in back:
+                    self._renew(name)
+                    self._states.works(("connection", name), f"reaching {name}")
+                self._watchers.notify()
+            if not self._is_closed and (step is self._beating or self._lost_ones):
+                self.runner.wake(step, self.runner.now_ms() + again_ms)
+
+        self.runner.submit(Work(step.label, beat, ended))
+        return None
+
+    def _lost(self, address: str, client_id: str, transport: Transport) -> None:
+        if client_id and not self._is_closed:
+            self._later(lambda: self._note_lost(address, client_id))
+
+    def _note_lost(self, address: str, client_id: str) -> None:
+        names = {name for name, one in self._brokers.items() if one.address == address and one.has_client(client_id)}
+        if names and not self._is_closed:
+            error = BrokerUnreachableError(f"the connection to {address} has ended")
+            for name in names:
+                self._states.failing(("connection", name), f"reaching {name}", error)
+            self._lost_ones |= names
+            self.runner.wake(self._reviving, self.runner.now_ms() + REVIVE_MS)
+
+    def _requested(self, address: str, client_id: str, transport: Transport, frame: Frame) -> None:
+        for broker in list(self._brokers.values()):
+            if broker.address == address and broker.has_client(client_id):
+                broker.requested(client_id, transport, frame)
+                return
+
+    # ---- life
+
+    def close(self) -> None:
+        """Close all connections. Shut producers and consumers down first. A repetition does nothing."""
+        with self.runner.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            brokers = list(self._brokers.values())
+        for broker in brokers:
+            broker.close()
+        self._connections.close()
+        self._at_close.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.offload(self.close)
+
+    def call(self, broker_name: str, request: Request[R]) -> R:
+        """Ask a broker by name.
+
+        Raises:
+            NoRouteError: The name servers know of none.
+            RmqError: The broker refuses, or can't be reached.
+        """
+        return self.endpoint(broker_name).call(request)

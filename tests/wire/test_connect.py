@@ -1,0 +1,290 @@
+"""librmq's own clients over TCP: a route made by `librmq.connect`, to librmq's server, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+import librmq
+from librmq import (
+    Broker,
+    BrokerError,
+    BrokerUnreachableError,
+    ConfigError,
+    ConsumeFrom,
+    Message,
+    NoRouteError,
+    StoreConfig,
+    TransactionState,
+)
+from librmq.protocol import LockQueues, Receive, UpdateOffset
+from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.remoting import RemotingServer, listen
+
+WAIT_S = 60
+
+
+class Served:
+    """A broker behind a port, and a route to it."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        listening = listen()
+        port = listening.getsockname()[1]
+        config = StoreConfig(store_host=f"127.0.0.1:{port}", commitlog_file_size=16 << 20)
+        self.broker = self.stack.enter_context(Broker.temporary(store_config=config))
+        self.server = self.stack.enter_context(RemotingServer(self.broker, listening=listening))
+        self.route = self.stack.enter_context(librmq.connect(self.server.address))
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    with made.stack:
+        yield made
+
+
+@pytest.fixture
+def route(served: Served) -> RemoteRoute:
+    return served.route
+
+
+class Inbox:
+    """What listeners got."""
+
+    def __init__(self, wanted: int) -> None:
+        self.bodies: list[bytes] = []
+        self._wanted = wanted
+        self._is_full = threading.Event()
+
+    def __call__(self, message: librmq.DeliveredMessage) -> None:
+        self.bodies.append(message.body)
+        if len(self.bodies) >= self._wanted:
+            self._is_full.set()
+
+    def wait(self) -> list[bytes]:
+        assert self._is_full.wait(WAIT_S), f"{len(self.bodies)} of {self._wanted} messages came"
+        return self.bodies
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    pause = threading.Event()
+    for _ in range(10 * WAIT_S):
+        if holds():
+            return
+        pause.wait(0.1)
+    raise AssertionError("it did not come true in time")
+
+
+def test_a_sent_message_is_stored_as_by_a_local_producer(served: Served) -> None:
+    served.broker.create_topic("orders", 2)
+    with librmq.Producer(served.route, "shop") as producer:
+        sent = producer.send(Message("orders", b"x" * 5000, tags="new", keys=["k1"], properties={"a": "b"}))
+        found = served.broker.find_by_id(sent.offset_id)
+    assert found is not None
+    assert (found.body, found.tags, found.keys, found.properties["a"]) == (b"x" * 5000, "new", ("k1",), "b")
+    assert len(found.stored_body) < 5000  # compressed by the producer
+    assert (sent.queue.queue_id, sent.queue_offset) == (found.queue_id, found.queue_offset)
+    assert sent.message_id == found.unique_key
+
+
+def test_a_batch_and_one_way_messages_are_stored(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    inbox = Inbox(5)
+    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", inbox)
+    with consumer, librmq.Producer(served.route, "shop") as producer:
+        producer.send_batch([Message("orders", b"%d" % number) for number in range(3)])
+        producer.send_oneway("orders", b"3")
+        producer.send("orders", b"4")
+        assert sorted(inbox.wait()) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_consumer_gets_a_topic_that_is_created_later(route: RemoteRoute) -> None:
+    inbox = Inbox(20)
+    consumer = librmq.PushConsumer(route, "g")
+    consumer.subscribe("later", inbox)
+    with consumer, librmq.Producer(route, "shop") as producer:
+        for number in range(20):
+            producer.send("later", b"%d" % number)
+        assert set(inbox.wait()) == {b"%d" % number for number in range(20)}
+
+
+def test_a_pull_consumer_polls_and_commits(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    with librmq.Producer(served.route, "shop") as producer:
+        for number in range(10):
+            producer.send("orders", b"%d" % number)
+    with librmq.PullConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST, auto_commit=False) as consumer:
+        consumer.subscribe("orders")
+        bodies: list[bytes] = []
+        while len(bodies) < 10:
+            bodies += [message.body for message in consumer.poll(WAIT_S)]
+        consumer.commit()
+        (queue,) = consumer.queues("orders")
+        assert consumer.committed(queue) == consumer.max_offset(queue) == 10
+    assert bodies == [b"%d" % number for number in range(10)]
+    assert served.broker.consumer_offset("g", "orders", 0) == 10
+
+
+def test_async_sends_and_polls(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+
+    async def run() -> list[bytes]:
+        async with librmq.connect(served.server.address) as route:
+            async with librmq.Producer(route, "shop") as producer:
+                await asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(5)))
+            async with librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST) as consumer:
+                consumer.subscribe("orders")
+                bodies: list[bytes] = []
+                while len(bodies) < 5:
+                    bodies += [message.body for message in await consumer.poll_async(WAIT_S)]
+                return bodies
+
+    assert sorted(asyncio.run(run())) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_failed_message_is_sent_back(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    attempts: list[int] = []
+    is_done = threading.Event()
+
+    def listen_to(message: librmq.DeliveredMessage) -> None:
+        attempts.append(message.reconsume_times)
+        if not message.reconsume_times:
+            raise librmq.ReconsumeLater(delay_level=1)
+        is_done.set()
+
+    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", listen_to)
+    with consumer, librmq.Producer(served.route, "shop") as producer:
+        producer.send("orders", b"x")
+        assert is_done.wait(WAIT_S)
+    assert attempts == [0, 1]
+
+
+def test_an_orderly_consumer_locks_its_queues(served: Served) -> None:
+    served.broker.create_topic("orders", 2)
+    inbox = Inbox(10)
+    consumer = librmq.PushConsumer(served.route, "g", orderly=True, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", inbox)
+    with consumer, librmq.Producer(served.route, "shop") as producer:
+        for number in range(10):
+            producer.send("orders", b"%d" % number, queue=0)
+        assert inbox.wait() == [b"%d" % number for number in range(10)]
+        queues = frozenset(librmq.MessageQueue("orders", "broker-a", number) for number in range(2))
+        assert not served.broker.call(LockQueues("g", "another", queues))
+    assert served.broker.call(LockQueues("g", "another", queues)) == queues
+
+
+def test_a_transaction_commits(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    inbox = Inbox(1)
+    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", inbox)
+    producer = librmq.TransactionProducer(served.route, "shop", lambda message: TransactionState.UNKNOWN)
+    with consumer, producer:
+        producer.send_in_transaction(Message("orders", b"no"), execute=lambda *_: TransactionState.ROLLBACK)
+        producer.send_in_transaction(Message("orders", b"yes"), execute=lambda *_: TransactionState.COMMIT)
+        assert inbox.wait() == [b"yes"]
+
+
+def test_two_members_share_the_queues(served: Served) -> None:
+    served.broker.create_topic("orders", 4)
+    members = [librmq.PushConsumer(served.route, "g") for _ in range(2)]
+    for member in members:
+        member.subscribe("orders", lambda message: None)
+        member.start()
+
+    def shares() -> list[set[librmq.MessageQueue]]:
+        return [{queue for queue in list(one.assigned) if queue.topic == "orders"} for one in members]
+
+    until(lambda: [len(share) for share in shares()] == [2, 2])
+    assert not set.intersection(*shares())
+    for member in members:
+        member.shutdown()
+    until(lambda: served.server.clients == 0)
+
+
+def test_administration(served: Served) -> None:
+    admin = ClusterAdmin(served.route)
+    admin.create_topic("orders", 2)
+    admin.set_group("billing", 3)
+    with librmq.Producer(served.route, "shop") as producer:
+        sent = producer.send("orders", b"x", keys=["k1"], queue=0)
+    assert [(one.read_queues, one.write_queues) for one in admin.topics()["orders"]] == [(2, 2)]
+    assert admin.groups()["billing"] == 3
+    assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]
+    assert admin.queues("unknown") == {}
+    assert admin.clients("billing") is None
+    served.broker.call(UpdateOffset("billing", "orders", 0, 1))
+    assert [one.lag for one in admin.progress("billing", "orders").values()] == [0, 0]
+    assert admin.reset("billing", "orders", 0)[sent.queue] == 0
+    assert admin.progress("billing", "orders")[sent.queue].lag == 1
+    assert "billing" in admin.groups_of("orders")
+    for found in (
+        admin.find_by_id(sent.offset_id),
+        admin.find_by_id(sent.message_id, "orders"),
+        *admin.find_by_key("orders", "k1"),
+    ):
+        assert found is not None
+        assert found.body == b"x"
+    admin.delete_topic("orders")
+    assert "orders" not in admin.topics()
+
+
+def test_what_a_broker_of_4x_lacks_is_said(route: RemoteRoute) -> None:
+    with pytest.raises(BrokerError, match=r"4\.x can't be asked for Receive"):
+        route.endpoint("broker-a").call(Receive("c", "g", "orders"))
+
+
+def test_unknown_brokers_and_topics(route: RemoteRoute) -> None:
+    assert route.topic_route("unknown") == ()
+    with pytest.raises(NoRouteError, match="the name servers know broker-a"):
+        route.endpoint("elsewhere")
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:0", "host:port", "http://host:9876", 9876])
+def test_invalid_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        librmq.connect(address)
+
+
+def test_nothing_at_the_address_is_said() -> None:
+    free = listen()
+    port = free.getsockname()[1]
+    free.close()
+    with pytest.raises(BrokerUnreachableError, match=f"no name server answers: 127.0.0.1:{port}"):
+        librmq.connect(f"127.0.0.1:{port}", timeout=5)
+
+
+def test_the_second_name_server_answers(served: Served) -> None:
+    free = listen()
+    dead = f"127.0.0.1:{free.getsockname()[1]}"
+    free.close()
+    with librmq.connect(f"{dead};{served.server.address}") as route:
+        assert route.broker_names() == ("broker-a",)
+
+
+def test_a_silent_server_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(BrokerUnreachableError, match=r"within 0\.2 s"):
+            librmq.connect(f"127.0.0.1:{port}", timeout=0.2)
+
+
+def test_a_closed_route_refuses(served: Served) -> None:
+    producer = librmq.Producer(served.route, "shop")
+    producer.send("orders", b"x")
+    served.route.close()
+    with pytest.raises(BrokerUnreachableError, match="the route was closed"):
+        producer.send("orders", b"x")
+    producer.shutdown()
+    with pytest.raises(BrokerUnreachableError, match="the route was closed"):
+        librmq.Producer(served.route, "shop").start()
