@@ -73,6 +73,7 @@ PUBLIC_NAMES = (
     "TransactionProducer",
     "TransactionResult",
     "TransactionState",
+    "connect",
     "deduplicated",
     "select_by_hash",
     "split_batch",

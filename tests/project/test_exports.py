@@ -145,6 +145,7 @@ EXPORTS = {
         "UnsoundStoreError",
         "explore",
     ],
+    "wire.remote": ["ClusterAdmin", "GroupProgress", "QueueBounds", "RemoteRoute", "connect"],
 }
 
 

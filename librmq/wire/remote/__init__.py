@@ -1,13 +1,4 @@
-"""Connect to a cluster of RocketMQ 4.x: a route over TCP that every producer and consumer of librmq takes.
-
-::
-
-    import librmq
-
-    with librmq.connect("namesrv:9876") as route:
-        with librmq.Producer(route, "shop") as producer:
-            producer.send("orders", b"created")
-"""
+"""Connect to a cluster of RocketMQ 4.x: a route over TCP that every producer and consumer of librmq takes."""
 
 from __future__ import annotations
 

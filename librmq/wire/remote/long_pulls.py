@@ -1,4 +1,4 @@
-"""Pulls without waiting: the frame goes out, the client is told HELD, and asks again when the answer is here.
+"""Pulls without waiting: the frame goes out, the client gets HELD, and asks again when the answer is here.
 
 ::
 

@@ -93,7 +93,7 @@ class NameServers:
             try:
                 self._connections.get(address).ask(frame, self._timeout_s)
             except RmqError as error:
-                _log.warning("name server %(address)s can't be told: %(error)s", address=address, error=error)
+                _log.warning("name server %(address)s does not answer: %(error)s", address=address, error=error)
 
     def _ask(self, frame: Frame) -> Frame:
         """Ask the name server that has answered last, and the others if it fails."""
