@@ -17,9 +17,13 @@ _HAS_ERRORS = 1
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     """Print the findings, worst first; status 1 if there is an error among them."""
     from librmq.diagnosis.checkup import diagnose
+    from librmq.diagnosis.damage import is_verified
 
     with open_view(arguments) as view:
-        return _print(diagnose(view, _thresholds(arguments)), output)
+        status = _print(diagnose(view, _thresholds(arguments), check=arguments.verify), output)
+        if arguments.verify is None and not is_verified(view, None):
+            complain("note: the records were not checked for damage: librmq diagnose STORE --verify, or librmq verify")
+    return status
 
 
 def check(arguments: argparse.Namespace, output: Output) -> int:

@@ -35,6 +35,11 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     output.close()
     for note in verdict.notes:
         complain(f"note: {note}")
+    if not verdict.sound:
+        complain(
+            "next: copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and `librmq "
+            "salvage STORE --into NEW` saves every record that can be read"
+        )
     return 0 if verdict.sound else DAMAGED
 
 

@@ -13,6 +13,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from librmq.diagnosis.people import duration
 from librmq.message.printable import printable
 
 __all__ = ["Table", "local_time"]
@@ -45,6 +46,14 @@ def _time(name: str) -> Callable[[Row], object]:
         if not isinstance(time_ms, int):
             return time_ms
         return local_time(time_ms)
+
+    return show
+
+
+def _duration(name: str) -> Callable[[Row], object]:
+    def show(row: Row) -> object:
+        seconds = row.get(name)
+        return "never, or unknown" if seconds is None else duration(seconds)
 
     return show
 
@@ -121,10 +130,33 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("offset", _of("queue_offset")),
         ("note", _of("note")),
     ],
+    "event, several": [
+        ("message", _of("unique_key")),
+        ("when", _time("at_ms")),
+        ("event", _of("event")),
+        ("group", _of("group")),
+        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"),
+        ("note", _of("note")),
+    ],
+    "scenario": [
+        ("scenario", _of("scenario")),
+        ("drained in", _duration("drain_s")),
+        ("at best", _duration("low_s")),
+        ("at worst", _duration("high_s")),
+        ("speed-up", lambda row: "" if row.get("speed_up") is None else f"{row['speed_up']:.2f}x"),
+        ("bound by", _of("bound_by")),
+        ("advice", _of("advice")),
+    ],
     "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
     "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
 }
-_BY_FIELD: Final = {"body": "shown", "max_physic_offset": "queue", "finding": "finding", "event": "event"}
+_BY_FIELD: Final = {
+    "body": "shown",
+    "max_physic_offset": "queue",
+    "finding": "finding",
+    "event": "event",
+    "scenario": "scenario",
+}
 """What rows with a field are."""
 _STYLES: Final = {
     "error": "bold red", "WRONG": "bold red", "dead": "red",
@@ -185,8 +217,12 @@ class Table:
         if not rows:
             return
         self._is_begun = True
-        is_narrow = self._console.width < _NARROW and f"{self._kind}, narrow" in _COLUMNS
-        columns = _COLUMNS.get(f"{self._kind}, narrow" if is_narrow else self._kind) or [
+        kind = self._kind
+        messages = {row.get("unique_key") for row in rows} - {None}
+        if kind == "event" and len(messages) > 1:
+            kind = "event, several"
+        is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
+        columns = _COLUMNS.get(f"{kind}, narrow" if is_narrow else kind) or [
             (title.replace("_", " "), _time(name) if title != name else _of(name))
             for name in dict.fromkeys(chain(*rows))
             for title in (name.removesuffix("_timestamp_ms").removesuffix("_ms"),)

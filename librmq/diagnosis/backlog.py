@@ -30,7 +30,7 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag", "lag_findings"]
+__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "is_uneven", "lag", "lag_findings"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -130,17 +130,21 @@ class Lag:
         return len(self.queue_ids)
 
     def __iter__(self) -> Iterator[QueueLag]:
-        names = [name for name, count in zip(self.names, self._counts().tolist(), strict=True) for _ in range(count)]
-        offsets: list[int | None] = self.consumer_offsets.tolist()
-        for at in np.flatnonzero(~self.has_progress).tolist():
+        return self.rows(0, len(self))
+
+    def rows(self, begin: int, end: int) -> Iterator[QueueLag]:
+        """Yield some of the rows."""
+        counts = self._counts().tolist()
+        names = [name for name, count in zip(self.names, counts, strict=True) for _ in range(count)][begin:end]
+        here = slice(begin, end)
+        offsets: list[int | None] = self.consumer_offsets[here].tolist()
+        for at in np.flatnonzero(~self.has_progress[here]).tolist():
             offsets[at] = None
-        oldest: list[int | None] = self.oldest_ms.tolist()
-        for at in np.flatnonzero(self.oldest_ms == UNKNOWN).tolist():
+        oldest: list[int | None] = self.oldest_ms[here].tolist()
+        for at in np.flatnonzero(self.oldest_ms[here] == UNKNOWN).tolist():
             oldest[at] = None
-        columns: list[Any] = [
-            self.queue_ids.tolist(), self.min_offsets.tolist(), self.max_offsets.tolist(), offsets, self.lags.tolist(),
-            oldest,
-        ]  # fmt: skip
+        known = (column[here].tolist() for column in (self.queue_ids, self.min_offsets, self.max_offsets))
+        columns: list[Any] = [*known, offsets, self.lags[here].tolist(), oldest]
         return (QueueLag(*name, *row) for name, row in zip(names, zip(*columns, strict=True), strict=True))
 
     @property
@@ -379,6 +383,12 @@ def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found:
         return findings
 
 
+def is_uneven(view: StoreView, topic: str, most: int, total: int, limits: Thresholds) -> bool:
+    """Return whether one queue of a topic, with ``most`` messages to consume, has many more than the others."""
+    queues = view.queue_count(topic)
+    return queues > 1 and total > limits.normal_lag and most * queues > limits.uneven * total
+
+
 def _beyond(row: QueueLag) -> Finding:
     return Finding(
         "progress-beyond-end",
@@ -387,7 +397,8 @@ def _beyond(row: QueueLag) -> Finding:
         f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would skip the "
         f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
         {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
-        "Set the progress to the end: librmq reset STORE --group GROUP --topic TOPIC --to end, or Broker.open.",
+        "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: librmq "
+        f"reset STORE --group {row.group} --topic {row.topic} --queue {row.queue_id} --to end, or Broker.open.",
     )
 
 
@@ -417,7 +428,8 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
                 * (each.without_progress > 0)
             ),
             evidence,
-            "Compare the rates: with fewer consumers than queues start more; else look for a slow listener or hot key.",
+            "Check that the group runs. What helps, and how long the rest takes: librmq whatif STORE --group "
+            f"{each.group} --topic {each.topic} --handler TIME.",
         )
     elif each.lag and is_old:
         yield Finding(
@@ -429,7 +441,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             "Check whether the group runs, and which message holds its progress.",
         )
     queues = view.queue_count(each.topic)
-    if queues > 1 and each.lag > limits.normal_lag and each.most_in_one_queue * queues > limits.uneven * each.lag:
+    if is_uneven(view, each.topic, each.most_in_one_queue, each.lag, limits):
         yield Finding(
             "uneven-lag",
             "warning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from librmq.diagnosis.backlog import lag, lag_findings
 from librmq.diagnosis.consistency import consistency_findings
+from librmq.diagnosis.damage import damage_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.letters import dead_letter_findings
 from librmq.diagnosis.stuck import stuck_findings
@@ -12,13 +13,14 @@ from librmq.diagnosis.view import Source, viewed
 __all__ = ["diagnose"]
 
 
-def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
+def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: bool | None = None) -> list[Finding]:
     """Return the findings about a store, worst first; empty for a healthy one.
 
     Args:
         source: A running broker, the folder of a store, or a view of either. For a folder in use, progress
             can be some seconds old. Instances, threads and held messages are known only for a running broker.
         thresholds: Limits beyond which something is a finding.
+        check: Whether to verify each record of a folder; by default of up to 30,000 messages.
 
     Raises:
         NotAStoreError: The folder holds no store.
@@ -31,6 +33,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None) -> list[Findi
         found = lag(view)
         return worst_first(
             [
+                *damage_findings(view, check),
                 *lag_findings(view, limits, found=found),
                 *consistency_findings(view, limits, found=found),
                 *stuck_findings(view, limits, found=found),

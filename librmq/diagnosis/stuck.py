@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from librmq.diagnosis.backlog import Lag, QueueLag, lag
+from librmq.diagnosis.backlog import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -133,14 +133,15 @@ def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> S
 def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
     """Return the messages that hold progress, and common places of the threads of a group's listeners.
 
+    A folder shows only the keys of its messages: of one queue that lags, whether most have one key.
     ``found`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     findings: list[Finding] = []
     with viewed(source) as view:
-        if not view.is_live:
-            return []
         known = lag(view) if found is None else found
+        if not view.is_live:
+            return list(_hot_keys(view, known, limits))
         by_group: dict[str, list[HeldProgress]] = {}
         for one in held_progress(view, found=known):
             if limits.own or not is_own_group(one.group):
@@ -151,7 +152,7 @@ def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, foun
             findings += map(_stuck, stuck)
             findings += _threads(group, states, held, limits)
             if not stuck:
-                findings += _hot_queue(view, group, states, held, limits)
+                findings += _hot_queue(view, states, held, limits)
     return findings
 
 
@@ -231,39 +232,52 @@ def _threads(
 
 
 def _hot_queue(
-    view: StoreView, group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+    view: StoreView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield why one queue of a topic lags: a key that many messages share, a slow listener, or a far consumer."""
     by_topic: dict[str, list[HeldProgress]] = {}
     for one in held:
         by_topic.setdefault(one.topic, []).append(one)
     for topic, late in by_topic.items():
-        queues, most = view.queue_count(topic), max(late, key=lambda one: one.lag)
-        total = sum(one.lag for one in late)
-        if queues < 2 or most.lag <= limits.normal_lag or most.lag * queues <= limits.uneven * total:
-            continue
-        key, share = _most_frequent_key(view, most)
-        state = next((state for state in states if state.client_id == most.client_id), None)
-        if key is not None and share >= limits.key_share:
-            kind, what = "hot-key", f"{share:.0%} of the sampled messages have the key {key}"
-            step = "Spread that key over several queues, or give it its own topic."
-        elif state is None or most.client_id is None or state.is_paused:
-            continue  # the queue has no owner, or its owner pauses: other findings
-        elif most.behind:
-            kind, what = (
-                "slow-listener",
-                f"instance {most.client_id} holds {most.behind + 1} messages of it and is slow",
-            )
-            step = "Compare that instance with the others: its machine, its listener, its threads."
-        else:
-            kind, what = "far-consumer", f"instance {most.client_id} holds none of its messages: they arrive slowly"
-            step = "Compare that instance's network and its pull settings with the others'."
-        yield Finding(
-            kind, "warning", f"group {group}, topic {topic}, queue {most.queue_id}",
-            f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
-            {"lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share},
-            step,
-        )  # fmt: skip
+        most, total = max(late, key=lambda one: one.lag), sum(one.lag for one in late)
+        if most.lag > limits.normal_lag and is_uneven(view, topic, most.lag, total, limits):
+            state = next((state for state in states if state.client_id == most.client_id), None)
+            yield from _why_it_lags(view, most, total, state, limits)
+
+
+def _hot_keys(view: StoreView, found: Lag, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the queues of a folder that lag because most of their messages have one key."""
+    begins = [*found.begins.tolist(), len(found)]
+    for at, each in enumerate(found.by_topic()):
+        is_wanted = limits.own or not is_own_group(each.group)
+        most = each.most_in_one_queue
+        if is_wanted and most > limits.normal_lag and is_uneven(view, each.topic, most, each.lag, limits):
+            rows = [one for one in found.rows(begins[at], begins[at + 1]) if one.lag == most]
+            yield from _why_it_lags(view, _unknown(view, rows[0]), each.lag, None, limits)
+
+
+def _why_it_lags(
+    view: StoreView, most: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
+) -> Iterator[Finding]:
+    """Yield why a queue lags more than the others of its topic; ``state`` is the instance that has it, if known."""
+    key, share = _most_frequent_key(view, most)
+    if key is not None and share >= limits.key_share:
+        kind, what = "hot-key", f"{share:.0%} of the sampled messages have the key {key}"
+        step = "Spread that key over several queues, or give it its own topic."
+    elif state is None or state.is_paused:
+        return  # the queue has no owner, or its owner pauses: other findings
+    elif most.behind:
+        kind, what = "slow-listener", f"instance {most.client_id} holds {most.behind + 1} messages of it and is slow"
+        step = "Compare that instance with the others: its machine, its listener, its threads."
+    else:
+        kind, what = "far-consumer", f"instance {most.client_id} holds none of its messages: they arrive slowly"
+        step = "Compare that instance's network and its pull settings with the others'."
+    yield Finding(
+        kind, "warning", f"group {most.group}, topic {most.topic}, queue {most.queue_id}",
+        f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
+        {"lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share},
+        step,
+    )  # fmt: skip
 
 
 def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float]:

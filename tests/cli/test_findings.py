@@ -242,3 +242,24 @@ def test_nothing_to_resend_is_reported(broken: Shell) -> None:
     assert (answer.status, answer.out) == (0, "")
     assert "nothing is sent" in answer.said
     assert broken("dead-letters", "kit", "--resend", "--causes", "--group", "g").status == 2
+
+
+def test_diagnose_says_whether_records_were_checked(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = next((shell.folder / "store" / "commitlog").iterdir())
+    log.write_bytes(log.read_bytes().replace(b"OrderTopic", b"OrderTopix", 1))
+    assert [row["finding"] for row in shell("diagnose", "store", "--limit", "1").rows] == ["damage"]
+    assert "damage" not in {row["finding"] for row in shell("diagnose", "store", "--no-verify").rows}
+    monkeypatch.setattr("librmq.diagnosis.damage.AT_ONCE", 3)
+    assert "were not checked" in shell("diagnose", "store").said
+    assert "salvage STORE --into NEW" in shell("verify", "store").said
+
+
+def test_tables_of_what_if_and_of_several_stories(shell: Shell) -> None:
+    of = ("--group", "CG_order", "--topic", "OrderTopic")
+    shown = shell("whatif", "store", *of, "--handler", "20ms", "--format", "table").out
+    assert all(one in shown for one in ("drained in", "at worst", " ms ", "1.00x"))
+    several = shell("story", "store", "key14").rows
+    ids = {row["unique_key"] for row in several if row["unique_key"]}
+    assert len(ids) > 1
+    assert "message" in shell("story", "store", "key14", "--format", "table").out
+    assert "message" not in shell("story", "store", min(ids), "--format", "table").out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Final
 
 from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
@@ -108,7 +109,21 @@ COMMANDS: Final = (
         ),
         output=LISTED,
     ),
-    Command("diagnose", "diagnosis", "list problems with evidence, worst first", "store", (_IMPORTANT,), output=LISTED),
+    Command(
+        "diagnose",
+        "diagnosis",
+        "list problems with evidence, worst first",
+        "store",
+        (
+            _IMPORTANT,
+            option(
+                "--verify",
+                action=argparse.BooleanOptionalAction,
+                help="check each record for damage (by default of up to 30,000 messages)",
+            ),
+        ),
+        output=LISTED,
+    ),
     Command(
         "check",
         "diagnosis",

@@ -13,7 +13,8 @@ import numpy as np
 
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.checkup import diagnose
-from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.damage import damage_finding, message_count, missing_queue_findings
+from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.diagnosis.survey.key_counts import KeyCounts
@@ -70,12 +71,8 @@ def find_time_range(view: StoreView, wanted: ReportScope) -> tuple[int, int] | N
     return min(max(min(times), wanted.begin_ms or 0), last), last
 
 
-def _count(view: StoreView) -> int:
-    return sum(state.max_offset - state.min_offset for state in view.ranges.values())
-
-
 def _is_checked(view: StoreView, check: bool | None) -> bool:
-    return _count(view) <= VERIFIED if check is None else check
+    return message_count(view) <= VERIFIED if check is None else check
 
 
 def passes_over(view: StoreView, check: bool | None) -> int:
@@ -119,7 +116,7 @@ def survey_store(
         window_s: Seconds between messages of one key that count as repeated.
         check: Whether to run ``verify``; None runs it for up to `VERIFIED` messages.
     """
-    count = _count(view)
+    count = message_count(view)
     part = survey_findings(view, name, wanted, limits=limits, check=_is_checked(view, check))
     if view.store.read_only:  # the findings' pages of queues would add to those of this pass
         for queue_name in view.ranges:
@@ -159,8 +156,15 @@ def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: 
     if check:
         damage = _verify(path, name, view)
     found = lag(view)
-    findings = [_reported(name, one) for one in diagnose(view, limits) if wanted.has_subject(one.subject)]
-    unchecked = () if check else (_unchecked(name),)
+    findings = [
+        _reported(name, one)
+        for one in diagnose(view, limits, check=False)
+        if one.kind != "damage" and wanted.has_subject(one.subject)
+    ]
+    unchecked: list[ReportedFinding] = []
+    if not check:
+        missing = [_reported(name, one)._replace(subject=f"store {name}") for one in missing_queue_findings(view)]
+        unchecked = [*missing, _unchecked(name)]
     return ReportPart(
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None
@@ -185,16 +189,7 @@ def _reported(name: str, one: Finding) -> ReportedFinding:
 def _damage_findings(name: str, damage: Sequence[DamagedPlace], error: str | None) -> tuple[ReportedFinding, ...]:
     if not damage and error is None:
         return ()
-    what = f"verify finds {counted(len(damage), 'damaged place')}" if damage else "The store cannot be read"
-    first = f"{damage[0].file} at {damage[0].offset}: {damage[0].what}" if damage else error
-    return (
-        ReportedFinding(
-            name, "damage", "error", f"store {name}", f"{what}; the first: {first}.",
-            {"places": len(damage), "kinds": sorted({one.kind for one in damage}), "error": error},
-            "Copy the folder first: librmq snapshot STORE COPY. Then librmq recover mends what a crash leaves, and "
-            "librmq salvage saves what can be read of the rest.",
-        ),
-    )  # fmt: skip
+    return (_reported(name, damage_finding(f"store {name}", damage, error=error)),)
 
 
 def _unchecked(name: str) -> ReportedFinding:
