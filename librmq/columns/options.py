@@ -10,12 +10,17 @@ from typing import Any, Final, Literal
 from librmq.errors import ConfigError
 from librmq.message.topics import is_system_topic
 
-__all__ = ["Mode", "OffsetBounds", "Predicate", "ReadOptions", "View", "Wanted", "check_filters"]
+__all__ = ["Mode", "OffsetBounds", "OffsetTimes", "Predicate", "ReadOptions", "View", "Wanted", "check_filters"]
 
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
 OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]
 """Offsets by topic and queue id, or by store, topic and queue id; -2 is the earliest, -1 the latest."""
+
+
+class OffsetTimes(dict[str, Any]):
+    """Store times in place of offsets: each stands for the first message stored at that time or later."""
+
 
 EARLIEST: Final = -2
 LATEST: Final = -1
@@ -110,7 +115,6 @@ class ReadOptions:
     fail_on_data_loss: bool = True
     mode: Mode = "FAILFAST"
     min_partitions: int = 1
-    max_offsets_per_trigger: int | None = None
     checksums: bool = True
     several: bool = False
     """Whether several stores can be read, so that each row needs its store."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, ReadOptions, Wanted
+from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
 from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
@@ -197,6 +197,8 @@ class PlannedStore:
             asked = LATEST
         else:
             asked = self._own(offsets).get(name[0], {}).get(str(name[1]), usual)
+            if isinstance(offsets, OffsetTimes) and asked >= 0:
+                return self.first_at(name, asked)
         return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
 
     def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -42,6 +42,7 @@ __all__ = [
     "bloom_positions",
     "dedup_key",
     "match_sql",
+    "match_sql_udf",
     "match_tags",
     "register_functions",
     "strategy_of",
@@ -75,7 +76,19 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
     except FilterError:  # too large for Catalyst
         if isinstance(column, Mapping):
             column = F.map_from_entries(F.array(*(F.struct(F.lit(name), value) for name, value in column.items())))
-        return _arrow(partial(_match_one, expression, dialect), "boolean")(column)
+        return match_sql_udf(expression, dialect=dialect)(column)
+
+
+def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[..., Column]:
+    """Return `match_sql` for one expression as a function of a column of maps, which always runs over Arrow.
+
+    ``spark.udf.register(name, …)`` makes it a function in SQL, whose expression was checked here.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
+    SqlFilter(expression, dialect=dialect)
+    return _arrow(partial(_match_one, expression, dialect), "boolean")
 
 
 def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:

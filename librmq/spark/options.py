@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
@@ -16,6 +16,7 @@ from librmq.columns.options import (
     LARGEST_OFFSET,
     Mode,
     OffsetBounds,
+    OffsetTimes,
     ReadOptions,
     View,
     Wanted,
@@ -24,14 +25,26 @@ from librmq.columns.options import (
 from librmq.config import suggest
 from librmq.errors import ConfigError
 
-__all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "WriteOptions", "parse_read_options"]
+__all__ = [
+    "READ_OPTIONS",
+    "WRITE_OPTIONS",
+    "StreamLimits",
+    "WriteOptions",
+    "local_path",
+    "parse_names",
+    "parse_read_options",
+    "refuse_unknown",
+]
 
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
-    "endingOffsets", "startingTimestamp", "endingTimestamp", "failOnDataLoss", "mode", "minPartitions",
-    "maxOffsetsPerTrigger", "checksums",
+    "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
+    "failOnDataLoss", "mode", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger",
+    "maxTriggerDelay", "checksums", "names",
 )  # fmt: skip
-WRITE_OPTIONS: Final = ("path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait")
+WRITE_OPTIONS: Final = (
+    "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
+)  # fmt: skip
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
@@ -46,8 +59,10 @@ def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
 def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
-    given = {name: options[key] for name in READ_OPTIONS for key in options if key.lower() == name.lower()}
+    given = _known(options, READ_OPTIONS)
     view = _choice(given, "view", ("messages", "queues", "log"), "messages")
+    if parse_names(options) == "kafka" and view != "messages":
+        raise ConfigError("option names: Kafka's names are for the view messages")
     mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
     topics = _list(given.get("topic"))
     if topics is not None and "topicPattern" in given:
@@ -83,12 +98,47 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         fail_on_data_loss=_flag(given, "failOnDataLoss", True),
         mode=cast(Mode, mode),
         min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
-        max_offsets_per_trigger=_whole("maxOffsetsPerTrigger", given["maxOffsetsPerTrigger"], 1)
-        if "maxOffsetsPerTrigger" in given
-        else None,
         checksums=_flag(given, "checksums", True),
         several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
     )
+
+
+def parse_names(options: Mapping[str, str]) -> str:
+    """Return which names the columns have: ``rocketmq`` or ``kafka``."""
+    return _choice(_known(options, ("names",)), "names", ("rocketmq", "kafka"), "rocketmq")
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """The checked limits of a trigger of a stream."""
+
+    max_offsets: int | None = None
+    max_bytes: int | None = None
+    """Bytes of records as stored."""
+    min_offsets: int = 0
+    """A trigger with fewer messages waits, for ``max_delay_seconds``."""
+    max_delay_seconds: float = 900
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> StreamLimits:
+        """Check options, whose names are case-insensitive; `ConfigError`."""
+        given = _known(options, READ_OPTIONS)
+
+        def whole(name: str) -> int | None:
+            return _whole(name, given[name], 1) if name in given else None
+
+        found = cls(
+            max_offsets=whole("maxOffsetsPerTrigger"),
+            max_bytes=whole("maxBytesPerTrigger"),
+            min_offsets=whole("minOffsetsPerTrigger") or 0,
+            max_delay_seconds=_duration(given.get("maxTriggerDelay", "15m")),
+        )
+        if found.max_offsets is not None and found.min_offsets > found.max_offsets:
+            raise ConfigError(
+                f"options minOffsetsPerTrigger, maxOffsetsPerTrigger: expected the first not above the second, "
+                f"found {found.min_offsets} and {found.max_offsets}"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,27 +156,37 @@ class WriteOptions:
     staging: str | None = None
     wait_seconds: float = 60
     """Seconds to wait for another writer to release the store: before the job's work, and again at its commit."""
+    names: str = "rocketmq"
+    checkpoint: str | None = None
+    """The checkpoint of a stream."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> WriteOptions:
         """Check options, whose names are case-insensitive; `ConfigError`."""
         refuse_unknown(options, WRITE_OPTIONS, "writing")
-        given = {name: options[key] for name in WRITE_OPTIONS for key in options if key.lower() == name.lower()}
+        given = _known(options, WRITE_OPTIONS)
         if "path" not in given:
             raise ConfigError("option path: expected the folder of a store, found none")
         return cls(
-            path=_local(given["path"]),
+            path=local_path(given["path"]),
             topic=given.get("topic"),
             queue_id=_whole("queueId", given["queueId"], 0) if "queueId" in given else None,
             queues=_whole("queues", given.get("queues", "4"), 1),
             order_by=given.get("orderBy"),
             job_id=_job_id(given.get("jobId")),
-            staging=_local(given["staging"]) if "staging" in given else None,
+            staging=local_path(given["staging"]) if "staging" in given else None,
             wait_seconds=_seconds("wait", given["wait"]) if "wait" in given else cls.wait_seconds,
+            names=parse_names(options),
+            checkpoint=given.get("checkpointLocation"),
         )
 
 
 # ---------------------------------------------------------------------------------------------------- single options
+
+
+def _known(options: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the options of these names, which are case-insensitive."""
+    return {name: options[key] for name in names for key in options if key.lower() == name.lower()}
 
 
 def _choice(given: Mapping[str, str], name: str, known: tuple[str, ...], usual: str, *, upper: bool = False) -> str:
@@ -170,6 +230,13 @@ def _seconds(name: str, text: str) -> float:
     return found
 
 
+def _duration(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(ms|s|m|h)\s*", text)
+    if found is None:
+        raise ConfigError(f"option maxTriggerDelay: expected a duration such as 30s or 15m, found {text!r}")
+    return int(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 def _millis(given: Mapping[str, str], name: str) -> int | None:
     text = given.get(name)
     if text is None:
@@ -189,29 +256,40 @@ def _list(text: str | None) -> list[str] | None:
 
 
 def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "latest"]) -> OffsetBounds:
+    by_time = f"{name}ByTimestamp"
+    if by_time in given:
+        if name in given:
+            raise ConfigError(f"options {name} and {by_time}: expected only one of them, found both")
+        return OffsetTimes(_by_queue(by_time, given[by_time], 0))
     text = given.get(name, usual).strip()
     if text.lower() == "earliest":
         return "earliest"
     if text.lower() == "latest":
         return "latest"
+    return _by_queue(name, text, EARLIEST)
+
+
+def _by_queue(name: str, text: str, least: int) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
-        _check_offsets(found)
+        _check_offsets(found, least)
     except (ValueError, RecursionError):
-        raise ConfigError(
-            f'option {name}: expected earliest, latest, or JSON like {{"TopicA": {{"0": 23, "1": -1}}}} '
-            f"(-2 is earliest, -1 latest), found {text[:200]!r}"
-        ) from None
+        expected = (
+            'JSON of milliseconds since 1970 like {"TopicA": {"0": 1700000000000}}'
+            if least == 0
+            else 'earliest, latest, or JSON like {"TopicA": {"0": 23, "1": -1}} (-2 is earliest, -1 latest)'
+        )
+        raise ConfigError(f"option {name}: expected {expected}, found {text[:200]!r}") from None
     return cast(Mapping[str, Any], found)
 
 
-def _check_offsets(found: Any, depth: int = 0) -> None:
+def _check_offsets(found: Any, least: int, depth: int = 0) -> None:
     if not isinstance(found, dict):
         raise ValueError
     for name, below in found.items():
         if isinstance(below, dict) and depth < 2:
-            _check_offsets(below, depth + 1)
-        elif depth == 0 or type(below) is not int or not EARLIEST <= below <= LARGEST_OFFSET or not name.isdigit():
+            _check_offsets(below, least, depth + 1)
+        elif depth == 0 or type(below) is not int or not least <= below <= LARGEST_OFFSET or not name.isdigit():
             raise ValueError
 
 
@@ -227,13 +305,13 @@ def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
         except (ValueError, TypeError):
             texts = given["paths"].split(",")
     if given.get("path"):
-        whole = _local(given["path"])
+        whole = local_path(given["path"])
         texts += [whole] if os.path.exists(whole) else given["path"].split(",")
     if not texts:
         raise ConfigError("option path: expected the folder of a store, found none")
     found: list[str] = []
     for text in texts:
-        path = _local(text.strip())
+        path = local_path(text.strip())
         if os.path.exists(path) or not _is_glob(path):
             matches = [path]
         else:
@@ -244,7 +322,7 @@ def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _local(text: str) -> str:
+def local_path(text: str) -> str:
     """Return a path of a mounted file system as an absolute one."""
     parts = urlsplit(text)
     if parts.scheme == "file" and not parts.netloc:

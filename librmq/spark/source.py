@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -36,14 +36,16 @@ from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import DataSourceStreamReader, DataSourceWriter
+    from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
     from pyspark.sql.types import StructType
 
     from librmq.columns.options import ReadOptions, Wanted
+    from librmq.spark.names import Renaming
 
 __all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+_NEVER_NULL: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
 _OPTION: Final = "option."
 _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
@@ -68,11 +70,10 @@ class RocketMQDataSource(DataSource):
         """Return the name of the format."""
         return "rocketmq"
 
-    def _read_options(self, schema: StructType | None = None) -> ReadOptions:
-        from librmq.spark.options import parse_read_options
-
+    def _given(self, schema: StructType) -> dict[str, str]:
+        """Return the options of a read, which the schema of a table can hold."""
         given = dict(self.options)
-        if not given and schema is not None:  # Spark reads a table of the catalog without its options
+        if not given:  # Spark reads a table of the catalog without its options
             kept = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
             if not kept:
                 raise ConfigError(
@@ -80,31 +81,41 @@ class RocketMQDataSource(DataSource):
                     "write CREATE TABLE … USING rocketmq OPTIONS (path '…') without columns"
                 )
             given = json.loads(kept[0])
-        return parse_read_options(given)
+        return given
 
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
         from librmq.columns.read import default_columns
+        from librmq.spark.names import kafka_schema
+        from librmq.spark.options import parse_names, parse_read_options
 
-        found = schema_of(default_columns(self._read_options()))
+        options = dict(self.options)
+        found = schema_of(default_columns(parse_read_options(options)))
+        if parse_names(options) == "kafka":
+            found = kafka_schema(found)
         if self._creates_table:
             found.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
         return found
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
-        options = self._read_options(schema)
+        from librmq.spark.options import parse_read_options
+
+        given = self._given(schema)
+        options = parse_read_options(given)
         # Spark refuses a reader with filters if the session does not push any.
         kind = PushingReader if _PUSHING in sys.modules else Reader
-        return kind(options, arrow_schema(schema, options))
+        return kind(options, *read_schema(schema, options, given))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
+        from librmq.spark.options import StreamLimits, parse_read_options
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
-            options = self._read_options(schema)
-            return StreamReader(options, arrow_schema(schema, options))
+            given = self._given(schema)
+            options = parse_read_options(given)
+            return StreamReader(options, StreamLimits.parse(given), *read_schema(schema, options, given))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)
 
@@ -117,11 +128,21 @@ class RocketMQDataSource(DataSource):
             raise ConfigError('a store is only appended to: write with mode("append")')
         return Writer(WriteOptions.parse(dict(self.options)), schema)
 
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
+        """Return the writer of a stream."""
+        from librmq.spark.options import WriteOptions
+        from librmq.spark.write import StreamWriter
+
+        if overwrite:
+            raise ConfigError('a store is only appended to: use outputMode("append")')
+        return StreamWriter(WriteOptions.parse(dict(self.options)), schema)
+
 
 class Reader(DataSourceReader):
-    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+    def __init__(self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None) -> None:
         self._options = options
         self._schema = schema
+        self._renaming = renaming
 
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
@@ -135,30 +156,33 @@ class Reader(DataSourceReader):
             return iter(())
         from librmq.columns.read import Reading
 
-        return Reading(self._options, self._schema).read(partition.part)
+        batches = Reading(self._options, self._schema).read(partition.part)
+        return batches if self._renaming is None else self._renaming.batches(batches)
 
 
 class PushingReader(Reader):
     """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
+        from librmq.spark.names import plain_name
+
         for filter_ in filters:
-            wanted, whole = _narrowed(
-                self._options.wanted, filter_, self._options.view, self._options.mode != "PERMISSIVE"
-            )
-            self._options = replace(self._options, wanted=wanted)
+            name, whole = ".".join(getattr(filter_, "attribute", ())), False
+            if name:
+                name = name if self._renaming is None else plain_name(name)
+                wanted, whole = _narrowed(self._options, filter_, name)
+                self._options = replace(self._options, wanted=wanted)
             if not whole:
                 yield filter_
 
 
-def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
-    """Narrow ``wanted`` by a filter of Spark; return it, and whether it covers the whole filter."""
-    attribute: tuple[str, ...] = getattr(filter_, "attribute", ())
-    if len(attribute) != 1 or view == "log":
+def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[Wanted, bool]:
+    """Narrow what is wanted by a filter of Spark; return it, and whether it covers the whole filter."""
+    wanted, view, value = options.wanted, options.view, getattr(filter_, "value", None)
+    if view == "log":
         return wanted, False
-    name, value = attribute[0], getattr(filter_, "value", None)
     if isinstance(filter_, IsNotNull):
-        return wanted, never_null and name in ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
+        return wanted, options.mode != "PERMISSIVE" and name in _NEVER_NULL
     values: tuple[Any, ...] | None = None
     if isinstance(filter_, EqualTo | EqualNullSafe):
         values = (value,)
@@ -214,6 +238,21 @@ def schema_of(columns: list[str]) -> StructType:
     from librmq.columns.read import TYPES
 
     return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
+
+
+def read_schema(
+    schema: StructType, options: ReadOptions, given: Mapping[str, str]
+) -> tuple[pa.Schema, Renaming | None]:
+    """Return the columns to read for ``schema``, and their renaming if ``given`` asks for Kafka's names."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    from librmq.spark.options import parse_names
+
+    if parse_names(given) != "kafka":
+        return arrow_schema(schema, options), None
+    from librmq.spark.names import Renaming, plain_schema
+
+    return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
 
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:

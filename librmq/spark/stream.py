@@ -10,10 +10,12 @@ open for reading, beside their writers. Queues and topics that appear later are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -22,20 +24,56 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from librmq.columns.options import ReadOptions
+from librmq.clock import SystemClock
+from librmq.columns.options import LARGEST_OFFSET, ReadOptions
 from librmq.columns.parts import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, RmqError
+from librmq.spark.options import StreamLimits
 from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RefusedStream", "StreamReader", "share"]
+    from librmq.spark.names import Renaming
+
+__all__ = ["RefusedStream", "StreamLag", "StreamReader", "share", "stream_lags"]
+
+SMALLEST_RECORD: Final = 91
+"""Bytes of a record with an empty body, topic and properties."""
 
 Offset = dict[str, dict[str, dict[str, int]]]
 Key = tuple[str, str, int]
 """Store, topic, queue id."""
+
+
+class StreamLag(NamedTuple):
+    """The number of messages of a queue that a stream has not processed."""
+
+    store: str
+    topic: str
+    queue_id: int
+    lag: int
+
+
+def stream_lags(progress: Any) -> list[StreamLag]:
+    """Return the lag of each queue at the end of a batch, the largest first.
+
+    ``progress`` is a ``StreamingQueryProgress`` or ``StreamingQuery.lastProgress``; other sources are left out.
+    """
+    found = []
+    for source in json.loads(progress.json)["sources"] if hasattr(progress, "json") else progress["sources"]:
+        ends, latest = (_offset_of(source.get(name)) for name in ("endOffset", "latestOffset"))
+        found += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in latest.items()]
+    return sorted(found, key=lambda one: (-one.lag, one))
+
+
+def _offset_of(value: Any) -> dict[Key, int]:
+    """Return an offset of a progress; empty for another source's."""
+    try:
+        return _flat(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, AttributeError, TypeError):
+        return {}
 
 
 class RefusedStream(DataSourceStreamReader):
@@ -68,18 +106,24 @@ class RefusedStream(DataSourceStreamReader):
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The stream on the driver; only `read` runs in workers, on a copy."""
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+    def __init__(
+        self, options: ReadOptions, limits: StreamLimits, schema: pa.Schema, renaming: Renaming | None = None
+    ) -> None:
         if options.view == "log":
             raise ConfigError("option view: a stream reads messages or queues; the log is read by a batch")
         if options.ending != "latest" or options.wanted.end_ms is not None:
-            raise ConfigError("options endingOffsets, endingTimestamp: a stream has no end")
+            raise ConfigError("options endingOffsets, endingTimestamp, endingOffsetsByTimestamp: a stream has no end")
         self._options = options
+        self._limits = limits
         self._schema = schema
+        self._renaming = renaming
         self._stores: dict[str, PlannedStore] = {}
         self._target: dict[Key, int] | None = None
+        self._waiting_since: float | None = None
+        """When a trigger first had fewer messages than wanted."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_schema": self._schema, "_stores": {}, "_target": None}
+        return vars(self) | {"_stores": {}, "_target": None}
 
     # --------------------------------------------------------------------------------------------------- on the driver
 
@@ -102,8 +146,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit in the options."""
-        most = self._options.max_offsets_per_trigger
-        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+        most = self._limits.max_offsets
+        if self._limits == StreamLimits():
+            return ReadAllAvailable()
+        # Spark knows no limit of several kinds; `latestOffset` applies the others.
+        return ReadMaxRows(LARGEST_OFFSET if most is None else most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Keep the present ends, where the query stops."""
@@ -123,14 +170,53 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             begin = self._begin(key, begins.get(key))
             lags[key] = max(0, end - begin)
         taken = lags
-        if isinstance(limit, ReadMaxRows):
-            taken = share(lags, limit.max_rows)
+        if not isinstance(limit, ReadAllAvailable):
+            if self._target is None and self._waits(sum(lags.values())):
+                return start
+            if self._limits.max_offsets is not None:
+                taken = share(lags, self._limits.max_offsets)
+            if self._limits.max_bytes is not None:
+                taken = self._within(taken, self._limits.max_bytes, begins)
         # A deleted queue stays in the offset, so that it is not read again if it comes back.
         found = dict(begins)
         for key, count in taken.items():
             if count or key in begins:
                 found[key] = self._begin(key, begins.get(key)) + count
         return _nested(found)
+
+    def _waits(self, lag: int) -> bool:
+        """Return whether a trigger has too few messages, and has not waited long enough for more."""
+        now = SystemClock().monotonic()
+        if not 0 < lag < self._limits.min_offsets:
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now
+        if now - self._waiting_since < self._limits.max_delay_seconds:
+            return True
+        self._waiting_since = None
+        return False
+
+    def _within(self, lags: Mapping[Key, int], most: int, begins: Mapping[Key, int]) -> dict[Key, int]:
+        """Return as many messages of each queue as have at most ``most`` bytes in all, and at least one message.
+
+        A queue gets bytes in proportion to its messages; what it leaves goes to the queues with more messages.
+        """
+        left, behind = most, sum(lags.values())
+        taken: dict[Key, int] = {}
+        order = sorted((key for key in lags if lags[key]), key=lambda key: (lags[key], key))
+        for key in order:
+            share_ = left * lags[key] // behind
+            begin = self._begin(key, begins.get(key))
+            until = begin + min(lags[key], share_ // SMALLEST_RECORD)
+            entries = self._stores[key[0]].queues[key[1:]].entries.entries(begin, until)
+            sums = np.cumsum(entries["size"].astype(np.int64))
+            taken[key] = int(np.searchsorted(sums, share_, "right"))
+            left -= int(sums[taken[key] - 1]) if taken[key] else 0
+            behind -= lags[key]
+        if order and not any(taken.values()):
+            taken[order[-1]] = 1
+        return taken
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Return the tasks of a batch."""
@@ -211,7 +297,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, PartPartition)
         # The offsets hold the stream's start, so times no longer matter.
         options = replace(self._options, wanted=replace(self._options.wanted, begin_ms=None))
-        return Reading(options, self._schema).read(partition.part)
+        batches = Reading(options, self._schema).read(partition.part)
+        return batches if self._renaming is None else self._renaming.batches(batches)
 
 
 def share(lags: Mapping[Key, int], most: int) -> dict[Key, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -12,22 +13,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from librmq.clock import SystemClock
+from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder, check_columns
-from librmq.spark.options import WriteOptions
+from librmq.spark.names import written_batch, written_schema
+from librmq.spark.options import WriteOptions, local_path
 from librmq.spark.staged_records import Staged, discard, job_folder
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
+from librmq.store.format.job_notes import note_path
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-__all__ = ["Writer"]
+__all__ = ["StreamWriter", "Writer"]
 
 BATCH_ROWS: Final = 8192
 BATCH_BYTES: Final = 64 << 20
@@ -40,17 +44,18 @@ class Ready(WriterCommitMessage):
     staged: Staged
 
 
-class Writer(DataSourceArrowWriter):
-    """A writer, made and checked on the driver; `write` runs in workers."""
+class StagingWriter:
+    """The part of a writer that stages rows; made and checked on the driver, `write` runs in workers."""
 
-    def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields], options.order_by)
+    def __init__(self, options: WriteOptions, schema: StructType, job: str) -> None:
+        columns = [(field.name, field.dataType.simpleString()) for field in schema.fields]
+        check_columns(written_schema(columns) if options.names == "kafka" else columns, options.order_by)
         files = DiskFiles()
         directory.check_kind(options.path, files, writable=True)
         wait_until_free(options.path, options.wait_seconds)  # before all the work
         config = directory.infer_config(options.path, files)
         self._options = options
-        self._job = options.job_id or f"job-{uuid.uuid4().hex}"
+        self._job = job
         self._folder = job_folder(options.path, self._job, options.staging)
         self._encoder = Encoder(
             topic=options.topic,
@@ -78,7 +83,7 @@ class Writer(DataSourceArrowWriter):
         path = os.path.join(self._folder, name)
         with open(f"{path}.log", "wb") as data, _Table(f"{path}.arrow") as table:
             for whole in iterator:
-                for batch in _pieces(whole):
+                for batch in _pieces(written_batch(whole) if self._options.names == "kafka" else whole):
                     encoded = self._encoder.encode(batch, rows, SystemClock().now_ms())
                     rows += batch.num_rows
                     data.write(encoded.data)
@@ -95,23 +100,68 @@ class Writer(DataSourceArrowWriter):
                     table.write(columns)
         return Ready(Staged(name, task, rows, tuple(lanes)))
 
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Commit the staged files to the store, on the driver."""
+    def _commit(self, messages: list[WriterCommitMessage | None], job: str, *, keep_note: bool) -> None:
         staged = [message.staged for message in messages if isinstance(message, Ready) and message.staged.records]
         options = self._options
         commit(
             options.path,
-            self._job,
+            job,
             staged,
             self._folder,
             ordered=options.order_by is not None,
-            keep_note=options.job_id is not None,
+            keep_note=keep_note,
             wait_seconds=options.wait_seconds,
         )
+
+
+class Writer(StagingWriter, DataSourceArrowWriter):
+    """The writer of a batch."""
+
+    def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        super().__init__(options, schema, options.job_id or f"job-{uuid.uuid4().hex}")
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Commit the staged files to the store, on the driver."""
+        self._commit(messages, self._job, keep_note=self._options.job_id is not None)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the staged files, on the driver."""
         discard(self._folder)
+
+
+class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
+    """The writer of a stream, whose batches are jobs: a batch that Spark repeats writes nothing.
+
+    Spark makes it again for each batch and each commit, so its name comes from the options or the checkpoint.
+    """
+
+    def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        super().__init__(options, schema, f"stream-{options.job_id or _query_id(options.checkpoint)}")
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 (Spark's)
+        """Commit the staged files of a batch to the store, on the driver."""
+        self._commit(messages, f"{self._job}.{batchId}", keep_note=True)
+        # Spark repeats no batch but the last.
+        DiskFiles().delete(note_path(self._options.path, f"{self._job}.{batchId - 1}"))
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Delete the staged files, on the driver."""
+        discard(self._folder)
+
+
+def _query_id(checkpoint: str | None) -> str:
+    """Return the id that Spark gave the query with this checkpoint.
+
+    A new checkpoint counts its batches from 0 again, but has another id.
+    """
+    try:
+        with open(os.path.join(local_path(checkpoint or "."), "metadata"), "rb") as file:
+            return str(uuid.UUID(json.load(file)["id"]))
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        raise ConfigError(
+            f"option jobId: expected an id for this stream, found none, and no checkpoint in a mounted file system "
+            f"({checkpoint}); use another id with each new checkpoint"
+        ) from None
 
 
 class _Table:

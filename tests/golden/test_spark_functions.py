@@ -21,7 +21,7 @@ from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.hashing import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
-from librmq.spark.functions import allocate, dedup_key, match_sql, match_tags, tags_code  # noqa: E402
+from librmq.spark.functions import allocate, dedup_key, match_sql, match_sql_udf, match_tags, tags_code  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
@@ -46,6 +46,15 @@ def test_every_filter_case_in_sql_text(spark: Any, figure: Callable[[str], None]
     figure(f"filter, Spark SQL text: {answered} compiling cases answered by the Arrow back-end")
 
 
+def test_a_named_filter_in_sql_text(spark: Any) -> None:
+    frame = spark.createDataFrame([({"a": "7"},), ({"a": "x"},), ({},), (None,)], "props map<string,string>")
+    frame.createOrReplaceTempView("named")
+    spark.udf.register("large", match_sql_udf("a > 5"))
+    found = spark.sql("SELECT large(props) FROM named").collect()
+    assert found == frame.select(match_sql("props", "a > 5")).collect()
+    assert [row[0] for row in found] == [True, False, False, False]
+
+
 def test_an_invalid_expression_is_refused_immediately() -> None:
     """Every expression that does not compile is refused at once."""
     refused = 0
@@ -54,6 +63,8 @@ def test_an_invalid_expression_is_refused_immediately() -> None:
             if row["result"] == "PARSE_ERROR":
                 with pytest.raises(FilterSyntaxError, match=r"\^"):
                     match_sql("props", row["expr"], dialect=dialect)
+                with pytest.raises(FilterSyntaxError, match=r"\^"):
+                    match_sql_udf(row["expr"], dialect=dialect)
                 refused += 1
     assert refused
 

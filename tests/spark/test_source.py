@@ -132,6 +132,10 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
         ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
         ({"minPartitions": "0"}, None, "at least 1"),
+        ({"names": "kafka"}, "key string", "expected type binary, found string"),
+        ({"names": "kafka", "view": "log"}, None, "names are for the view messages"),
+        ({"startingOffsetsByTimestamp": '{"Orders": {"0": -1}}'}, None, "JSON of milliseconds"),
+        ({"startingOffsets": "latest", "startingOffsetsByTimestamp": "{}"}, None, "found both"),
         ({}, "tag string", "did you mean tags"),
         ({}, "queueId string", "expected type int, found string"),
         ({"view": "queues"}, "body binary", "no column 'body'"),
@@ -154,6 +158,54 @@ def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:7").mkdir()
     assert parse_read_options({"path": "run:7"}).paths == (str(tmp_path / "run:7"),)
+
+
+def test_the_names_of_kafka(folder: Path) -> None:
+    frame = read(folder, names="kafka", topic="Refunds")
+    assert frame.schema.simpleString() == (
+        "struct<key:binary,value:binary,topic:string,partition:int,offset:bigint,timestamp:timestamp>"
+    )
+    plain = {row["queueOffset"]: row for row in read(folder, topic="Refunds", queueId="1").collect()}
+    found = frame.where("partition = 1 and offset >= 4").selectExpr("CAST(key AS STRING) AS key", "*").collect()
+    assert {row["offset"] for row in found} == {at for at in plain if at >= 4}
+    for key, *row in found:
+        same = plain[row[4]]
+        assert (key, *row[1:]) == (
+            same["keys"],
+            same["body"],
+            "Refunds",
+            1,
+            same["queueOffset"],
+            same["storeTimestamp"],
+        )
+    both = read(folder, "value binary, body binary, tags string", names="kafka", topic="Refunds", queueId="1").first()
+    assert both["value"] == both["body"]
+
+
+def test_offsets_by_timestamp(folder: Path) -> None:
+    """They bound a batch and begin a stream, each queue at its own time; a queue that is not named is read whole."""
+    from librmq.columns.planner import plan
+    from librmq.spark.options import StreamLimits, parse_read_options
+    from librmq.spark.source import arrow_schema, schema_of
+    from librmq.spark.stream import StreamReader
+
+    stored = {(row["topic"], row["queueId"], row["queueOffset"]): row["storeTimestamp"].timestamp() * 1000
+              for row in read(folder).collect()}  # fmt: skip
+    begin, end = START_MS + 100_000, START_MS + 200_000
+    given = {"path": str(folder), "startingOffsetsByTimestamp": json.dumps({"Refunds": {"0": begin, "1": 1 << 45}})}
+    later = {
+        at for (topic, queue_id, at), time in stored.items() if (topic, queue_id) == ("Refunds", 0) and time >= begin
+    }
+    options = parse_read_options({**given, "topic": "Refunds"})
+    schema = arrow_schema(schema_of(["topic"]), options)
+    first = StreamReader(options, StreamLimits(), schema).initialOffset()[str(folder)]["Refunds"]
+    assert first["0"] == min(later)
+    assert first["1"] == max(at for topic, queue_id, at in stored if (topic, queue_id) == ("Refunds", 1)) + 1
+    given["endingOffsetsByTimestamp"] = json.dumps({"Refunds": {"0": end}})
+    slices = [one for part in plan(parse_read_options({**given, "topic": "Refunds"})) for one in part.slices]
+    found = {at for one in slices for at in range(one.begin, one.end) if one.queue_id == 0}
+    assert found == {at for at in later if stored["Refunds", 0, at] < end}
+    assert not [one for one in slices if one.queue_id == 1]
 
 
 def test_no_store(tmp_path: Path) -> None:
@@ -189,7 +241,7 @@ def test_damage(folder: Path, tmp_path: Path) -> None:
 
 def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
     spark = shared_session()
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"  # set by session()
     try:
         frame = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
         plan = frame._jdf.queryExecution().executedPlan().toString()
@@ -200,11 +252,15 @@ def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
         moment = "timestamp_millis(1700000101000)"
         later = numbers(read(folder).where(f"storeTimestamp >= {moment}"))
         none = read(folder, topic="Orders").where("topic = 'Refunds'").count()
+        formatted = frame._jdf.queryExecution().explainString(
+            spark._jvm.org.apache.spark.sql.execution.ExplainMode.fromString("formatted")
+        )
+        spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+        filtered = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
+        assert found == numbers(filtered)
     finally:
-        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-    assert found == numbers(
-        read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
-    )
+        spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    assert "EqualTo(topic,Refunds)" in formatted.partition("PushedFilters")[2].partition("\n")[0]
     assert later == [n for n in PLAIN if n >= 100]
     assert none == 0
 
@@ -261,6 +317,7 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         ({"view": "log"}, "a stream reads messages or queues"),
         ({"endingOffsets": '{"Orders": {"0": 3}}'}, "a stream has no end"),
         ({"mode": "fast"}, "FAILFAST"),
+        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "5"}, "found 9 and 5"),
     ],
 )
 def test_a_stream_names_its_wrong_options(folder: Path, tmp_path: Path, options: dict[str, str], text: str) -> None:

@@ -18,7 +18,9 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
-from librmq.spark.stream import Key, share
+from librmq.spark.options import StreamLimits, parse_read_options
+from librmq.spark.source import arrow_schema, schema_of
+from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
 from tests.spark_session import shared_session
 
 START_MS = 1_700_000_000_000
@@ -53,7 +55,58 @@ class Sink:
         return sorted(int(bytes(row["body"])) for row in found)
 
 
-def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> None:
+def reader(path: Path, **limits: Any) -> StreamReader:
+    options = parse_read_options({"path": str(path)})
+    return StreamReader(options, StreamLimits(**limits), arrow_schema(schema_of(["topic"]), options))
+
+
+def read_up_to(offset: Any) -> int:
+    return sum(at for topics in offset.values() for queues in topics.values() for at in queues.values())
+
+
+def test_a_trigger_takes_a_number_of_bytes(tmp_path: Path) -> None:
+    """The bytes are those of the records, divided among queues; a record that is larger goes alone."""
+    with MessageStore.open(tmp_path / "s", StoreConfig.tiny()) as store:
+        for number in range(40):
+            store.append(Message("A", b"x" * (10 * number)), number % 3)
+        entries = {(name[1], at): queue.entry(at) for name, queue in store.queues.items() for at in range(14)}
+        sizes = {name: entry.size for name, entry in entries.items() if entry is not None}
+    stream = reader(tmp_path / "s", max_bytes=1500)
+    offset, taken = stream.initialOffset(), 0
+    limit = stream.getDefaultReadLimit()
+    while taken < 40:
+        before, offset = offset, stream.latestOffset(offset, limit)
+        queues = [(int(name), at, offset[str(tmp_path / "s")]["A"][name])
+                  for name, at in before[str(tmp_path / "s")]["A"].items()]  # fmt: skip
+        read = sum(sizes[name, at] for name, begin, end in queues for at in range(begin, end))
+        assert 0 < read <= 1500
+        taken = read_up_to(offset)
+    assert taken == 40
+    stream.stop()
+    small = reader(tmp_path / "s", max_bytes=1, max_offsets=7)
+    assert read_up_to(small.latestOffset(small.initialOffset(), small.getDefaultReadLimit())) == 1
+    small.stop()
+
+
+def test_a_trigger_waits_for_more_messages(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "s", StoreConfig.tiny()) as store:
+        fill(store, "A", 0, 4)
+        for delay, available_now, taken in ((3600, False, 0), (0, False, 4), (3600, True, 4)):
+            stream = reader(tmp_path / "s", min_offsets=5, max_delay_seconds=delay)
+            if available_now:
+                stream.prepareForTriggerAvailableNow()
+            begin = stream.initialOffset()
+            assert read_up_to(stream.latestOffset(begin, stream.getDefaultReadLimit())) == taken
+            stream.stop()
+        stream = reader(tmp_path / "s", min_offsets=5, max_delay_seconds=3600)
+        begin = stream.initialOffset()
+        assert stream.latestOffset(begin, stream.getDefaultReadLimit()) == begin
+        fill(store, "A", 4, 1)
+        assert read_up_to(stream.latestOffset(begin, stream.getDefaultReadLimit())) == 5
+        stream.stop()
+
+
+def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> Any:
     stream = shared_session().readStream.format("rocketmq").options(**options).load(str(path))
     query = (
         stream.writeStream.foreachBatch(sink.take)
@@ -62,6 +115,7 @@ def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> None:
         .start()
     )
     query.awaitTermination()
+    return query
 
 
 @pytest.mark.spark
@@ -71,8 +125,12 @@ def test_limits_restarts_and_later_messages(tmp_path: Path) -> None:
     clock = ManualClock(START_MS)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         fill(store, "A", 0, 25)
-        run(path, sink, checkpoint, maxOffsetsPerTrigger="10")
+        query = run(path, sink, checkpoint, maxOffsetsPerTrigger="10")
         assert sink.sizes == [10, 10, 5]
+        lags = [stream_lags(progress) for progress in query.recentProgress if progress["numInputRows"]]
+        assert [sum(one.lag for one in found) for found in lags] == [15, 5, 0]
+        assert {one[:3] for one in lags[0]} == {(str(path), "A", 0), (str(path), "A", 1)}
+        assert isinstance(lags[0][0], StreamLag)
         fill(store, "A", 25, 5)
         fill(store, "B", 30, 3)  # a topic that did not exist
         run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
@@ -83,6 +141,39 @@ def test_limits_restarts_and_later_messages(tmp_path: Path) -> None:
     last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
     run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
     assert sink.numbers() == list(range(33))
+
+
+@pytest.mark.spark
+def test_a_stream_into_a_store(tmp_path: Path) -> None:
+    """Each batch is written once, also if Spark repeats it; another checkpoint is another stream."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    with MessageStore.open(source, StoreConfig.tiny()) as store:
+        fill(store, "A", 0, 9)
+
+    def copy(checkpoint: str, **options: str) -> None:
+        stream = shared_session().readStream.format("rocketmq").options(names="kafka", maxOffsetsPerTrigger="5")
+        rows = stream.load(str(source)).select("key", "value", "partition")
+        writer = rows.writeStream.format("rocketmq").options(names="kafka", topic="B", **options)
+        query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start(str(target))
+        query.awaitTermination()
+
+    def bodies() -> list[int]:
+        with MessageStore.open(target, read_only=True) as store:
+            assert {message.topic for message in store} == {"B"}
+            assert all(int(message.body) % 2 == message.queue_id for message in store)
+            return sorted(int(message.body) for message in store)
+
+    checkpoint = tmp_path / "checkpoint"
+    copy(str(checkpoint))
+    assert bodies() == list(range(9))
+    last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda one: int(one.name))
+    last.unlink()
+    last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
+    copy(str(checkpoint))
+    assert bodies() == list(range(9))
+    assert len(list((target / "librmq" / "spark").iterdir())) == 1
+    copy(str(tmp_path / "other"), jobId="again")
+    assert bodies() == sorted([*range(9)] * 2)
 
 
 @pytest.mark.spark
