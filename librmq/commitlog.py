@@ -23,6 +23,7 @@ from librmq.files.seam import Buffer, Files, without_zeros
 from librmq.message import record
 from librmq.message.checksum import crc32
 from librmq.message.message import StoredMessage
+from librmq.runtime.core import CORE
 from librmq.runtime.headway import advance
 
 __all__ = ["CommitLog", "LogEnd", "LogItem"]
@@ -453,7 +454,13 @@ class CommitLog:
         chunk, chunk_at, chunk_size = b"", place, 0
         while place < end:
             inside = place - chunk_at
-            if inside + fixed <= chunk_size:
+            if CORE is not None and inside + fixed <= chunk_size:
+                found, inside_end = CORE.records(chunk, inside, start + chunk_at, check_body)
+                if found:
+                    yield from found
+                    place = chunk_at + inside_end
+                    continue
+            elif inside + fixed <= chunk_size:
                 size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
                 if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
                     raw = chunk[inside : inside + size]

@@ -21,6 +21,7 @@ from programs import watch
 from screen import Screen, Step
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+CORE = CHECKOUT / "core"
 STAMP = "librmq-stamp.json"
 
 OFFLINE_SIGNS = (
@@ -62,7 +63,11 @@ class Environment:
         with Step(screen, "packages") as step:
             stamp = self._read_stamp()
             basis = self._basis()
-            pyproject = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes()).hexdigest()
+            sources = [
+                CHECKOUT / "pyproject.toml",
+                *sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}")),
+            ]
+            pyproject = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
             same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
             current = same and stamp is not None and stamp["pyproject"] == pyproject
             installed = frozenset(stamp["extras"]) if current and stamp else frozenset()
@@ -168,6 +173,8 @@ class Environment:
             variables={**self.variables(), "TMPDIR": str(scratch)},
             look=progress.look,
         )
+        if status == 0:
+            step.screen.line(self._build_core(pip, step))
         shutil.rmtree(scratch, ignore_errors=True)
         if status:
             step.screen.line("\n".join(printed.splitlines()[-20:]))
@@ -177,6 +184,19 @@ class Environment:
                 else "pip failed; its last lines stand above."
             )
         step.finish(progress.summary())
+
+    def _build_core(self, pip: Sequence[str | Path], step: Step) -> str:
+        """Build and install the compiled core, which librmq can do without; return a sentence about it."""
+        if not CORE.is_dir() or shutil.which(os.environ.get("CC", "cc")) is None:
+            return "The compiled core is skipped: there is no C compiler."
+        step.show("building the compiled core")
+        command = [*pip, "--no-deps", "--force-reinstall", CORE]
+        status, printed = watch(command, step, folder=CHECKOUT, variables=self.variables())
+        if status == 0:
+            return "The compiled core is built and installed."
+        self.logs.mkdir(exist_ok=True)
+        (self.logs / "core.txt").write_text(printed, "utf-8")
+        return f"The compiled core is skipped: it could not be built, {self.logs / 'core.txt'} says why."
 
 
 class Installing:

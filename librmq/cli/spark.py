@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from librmq.cli.input import read_ranges
 from librmq.cli.output import Output, complain
 from librmq.errors import InputError, RmqError, StoreError
+from librmq.runtime.core import CORE_STATE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -70,11 +71,12 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
-    """Print which of Spark's requirements are met, and which are missing."""
+    """Print which core runs, and which of Spark's requirements are met or missing."""
     from librmq.spark.session import java_home, require
 
     rows: list[tuple[str, bool, str]] = [
         ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
+        ("core", True, CORE_STATE),
         *((name, _version(name) is not None, _version(name) or "not installed") for name in _PACKAGES),
     ]
     missing: list[str] = []

@@ -20,6 +20,7 @@ from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
+from librmq.runtime.core import CORE_STATE
 from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.engine.log_copy import CopiedRecords
@@ -177,6 +178,11 @@ class MessageStore:
     def recovered(self) -> list[Damage]:
         """What opening and `recover` found and cut."""
         return self._handle.recovered
+
+    @property
+    def core(self) -> str:
+        """Which code runs hot paths: ``compiled core``, or pure Python and the reason."""
+        return CORE_STATE
 
     @property
     def readers(self) -> Readers | None:

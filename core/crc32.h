@@ -1,0 +1,97 @@
+/* CRC-32 of zlib: folded by carry-less multiplication where the processor has it, else eight bytes a step.
+
+   The folding is that of Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ" (Intel, 2009), in
+   its bit-reflected form; the constants are powers of x modulo the polynomial. */
+
+#ifndef LIBRMQ_CRC32_H
+#define LIBRMQ_CRC32_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+static uint32_t rmq_table[8][256];
+
+static void rmq_crc32_init(void) {
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t code = byte;
+        for (int bit = 0; bit < 8; bit++)
+            code = code >> 1 ^ (code & 1 ? 0xEDB88320u : 0);
+        rmq_table[0][byte] = code;
+    }
+    for (int row = 1; row < 8; row++)
+        for (int byte = 0; byte < 256; byte++)
+            rmq_table[row][byte] = rmq_table[row - 1][byte] >> 8 ^ rmq_table[0][rmq_table[row - 1][byte] & 255];
+}
+
+static inline uint32_t rmq_little(const uint8_t *at) {
+    return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+}
+
+static uint32_t rmq_crc32_tables(uint32_t code, const uint8_t *data, size_t size) {
+    for (; size >= 8; data += 8, size -= 8) {
+        uint32_t low = rmq_little(data) ^ code, high = rmq_little(data + 4);
+        code = rmq_table[7][low & 255] ^ rmq_table[6][low >> 8 & 255] ^ rmq_table[5][low >> 16 & 255] ^
+               rmq_table[4][low >> 24] ^ rmq_table[3][high & 255] ^ rmq_table[2][high >> 8 & 255] ^
+               rmq_table[1][high >> 16 & 255] ^ rmq_table[0][high >> 24];
+    }
+    for (; size; data++, size--)
+        code = code >> 8 ^ rmq_table[0][(code ^ *data) & 255];
+    return code;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define LIBRMQ_FOLDS 1
+#include <immintrin.h>
+
+#define FOLD(x, by, next)                                                                                        \
+    _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)), next)
+#define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
+
+/* Of at least 64 bytes; the rest of less than 16 is left to the tables. */
+__attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32_t code, const uint8_t *data,
+                                                                           size_t size) {
+    const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+    const __m128i last = _mm_set_epi64x(0, 0x0163cd6124), barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
+    const __m128i low = _mm_set_epi32(0, -1, 0, -1);
+    __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)code)), b = LOAD(data + 16), c = LOAD(data + 32),
+            d = LOAD(data + 48);
+    for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
+        a = FOLD(a, by_64, LOAD(data));
+        b = FOLD(b, by_64, LOAD(data + 16));
+        c = FOLD(c, by_64, LOAD(data + 32));
+        d = FOLD(d, by_64, LOAD(data + 48));
+    }
+    a = FOLD(a, by_16, b);
+    a = FOLD(a, by_16, c);
+    a = FOLD(a, by_16, d);
+    for (; size >= 16; data += 16, size -= 16)
+        a = FOLD(a, by_16, LOAD(data));
+    a = _mm_xor_si128(_mm_clmulepi64_si128(a, by_16, 0x10), _mm_srli_si128(a, 8));
+    b = _mm_srli_si128(a, 4);
+    a = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), last, 0x00), b);
+    b = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), barrett, 0x10), low);
+    a = _mm_xor_si128(a, _mm_clmulepi64_si128(b, barrett, 0x00));
+    return rmq_crc32_tables((uint32_t)_mm_extract_epi32(a, 1), data, size);
+}
+#endif
+
+/* The checksum by folding if `folds`, which the processor must know. */
+static uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
+#ifdef LIBRMQ_FOLDS
+    if (folds && size >= 64)
+        return ~rmq_crc32_folded(~0u, data, size);
+#endif
+    (void)folds;
+    return ~rmq_crc32_tables(~0u, data, size);
+}
+
+static int rmq_can_fold(void) {
+#ifdef LIBRMQ_FOLDS
+    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+#else
+    return 0;
+#endif
+}
+
+#endif

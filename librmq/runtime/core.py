@@ -1,0 +1,38 @@
+"""The compiled core, the package ``librmq-core``: hot paths in C, where it is installed.
+
+Its functions do the usual case whole. For anything else they have no effect, and the caller runs its Python code. Files
+on disk are equal with and without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Final
+
+__all__ = ["CORE", "CORE_STATE"]
+
+_API: Final = 1
+_SWITCH: Final = "LIBRMQ_CORE"
+
+
+def _load() -> tuple[Any, str]:
+    """Return the core, or None, and a sentence that says which one runs."""
+    if os.environ.get(_SWITCH, "").lower() in ("0", "off"):
+        return None, f"pure Python, because {_SWITCH} is {os.environ[_SWITCH]}"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None, "pure Python, because the compiled core needs the interpreter lock"
+    try:
+        import librmq_core
+    except ImportError:
+        return None, "pure Python, because librmq-core is not installed"
+    if librmq_core.API != _API:
+        return None, f"pure Python, because librmq-core has API {librmq_core.API}, and not {_API}: install it again"
+    return librmq_core, "compiled core"
+
+
+_loaded = _load()
+CORE: Final = _loaded[0]
+"""The module ``librmq_core``, or None."""
+CORE_STATE: Final = _loaded[1]
+"""Which code runs: ``compiled core``, or pure Python and the reason."""
