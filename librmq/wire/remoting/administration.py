@@ -31,7 +31,7 @@ from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.consuming import stored_ms
 from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import VERSION, Frame, encode
+from librmq.wire.remoting.frames import VERSION, Frame
 from librmq.wire.remoting.headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
@@ -119,7 +119,7 @@ class AdminRequests:
 
     # ---- messages
 
-    def _query(self, call: RemotingCall) -> Frame:
+    def _query(self, call: RemotingCall) -> bytes:
         header: QueryByKeyHeader = call.header
         found = self._broker.call(
             QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
@@ -129,14 +129,14 @@ class AdminRequests:
         last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
         return call.answer(last, body=records_body(found))
 
-    def _view(self, call: RemotingCall) -> Frame:
+    def _view(self, call: RemotingCall) -> bytes:
         header: PhysicalOffsetHeader = call.header
         found = self._broker.call(ViewMessage(header.offset))
         if found is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
         return call.answer(body=found.raw)
 
-    def _entries(self, call: RemotingCall) -> Frame:
+    def _entries(self, call: RemotingCall) -> bytes:
         header: QueueEntriesHeader = call.header
         queue = self._broker.store.queue(header.topic, header.queue_id)
         if queue is None:
@@ -154,22 +154,22 @@ class AdminRequests:
 
     # ---- topics
 
-    def _create_topic(self, call: RemotingCall) -> Frame:
+    def _create_topic(self, call: RemotingCall) -> bytes:
         header: CreateTopicHeader = call.header
         self._broker.call(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
         return call.answer()
 
-    def _delete_topic(self, call: RemotingCall) -> Frame:
+    def _delete_topic(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header
         self._broker.call(DeleteTopic(header.topic))
         return call.answer()
 
-    def _topic_configs(self, call: RemotingCall) -> Frame:
+    def _topic_configs(self, call: RemotingCall) -> bytes:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.topics.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "topicConfigTable": table}))
 
-    def _topic_stats(self, call: RemotingCall) -> Frame:
+    def _topic_stats(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header
         table: dict[ObjectKey, dict[str, int]] = {}
         for queue in self._queues(header.topic):
@@ -190,16 +190,16 @@ class AdminRequests:
         count = max(found[0].read_queues, found[0].write_queues)
         return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
-    def _system_topics(self, call: RemotingCall) -> Frame:
+    def _system_topics(self, call: RemotingCall) -> bytes:
         return call.answer(body=write_body({"topicList": self._names.system_topics()}))
 
-    def _clean_topics(self, call: RemotingCall) -> Frame:
+    def _clean_topics(self, call: RemotingCall) -> bytes:
         self._broker.call(CleanUnusedTopics())
         return call.answer()
 
     # ---- groups
 
-    def _set_group(self, call: RemotingCall) -> Frame:
+    def _set_group(self, call: RemotingCall) -> bytes:
         asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
         retries = asked.get("retryMaxTimes", 16)
         if not isinstance(asked.get("groupName"), str) or type(retries) is not int:
@@ -207,22 +207,22 @@ class AdminRequests:
         self._broker.call(SetGroup(asked["groupName"], retries))
         return call.answer()
 
-    def _delete_group(self, call: RemotingCall) -> Frame:
+    def _delete_group(self, call: RemotingCall) -> bytes:
         header: GroupToDeleteHeader = call.header
         self._broker.call(DeleteGroup(header.group_name, header.remove_offset))
         return call.answer()
 
-    def _group_configs(self, call: RemotingCall) -> Frame:
+    def _group_configs(self, call: RemotingCall) -> bytes:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.groups.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
 
-    def _groups_of_topic(self, call: RemotingCall) -> Frame:
+    def _groups_of_topic(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header
         groups = self._broker.call(TopicGroups(header.topic))
         return call.answer(body=write_body({"groupList": list(groups)}))
 
-    def _consume_stats(self, call: RemotingCall) -> Frame:
+    def _consume_stats(self, call: RemotingCall) -> bytes:
         header: GroupAndTopicHeader = call.header
         topics = [header.topic] if header.topic else self._topics_of(header.consumer_group)
         table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
@@ -232,7 +232,7 @@ class AdminRequests:
     def _per_second(self, group: str, topic: str) -> float:
         return self._rates.per_second("get", f"{topic}@{group}", self._broker.runner.now_ms())
 
-    def _all_consume_stats(self, call: RemotingCall) -> Frame:
+    def _all_consume_stats(self, call: RemotingCall) -> bytes:
         groups, behind = [], 0
         for group in self._broker.groups():
             tables = {topic: self._progress(group, topic) for topic in self._topics_of(group)}
@@ -267,7 +267,7 @@ class AdminRequests:
             table[queue_key(queue)] = row
         return table
 
-    def _time_spans(self, call: RemotingCall) -> Frame:
+    def _time_spans(self, call: RemotingCall) -> bytes:
         header: GroupAndTopicHeader = call.header
         if header.topic is None:
             raise MalformedError("the field topic is missing")
@@ -288,13 +288,13 @@ class AdminRequests:
             )
         return call.answer(body=write_body({"consumeTimeSpanSet": rows}))
 
-    def _reset(self, call: RemotingCall) -> Frame:
+    def _reset(self, call: RemotingCall) -> bytes:
         header: ResetOffsetHeader = call.header
         moved = self._broker.call(ResetGroup(header.group, header.topic, header.timestamp, header.is_force))
         table = {queue_key(queue): offset for queue, offset in moved.items()}
         return call.answer(body=write_body({"offsetTable": table}))
 
-    def _clone(self, call: RemotingCall) -> Frame:
+    def _clone(self, call: RemotingCall) -> bytes:
         header: CloneOffsetHeader = call.header
         if header.src_group == header.dest_group:
             raise ConfigError(f"srcGroup and destGroup are both {header.src_group!r}: expected two groups")
@@ -305,7 +305,7 @@ class AdminRequests:
 
     # ---- clients
 
-    def _consumers(self, call: RemotingCall) -> Frame:
+    def _consumers(self, call: RemotingCall) -> bytes:
         header: ConsumerGroupHeader = call.header
         group = header.consumer_group
         found = self._broker.connections(group)
@@ -331,7 +331,7 @@ class AdminRequests:
             "version": session.version,
         }
 
-    def _producers(self, call: RemotingCall) -> Frame:
+    def _producers(self, call: RemotingCall) -> bytes:
         header: ProducerGroupHeader = call.header
         ids = self._producer_groups().get(header.producer_group)
         if not ids:
@@ -345,7 +345,7 @@ class AdminRequests:
                 groups.setdefault(group, []).append(client.client_id)
         return groups
 
-    def _all_producers(self, call: RemotingCall) -> Frame:
+    def _all_producers(self, call: RemotingCall) -> bytes:
         data = {}
         for group, ids in self._producer_groups().items():
             known = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
@@ -368,9 +368,9 @@ class AdminRequests:
         def relay() -> None:
             try:
                 answer = session.channel.ask(asked, _RELAY_S)
-                raw = encode(call.answer(body=answer.body, code=answer.code, remark=answer.remark))
+                raw = call.answer(body=answer.body, code=answer.code, remark=answer.remark)
             except RmqError as error:  # no answer, or one that fits into no frame
-                raw = encode(refused(call.frame, error))
+                raw = refused(call.frame, error)
             call.channel.write(raw)
 
         call.channel.later(relay)
@@ -401,7 +401,7 @@ class AdminRequests:
                         client=session.client_id,
                         error=error,
                     )
-            call.channel.write(encode(call.answer(body=write_body({"consumerTable": table}))))
+            call.channel.write(call.answer(body=write_body({"consumerTable": table})))
 
         call.channel.later(ask)
 

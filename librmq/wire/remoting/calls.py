@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.protocol import Request, ResponseCode
+from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import from_fields, to_fields
-from librmq.wire.remoting.frames import Frame, answer_to
-from librmq.wire.remoting.headers import REQUESTS
+from librmq.wire.remoting.fields import from_fields, to_fields, to_text
+from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer
+from librmq.wire.remoting.headers import REQUESTS, RequestForm
 
-__all__ = ["Handler", "Handlers", "RemotingCall", "answer_of", "refused"]
+__all__ = ["Handler", "Handlers", "RemotingCall", "answer_of", "answering", "refused", "tried"]
 
 R = TypeVar("R")
+T = TypeVar("T")
+_log = EventLog("librmq.wire")
 
 
 class RemotingCall(NamedTuple):
@@ -30,36 +33,58 @@ class RemotingCall(NamedTuple):
         """Ask the broker for this client."""
         return self.channel.endpoint.call(request)
 
-    def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> Frame:
-        """Return an answer."""
-        fields = {} if header is None else to_fields(header)
-        return answer_to(self.frame, code, remark, fields=fields, body=body)
+    def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> bytes:
+        """Return the bytes of an answer.
+
+        Raises:
+            MalformedError: It does not fit into a frame.
+        """
+        if self.frame.is_binary:
+            fields = {} if header is None else to_fields(header)
+            return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
+        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), body)
 
 
-Handler = Callable[[RemotingCall], "Frame | None"]
-"""Returns the answer; None if it comes later."""
+Handler = Callable[[RemotingCall], "bytes | None"]
+"""Returns the bytes of the answer; None if it comes later."""
 Handlers = Mapping[RequestCode, Handler]
+Answering = Mapping[int, tuple[Handler, RequestForm]]
+"""The handler and the form of each request, by its code."""
 
 
-def answer_of(handlers: Handlers, channel: Channel, frame: Frame) -> Frame | None:
-    """Return the answer to a request; None if it comes later or if none is expected."""
+def answering(parts: Iterable[Handlers]) -> Answering:
+    """Return the handlers of all parts, with the forms of their requests."""
+    return {int(code): (handler, REQUESTS[code]) for part in parts for code, handler in part.items()}
+
+
+def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | None:
+    """Return the bytes of the answer to a request; None if it comes later or if none is expected."""
     try:
-        code = RequestCode(frame.code)
-        handler = handlers[code]
-    except (ValueError, KeyError):
+        handler, form = handlers[frame.code]
+    except KeyError:
         remark = f" request type {frame.code} not supported"
-        return answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark)
-    form = REQUESTS[code]
+        return encode(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
     try:
         header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
         return handler(RemotingCall(channel, frame, header))
-    except RmqError as error:
+    except Exception as error:
         return refused(frame, error)
 
 
-def refused(frame: Frame, error: RmqError) -> Frame:
-    """Return the answer to a failed request."""
-    return answer_to(frame, _code_of(error), str(error))
+def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
+    """Return the result of a step, or its error."""
+    try:
+        return step(*arguments)
+    except Exception as error:
+        return error
+
+
+def refused(frame: Frame, error: Exception) -> bytes:
+    """Return the bytes of the answer to a failed request."""
+    if isinstance(error, RmqError):
+        return encode(answer_to(frame, _code_of(error), str(error)))
+    _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
+    return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))
 
 
 def _code_of(error: RmqError) -> int:

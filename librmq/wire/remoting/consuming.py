@@ -24,7 +24,6 @@ from librmq.wire.remoting.bodies import queue_row, queues_of, read_body, subscri
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
     GroupProgressHeader,
@@ -69,25 +68,25 @@ class Consuming:
 
     # ---- clients
 
-    def _heartbeat(self, call: RemotingCall) -> Frame:
+    def _heartbeat(self, call: RemotingCall) -> bytes:
         self._sessions.heartbeat(call.channel, call.frame)
         return call.answer()
 
-    def _unregister(self, call: RemotingCall) -> Frame:
+    def _unregister(self, call: RemotingCall) -> bytes:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
             self._pulling.forget(call.channel, header.consumer_group)  # if it asked again, it would be refused
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
-    def _consumer_ids(self, call: RemotingCall) -> Frame:
+    def _consumer_ids(self, call: RemotingCall) -> bytes:
         header: ConsumerGroupHeader = call.header
         ids = self._broker.call(ConsumerIds(header.consumer_group))
         if not ids:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {header.consumer_group}")
         return call.answer(body=write_body({"consumerIdList": ids}))
 
-    def _check_subscription(self, call: RemotingCall) -> Frame:
+    def _check_subscription(self, call: RemotingCall) -> bytes:
         asked = read_body(call.frame.body, "CHECK_CLIENT_CONFIG")
         subscription = subscription_of(asked.get("subscriptionData"))
         self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
@@ -95,7 +94,7 @@ class Consuming:
 
     # ---- progress
 
-    def _query_offset(self, call: RemotingCall) -> Frame:
+    def _query_offset(self, call: RemotingCall) -> bytes:
         header: GroupQueueHeader = call.header
         found = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
         if found is None:
@@ -105,12 +104,12 @@ class Consuming:
             )
         return call.answer(QueueOffsetHeader(found))
 
-    def _update_offset(self, call: RemotingCall) -> Frame:
+    def _update_offset(self, call: RemotingCall) -> bytes:
         header: GroupProgressHeader = call.header
         call.ask(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
         return call.answer()
 
-    def _send_back(self, call: RemotingCall) -> Frame:
+    def _send_back(self, call: RemotingCall) -> bytes:
         header: SendBackHeader = call.header
         call.ask(
             SendBack(
@@ -127,13 +126,13 @@ class Consuming:
 
     # ---- locks
 
-    def _lock(self, call: RemotingCall) -> Frame:
+    def _lock(self, call: RemotingCall) -> bytes:
         asked = read_body(call.frame.body, "LOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         held = self._broker.call(LockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
         return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
 
-    def _unlock(self, call: RemotingCall) -> Frame:
+    def _unlock(self, call: RemotingCall) -> bytes:
         asked = read_body(call.frame.body, "UNLOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         self._broker.call(UnlockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
@@ -141,21 +140,21 @@ class Consuming:
 
     # ---- queues
 
-    def _offset_at(self, call: RemotingCall) -> Frame:
+    def _offset_at(self, call: RemotingCall) -> bytes:
         header: QueueAtTimeHeader = call.header
         return call.answer(
             QueueOffsetHeader(self._broker.call(QueueOffsetAt(header.topic, header.queue_id, header.timestamp)))
         )
 
-    def _max_offset(self, call: RemotingCall) -> Frame:
+    def _max_offset(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header
         return call.answer(QueueOffsetHeader(self._broker.call(MaxOffset(header.topic, header.queue_id))))
 
-    def _min_offset(self, call: RemotingCall) -> Frame:
+    def _min_offset(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header
         return call.answer(QueueOffsetHeader(self._broker.call(MinOffset(header.topic, header.queue_id))))
 
-    def _earliest(self, call: RemotingCall) -> Frame:
+    def _earliest(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header
         return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, first=True)))
 

@@ -12,7 +12,7 @@ from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import VERSION, Frame
+from librmq.wire.remoting.frames import VERSION
 from librmq.wire.remoting.headers import ConfigVersionHeader, StatsOfHeader
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.rates import Rates
@@ -35,7 +35,7 @@ class Description:
             RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
         }
 
-    def _runtime(self, call: RemotingCall) -> Frame:
+    def _runtime(self, call: RemotingCall) -> bytes:
         store, now_ms = self._broker.store, self._broker.runner.now_ms()
         used = f"{store.files.used_ratio(store.path):.2f}"
         minutes, seconds = divmod((now_ms - self._begin_ms) // 1000, 60)
@@ -80,12 +80,12 @@ class Description:
         }
         return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in settings.items()}
 
-    def _config(self, call: RemotingCall) -> Frame:
+    def _config(self, call: RemotingCall) -> bytes:
         lines = [f"{name}={value}" for name, value in self._settings(call.channel).items()]
         version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
         return call.answer(version, body="\n".join([*lines, ""]).encode())
 
-    def _change(self, call: RemotingCall) -> Frame:
+    def _change(self, call: RemotingCall) -> bytes:
         """Accept settings as they are, and refuse any change: the program that opened the broker owns them.
 
         Raises:
@@ -105,7 +105,7 @@ class Description:
                 )
         return call.answer()
 
-    def _stats(self, call: RemotingCall) -> Frame:
+    def _stats(self, call: RemotingCall) -> bytes:
         header: StatsOfHeader = call.header
         rows = self._rates.rows(header.stats_name, header.stats_key, self._broker.runner.now_ms())
         if rows is None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import json.encoder
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from librmq.errors import MalformedError
 
-__all__ = ["LANGUAGES", "MAX_FRAME", "VERSION", "Frame", "FrameReader", "answer_to", "encode"]
+__all__ = ["LANGUAGES", "MAX_FRAME", "VERSION", "Frame", "FrameReader", "answer_to", "encode", "encode_answer"]
 
 MAX_FRAME: Final = 16 << 20
 """Most bytes in a frame that a broker accepts."""
@@ -38,6 +38,7 @@ _BINARY: Final = struct.Struct(">hbhii")
 _SHORT: Final = struct.Struct(">h")
 _LIMIT: Final = 1 << 31
 _quoted: Final = json.encoder.encode_basestring
+_scan: Final[Callable[[str, int], tuple[Any, int]]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -85,11 +86,27 @@ def encode(frame: Frame) -> bytes:
     Raises:
         MalformedError: it is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
-    header = _binary_header(frame) if frame.is_binary else _json_header(frame)
-    length = 4 + len(header) + len(frame.body)
+    if frame.is_binary:
+        return _framed(_binary_header(frame), frame.body, 1)
+    fields = "".join(["," + _quoted(name) + ":" + _quoted(value) for name, value in frame.fields.items()])
+    header = _json_header(frame.code, fields, frame.flag, frame.language, frame.opaque, frame.remark, frame.version)
+    return _framed(header, frame.body, 0)
+
+
+def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: bytes) -> bytes:
+    """Return the bytes of the answer to a JSON request; ``fields`` are members of an object, each after a comma.
+
+    Raises:
+        MalformedError: it is longer than `MAX_FRAME`.
+    """
+    return _framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
+
+
+def _framed(header: bytes, body: bytes, kind: int) -> bytes:
+    length = 4 + len(header) + len(body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return _PREFIX.pack(length, frame.is_binary << 24 | len(header)) + header + frame.body
+    return _PREFIX.pack(length, kind << 24 | len(header)) + header + body
 
 
 class FrameReader:
@@ -98,6 +115,8 @@ class FrameReader:
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self._max_frame = max_frame
         self._held = bytearray()
+        self._wanted = 4
+        """Bytes without which no frame is complete."""
 
     @property
     def held(self) -> int:
@@ -110,51 +129,60 @@ class FrameReader:
         Raises:
             MalformedError: these bytes are not frames; the connection must be closed.
         """
-        held = self._held
-        held += received
-        begin, end = 0, len(held)
+        if self._held:
+            self._held += received
+            if len(self._held) < self._wanted:
+                return
+            received = bytes(self._held)
+            self._held.clear()
+        begin, end = 0, len(received)
+        self._wanted = 4
         try:
             while end - begin >= 4:
-                (length,) = _LENGTH.unpack_from(held, begin)
+                (length,) = _LENGTH.unpack_from(received, begin)
                 if not 4 <= length <= self._max_frame:
                     raise MalformedError(f"a frame of {length:,} bytes: expected 4 to {self._max_frame:,}")
-                if end - begin - 4 < length:
+                following = begin + 4 + length
+                if following > end:
+                    self._wanted = following - begin
                     break
-                frame = bytes(memoryview(held)[begin + 4 : begin + 4 + length])
-                begin += 4 + length
-                yield _decode(frame)
+                (kind,) = _LENGTH.unpack_from(received, begin + 4)
+                header, body = begin + 8, begin + 8 + (kind & 0xFFFFFF)
+                if not 0 <= kind < 2 << 24 or body > following:
+                    raise MalformedError(
+                        f"a header of type {kind >> 24 & 0xFF} and {body - header:,} bytes in a frame of {length:,}"
+                    )
+                begin = following
+                read = _from_binary if kind >> 24 else _from_json
+                yield read(received[header:body], received[body:following])
         finally:
-            del held[:begin]
-
-
-def _decode(raw: bytes) -> Frame:
-    """Return the frame in the bytes after its length."""
-    kind, header_length = raw[0], int.from_bytes(raw[1:4], "big")
-    if kind > 1 or header_length > len(raw) - 4:
-        raise MalformedError(f"a header of type {kind} and {header_length:,} bytes in a frame of {len(raw):,}")
-    header, body = raw[4 : 4 + header_length], raw[4 + header_length :]
-    return _from_binary(header, body) if kind else _from_json(header, body)
+            self._held += received[begin:] if begin else received
 
 
 # ---- JSON
 
 
-def _json_header(frame: Frame) -> bytes:
+def _json_header(
+    code: int, fields: str, flag: int, language: str, opaque: int, remark: str | None, version: int
+) -> bytes:
     # Written by hand, because a small answer spends most of its time here.
-    parts = [f'{{"code":{frame.code:d}']
-    if frame.fields:
-        pairs = [f"{_quoted(name)}:{_quoted(value)}" for name, value in frame.fields.items()]
-        parts.append(f'"extFields":{{{",".join(pairs)}}}')
-    parts.append(f'"flag":{frame.flag:d},"language":{_quoted(frame.language)},"opaque":{frame.opaque:d}')
-    if frame.remark is not None:
-        parts.append(f'"remark":{_quoted(frame.remark)}')
-    parts.append(f'"serializeTypeCurrentRPC":"JSON","version":{frame.version:d}}}')
-    return ",".join(parts).encode("utf-8", "replace")
+    members = f'"extFields":{{{fields[1:]}}},' if fields else ""
+    said = "" if remark is None else f'"remark":{_quoted(remark)},'
+    return (
+        f'{{"code":{code:d},{members}"flag":{flag:d},"language":{_quoted(language)},"opaque":{opaque:d},{said}'
+        f'"serializeTypeCurrentRPC":"JSON","version":{version:d}}}'
+    ).encode("utf-8", "replace")
 
 
 def _from_json(header: bytes, body: bytes) -> Frame:
     try:
-        values = json.loads(header)
+        text = header.decode()
+        try:
+            values, end = _scan(text, 0)
+        except StopIteration:
+            end = 0
+        if end != len(text):  # blanks around it, or an error that is to be described
+            values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"a header that is no JSON: {error}") from None
     if type(values) is not dict:
@@ -168,8 +196,11 @@ def _from_json(header: bytes, body: bytes) -> Frame:
     fields, language, remark = get("extFields"), get("language"), get("remark")
     if fields is None:
         fields = {}
-    elif type(fields) is not dict or set(map(type, fields.values())) - {str}:
-        fields = _texts(fields)
+    else:
+        try:
+            "".join(fields.values())
+        except (TypeError, AttributeError):  # not all are strings
+            fields = _texts(fields)
     return Frame(
         code,
         fields,

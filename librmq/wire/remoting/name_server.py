@@ -17,7 +17,6 @@ from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
     BrokerNameHeader,
@@ -67,7 +66,7 @@ class NameServer:
 
     # ---- routes
 
-    def _route(self, call: RemotingCall) -> Frame:
+    def _route(self, call: RemotingCall) -> bytes:
         header: RouteOfTopicHeader = call.header
         found = self._broker.topic_route(header.topic)
         if not found and self._auto_create and header.topic.startswith(RETRY_PREFIX):
@@ -97,7 +96,7 @@ class NameServer:
         addresses = {"0": self.address(channel)}
         return {"brokerAddrs": addresses, "brokerName": broker.name, "cluster": broker.cluster_name}
 
-    def _clusters(self, call: RemotingCall) -> Frame:
+    def _clusters(self, call: RemotingCall) -> bytes:
         broker = self._broker
         table = {broker.name: self._broker_row(call.channel)}
         clusters = {broker.cluster_name: [broker.name]}
@@ -105,10 +104,10 @@ class NameServer:
 
     # ---- topics
 
-    def _topics(self, call: RemotingCall) -> Frame:
+    def _topics(self, call: RemotingCall) -> bytes:
         return call.answer(body=write_body({"topicList": list(self._broker.topics())}))
 
-    def _topics_of_cluster(self, call: RemotingCall) -> Frame:
+    def _topics_of_cluster(self, call: RemotingCall) -> bytes:
         header: ClusterNameHeader = call.header
         found = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
         return call.answer(body=write_body({"topicList": found}))
@@ -117,14 +116,14 @@ class NameServer:
         """Return the broker's own topics."""
         return [topic for topic in self._broker.topics() if is_system_topic(topic)]
 
-    def _system_topics(self, call: RemotingCall) -> Frame:
+    def _system_topics(self, call: RemotingCall) -> bytes:
         names = [self._broker.cluster_name, self._broker.name, *self.system_topics()]
         return call.answer(body=write_body({"topicList": names}))
 
-    def _wipe(self, call: RemotingCall) -> Frame:
+    def _wipe(self, call: RemotingCall) -> bytes:
         return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))
 
-    def _add(self, call: RemotingCall) -> Frame:
+    def _add(self, call: RemotingCall) -> bytes:
         return call.answer(AddedTopicsHeader(self._permit(call.header, is_writable=True)))
 
     def _permit(self, header: BrokerNameHeader, *, is_writable: bool) -> int:
@@ -146,10 +145,10 @@ class NameServer:
 
     # ---- values
 
-    def _config(self, call: RemotingCall) -> Frame:
+    def _config(self, call: RemotingCall) -> bytes:
         return call.answer(body=f"listenPort={call.channel.own[1]}\n".encode())
 
-    def _put(self, call: RemotingCall) -> Frame:
+    def _put(self, call: RemotingCall) -> bytes:
         header: KvPairHeader = call.header
         with self._lock:
             if len(self._values) >= _MOST_VALUES and (header.namespace, header.key) not in self._values:
@@ -157,7 +156,7 @@ class NameServer:
             self._values[header.namespace, header.key] = header.value
         return call.answer()
 
-    def _get(self, call: RemotingCall) -> Frame:
+    def _get(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
         found = self._values.get((header.namespace, header.key))
         if found is None:
@@ -166,13 +165,13 @@ class NameServer:
             )
         return call.answer(KvValueHeader(found))
 
-    def _delete(self, call: RemotingCall) -> Frame:
+    def _delete(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
         with self._lock:
             self._values.pop((header.namespace, header.key), None)
         return call.answer()
 
-    def _list(self, call: RemotingCall) -> Frame:
+    def _list(self, call: RemotingCall) -> bytes:
         header: KvNamespaceHeader = call.header
         with self._lock:
             found = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}

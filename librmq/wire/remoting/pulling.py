@@ -18,7 +18,6 @@ from librmq.runtime.runner import Step
 from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
 from librmq.wire.remoting.rates import Rates
 
@@ -69,7 +68,7 @@ class Pulling:
         self._ends_holds = ends_holds
         self._rates = rates
 
-    def pull(self, call: RemotingCall) -> Frame | None:
+    def pull(self, call: RemotingCall) -> bytes | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
@@ -151,9 +150,9 @@ class Pulling:
                 frame = refused(call.frame, error)
             waiting.is_answered = True
             self._held.get(call.channel, set()).discard(waiting)
-        call.channel.write(encode(frame))
+        call.channel.write(frame)
 
-    def _answer(self, call: RemotingCall, response: PullResponse) -> Frame:
+    def _answer(self, call: RemotingCall, response: PullResponse) -> bytes:
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
         status = response.status
         if status is PullStatus.FOUND:

@@ -21,7 +21,7 @@ from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import Frame, encode
+from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import PushedReplyHeader, SendHeader, SentHeader
 from librmq.wire.remoting.producing import Producing
 
@@ -51,11 +51,11 @@ class Replies:
             except RmqError as error:
                 answer = refused(call.frame, error)
             if not call.frame.is_one_way:
-                call.channel.write(encode(answer))
+                call.channel.write(answer)
 
         call.channel.later(reply)
 
-    def _answer(self, call: RemotingCall) -> Frame:
+    def _answer(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
         problem = self._push(call, header)
         try:

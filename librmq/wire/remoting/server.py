@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError, MalformedError
+from librmq.errors import BrokerError, ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
 from librmq.protocol import Endpoint, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
-from librmq.wire.remoting.calls import Handlers, answer_of
+from librmq.wire.remoting.calls import answer_of, answering, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Consuming
 from librmq.wire.remoting.description import Description
-from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
+from librmq.wire.remoting.frames import Frame, FrameReader
 from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.producing import Producing
+from librmq.wire.remoting.producing import SENDS, Producing
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.replies import Replies
@@ -104,7 +106,8 @@ class RemotingServer:
             AdminRequests(broker, self._sessions, names, rates),
             Description(broker, names, rates),
         ]
-        self._handlers: Handlers = {code: handler for part in parts for code, handler in part.handlers.items()}
+        self._producing = producing
+        self._handlers = answering(part.handlers for part in parts)
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._unfinished = 0
@@ -205,20 +208,20 @@ class RemotingServer:
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.receive(_RECEIVED)):
-                answers = bytearray()
-                for frame in reader.feed(received):
-                    answers += self._answer(channel, frame)
-                    if len(answers) > _ANSWERED:  # small requests may have large answers
-                        channel.write(answers)
-                        answers = bytearray()
-                if answers:
-                    channel.write(answers)
-                with self._lock:
-                    self._unfinished += reader.held - held
-                    held = reader.held
-                    is_full = held > 0 and self._unfinished > _UNFINISHED
-                if is_full:
-                    raise MalformedError(f"unfinished frames of all connections have more than {_UNFINISHED:,} bytes")
+                frames: list[Frame] = []
+                try:
+                    frames += reader.feed(received)
+                finally:  # what came before rubbish is answered
+                    self._answer_all(channel, frames)
+                if reader.held != held:
+                    with self._lock:
+                        self._unfinished += reader.held - held
+                        held = reader.held
+                        is_full = held > 0 and self._unfinished > _UNFINISHED
+                    if is_full:
+                        raise MalformedError(
+                            f"unfinished frames of all connections have more than {_UNFINISHED:,} bytes"
+                        )
         except MalformedError as error:
             self.refused += 1
             _log.debug(
@@ -235,25 +238,40 @@ class RemotingServer:
             self._sessions.closed(channel)
             channel.release()
 
-    def _answer(self, channel: Channel, frame: Frame) -> bytes:
-        """Return the bytes of the answer; none if no answer is expected or if it comes later."""
+    def _answer_all(self, channel: Channel, frames: list[Frame]) -> None:
+        """Answer frames that came together."""
+        answers = bytearray()
+        for is_send, run in itertools.groupby(frames, _is_send):
+            together = list(run)
+            found = (
+                self._producing.send_all(channel, together)
+                if is_send
+                else map(partial(self._answer, channel), together)
+            )
+            for frame, answer in found:
+                if answer is not None and not frame.is_one_way:
+                    answers += answer
+                if len(answers) > _ANSWERED:  # small requests may have large answers
+                    channel.write(answers)
+                    answers = bytearray()
+        if answers:
+            channel.write(answers)
+
+    def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
+        """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
         if frame.is_answer:
             channel.answered(frame)
-            return b""
-        answer: Frame | None
-        try:
-            if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
-                remark = "administration from another machine is off: librmq serve --admin"
-                answer = answer_to(frame, ResponseCode.NO_PERMISSION, remark)
-            else:
-                answer = answer_of(self._handlers, channel, frame)
-            return b"" if answer is None or frame.is_one_way else encode(answer)
-        except MalformedError as error:  # the answer does not fit into a frame
-            failed = answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error))
-        except Exception as error:
-            _log.exception("the request %(code)s failed", code=frame.code)
-            failed = answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
-        return b"" if frame.is_one_way else encode(failed)
+            return frame, None
+        if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
+            error = BrokerError(
+                ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
+            )
+            return frame, refused(frame, error)
+        return frame, answer_of(self._handlers, channel, frame)
+
+
+def _is_send(frame: Frame) -> bool:
+    return frame.code in SENDS and not frame.is_answer
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
