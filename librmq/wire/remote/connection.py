@@ -52,8 +52,11 @@ class _Connection:
         keys: AccessKeys | None,
         requested: Requested,
         lost: Callable[[Transport], None],
+        silent_s: float,
     ) -> None:
+        """``silent_s`` is the time for an answer after which a connection that brings nothing at all is ended."""
         self.address = address
+        self._silent_s = silent_s
         self._stream = stream
         self._keys = keys
         self._requested = requested
@@ -78,7 +81,7 @@ class _Connection:
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
             if is_late:
-                if self._received == received:  # not even another answer: the connection may be half open
+                if self._received == received and timeout_s >= self._silent_s:  # it may be half open
                     self._end("the server is silent")
                 raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
             waiter.wait(timeout_s)
@@ -200,7 +203,7 @@ def dial_by_tcp(tls: ssl.SSLContext | None, keys: AccessKeys | None, timeout_s: 
         except OSError as error:
             stream.release()
             raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
-        connection = _Connection(stream, address, keys, requested, lost)
+        connection = _Connection(stream, address, keys, requested, lost, timeout_s)
         reader = threading.Thread(target=connection.read, name=f"librmq {address}", daemon=True)
         try:
             reader.start()

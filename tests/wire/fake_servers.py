@@ -1,0 +1,123 @@
+"""Servers that clients of 4.x should survive: one that answers as a test says, and a relay that cuts connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from librmq.errors import MalformedError
+from librmq.wire.remoting.bodies import write_body
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
+
+Answer = Callable[[Frame], "bytes | Frame | None"]
+
+
+class _Listener:
+    """A listening socket with a thread for each connection."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listening.getsockname())
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connected, _ = self._listening.accept()
+                with self._lock:
+                    self._open.add(connected)
+                threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        with suppress(OSError, MalformedError):
+            self.serve(connected)
+        self._end(connected)
+
+    def serve(self, connected: socket.socket) -> None:
+        """Serve one connection until it ends."""
+        raise NotImplementedError
+
+    def _end(self, connected: socket.socket) -> None:
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+        connected.close()
+        with self._lock:
+            self._open.discard(connected)
+
+    def cut(self) -> None:
+        """End all connections."""
+        with self._lock:
+            found = list(self._open)
+        for connected in found:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FakeServer(_Listener):
+    """A name server and broker named ``fake``, whose other answers a test gives: a frame, bytes or nothing."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.asked: list[Frame] = []
+        super().__init__()
+
+    def serve(self, connected: socket.socket) -> None:
+        reader = FrameReader()
+        while received := connected.recv(1 << 16):
+            for frame in reader.feed(received):
+                self.asked.append(frame)
+                found = self._usual(frame) or self._answer(frame)
+                if found is not None and not frame.is_one_way:
+                    connected.sendall(found if isinstance(found, bytes) else encode(found))
+
+    def _usual(self, frame: Frame) -> Frame | None:
+        data = {"brokerAddrs": {"0": self.address}, "brokerName": "fake", "cluster": "c"}
+        if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            return answer_to(frame, body=write_body({"brokerAddrTable": {"fake": data}, "clusterAddrTable": {}}))
+        if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
+            queues = {"brokerName": "fake", "perm": 6, "readQueueNums": 1, "writeQueueNums": 1, "topicSysFlag": 0}
+            return answer_to(frame, body=write_body({"brokerDatas": [data], "queueDatas": [queues]}))
+        if frame.code in (RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT):
+            return answer_to(frame)
+        return None
+
+
+class Relay(_Listener):
+    """Passes the bytes of each connection to a server, and back, until it is cut."""
+
+    def __init__(self, port: Callable[[], int]) -> None:
+        self._port = port
+        super().__init__()
+
+    def serve(self, connected: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", self._port())) as server:
+            back = threading.Thread(target=self._pass, args=(server, connected), daemon=True)
+            back.start()
+            self._pass(connected, server)
+            back.join()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while received := source.recv(1 << 16):
+                target.sendall(received)
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,288 @@
+"""librmq's clients over TCP while connections are cut, servers send nonsense, and brokers ask clients."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import random
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import pytest
+
+import librmq
+from librmq import Broker, BrokerUnreachableError, ClientStateError, ConsumeFrom, Message, TransactionState
+from librmq.errors import ClientError
+from librmq.protocol import ConsumerIds, LockQueues, MaxOffset, PullMessage, QueryMessages, QueryOffset, ViewMessage
+from librmq.wire.certificates import self_signed
+from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame, answer_to
+from tests.wire.fake_servers import FakeServer, Relay
+from tests.wire.test_connect import WAIT_S, Inbox, Served, until
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    with made.stack:
+        yield made
+
+
+def run_cuts(messages: int, cuts: int, seed: int) -> None:
+    """Send and consume while all connections are cut again and again; check that nothing acknowledged is lost."""
+    choose = random.Random(seed)
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker.temporary())
+        broker.create_topic("orders", 4)
+        listening = listen()
+        port = listening.getsockname()[1]
+        relay = stack.enter_context(Relay(lambda: port))
+        stack.enter_context(RemotingServer(broker, listening=listening, advertise=relay.address))
+        route = stack.enter_context(librmq.connect(relay.address))
+        acknowledged: set[bytes] = set()
+        consumed: set[bytes] = set()
+        consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", lambda message: consumed.add(message.body))
+        stack.enter_context(consumer)
+        producer = stack.enter_context(librmq.Producer(route, "shop", timeout=20, retries=20))
+        due = sorted(choose.sample(range(messages), cuts))
+        for number in range(messages):
+            if due and number >= due[0]:
+                due.pop(0)
+                relay.cut()
+            body = b"%d" % number
+            try:
+                producer.send("orders", body)
+            except (BrokerUnreachableError, librmq.SendTimeoutError):
+                continue
+            acknowledged.add(body)
+        assert len(acknowledged) > messages // 2
+        until(lambda: acknowledged <= consumed)
+
+
+def test_nothing_acknowledged_is_lost_by_cuts() -> None:
+    run_cuts(300, 3, 1)
+
+
+@pytest.mark.slow
+def test_nothing_of_10_000_messages_is_lost_by_cuts() -> None:
+    run_cuts(10_000, 40, 2)
+
+
+def test_a_restarted_server_is_found_again() -> None:
+    """The consumer's pulls, its locks and the producer's sends go on over new connections."""
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker.temporary())
+        broker.create_topic("orders", 1)
+        server = RemotingServer(broker)
+        inbox = Inbox(2)
+        route = stack.enter_context(librmq.connect(server.address))
+        consumer = librmq.PushConsumer(route, "g", orderly=True, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", inbox)
+        stack.enter_context(consumer)
+        producer = stack.enter_context(librmq.Producer(route, "shop"))
+        producer.send("orders", b"1")
+        port = server.port
+        server.close()
+        with pytest.raises(BrokerUnreachableError):
+            producer.send("orders", b"lost")
+        stack.enter_context(RemotingServer(broker, listening=port))
+
+        def is_sent() -> bool:
+            try:
+                producer.send("orders", b"2")
+            except BrokerUnreachableError:
+                return False
+            return True
+
+        until(is_sent)
+        assert inbox.wait()[-1] == b"2"
+
+
+def test_a_broker_asks_how_a_transaction_ended() -> None:
+    with ExitStack() as stack:
+        config = librmq.BrokerConfig(transactions=librmq.TransactionConfig(interval_s=0.2, timeout_s=0.2))
+        broker = stack.enter_context(Broker.temporary(config))
+        broker.create_topic("orders", 1)
+        server = stack.enter_context(RemotingServer(broker))
+        route = stack.enter_context(librmq.connect(server.address))
+        asked: list[bytes] = []
+
+        def check(message: librmq.CheckedMessage) -> TransactionState:
+            asked.append(message.body)
+            assert message.topic == "orders"
+            return TransactionState.COMMIT
+
+        inbox = Inbox(1)
+        consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", inbox)
+        producer = librmq.TransactionProducer(route, "shop", check)
+        with consumer, producer:
+            message = Message("orders", b"x")
+            producer.send_in_transaction(message, execute=lambda *_: TransactionState.UNKNOWN)
+            assert inbox.wait() == asked[:1] == [b"x"]
+
+
+def test_progress_is_reset_from_outside(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    with librmq.Producer(served.route, "shop") as producer:
+        producer.send("orders", b"1")
+    consumer = librmq.PullConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders")
+    with consumer:
+        assert [message.body for message in consumer.poll(WAIT_S)] == [b"1"]
+        consumer.commit()
+        (queue,) = consumer.queues("orders")
+        assert ClusterAdmin(served.route).reset("g", "orders", 0) == {queue: 0}
+        assert [message.body for message in consumer.poll(WAIT_S)] == [b"1"]
+
+
+def test_tls() -> None:
+    chain, key = self_signed(["127.0.0.1"])
+    with Broker.temporary() as broker, RemotingServer(broker, tls=(chain, key)) as server:
+        context = ssl.create_default_context(cadata=chain.decode())
+        with librmq.connect(server.address, tls=context) as route, librmq.Producer(route, "shop") as producer:
+            sent = producer.send("orders", b"x" * 1_000_000)
+            assert broker.find_by_id(sent.offset_id) is not None
+        with pytest.raises(BrokerUnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+            librmq.connect(server.address, tls=ssl.create_default_context())
+
+
+def test_requests_are_signed() -> None:
+    def answer(frame: Frame) -> Frame:
+        return answer_to(frame, fields={"offset": "7"})
+
+    with FakeServer(answer) as server:
+        with librmq.connect(server.address, access_key="ak", secret_key="secret", security_token="t") as route:
+            assert route.endpoint("fake").call(MaxOffset("orders", 3)) == 7
+        frame = server.asked[-1]
+    signed = "ak" + "t" + "3" + "orders"  # the values of AccessKey, SecurityToken, queueId and topic
+    digest = hmac.new(b"secret", signed.encode() + frame.body, hashlib.sha1).digest()
+    assert frame.fields["Signature"] == base64.b64encode(digest).decode()
+    assert frame.fields["AccessKey"] == "ak"
+
+
+def test_a_key_needs_its_secret() -> None:
+    with pytest.raises(librmq.ConfigError, match="secret_key: expected text"):
+        librmq.connect("127.0.0.1:9876", access_key="ak")
+
+
+REQUESTS = (
+    MaxOffset("orders", 0),
+    QueryOffset("g", "orders", 0),
+    ConsumerIds("g"),
+    LockQueues("c", "g", frozenset((librmq.MessageQueue("orders", "fake", 0),))),
+    PullMessage("c", "g", "orders", 0, 0),
+    ViewMessage(0),
+    QueryMessages("orders", "k"),
+)
+
+
+def nonsense(choose: random.Random, frame: Frame) -> Frame:
+    """Return an answer whose code, fields and body have no meaning."""
+    values = ("", "x", "-1", "9" * 30, "7", "true", "\0")
+    names = ("offset", "msgId", "queueId", "queueOffset", "nextBeginOffset", "minOffset", "maxOffset")
+    fields = {name: choose.choice(values) for name in choose.sample(names, choose.randrange(len(names)))}
+    bodies = (b"", b"{}", b"[]", b"{", b"\xff" * 9, b'{"consumerIdList":7}', b'{"lockOKMQSet":[1]}', b"\0\0\0\x08abcd")
+    body = choose.choice((*bodies, choose.randbytes(choose.randrange(200))))
+    return answer_to(frame, choose.choice((0, 0, 0, 1, 2, 13, 21, 999)), fields=fields, body=body)
+
+
+def test_answers_without_a_meaning_are_client_errors() -> None:
+    choose = random.Random(7)
+    with FakeServer(lambda frame: nonsense(choose, frame)) as server, librmq.connect(server.address) as route:
+        endpoint = route.endpoint("fake")
+        with librmq.Producer(route, "shop", retries=0) as producer:
+            calls: list[Callable[[], object]] = [partial(producer.send, "orders", b"x")]
+            calls += [partial(endpoint.call, request) for request in REQUESTS]
+            for _ in range(60):
+                for call in calls:
+                    with suppress(ClientError):
+                        call()
+
+
+@pytest.mark.parametrize("raw", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\0" * 64])
+def test_bytes_that_are_no_frames_end_a_connection(raw: bytes) -> None:
+    with (
+        FakeServer(lambda frame: raw) as server,
+        librmq.connect(server.address) as route,
+        pytest.raises(BrokerUnreachableError, match=r"sends no frames|can't be read"),
+    ):
+        route.endpoint("fake").call(MaxOffset("orders", 0))
+
+
+def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
+    """Its own timeout counts, not that of the route, and the connection is still good for other requests."""
+
+    def answer(frame: Frame) -> Frame | None:
+        return None if frame.code == RequestCode.SEND_MESSAGE_V2 else answer_to(frame, fields={"offset": "7"})
+
+    with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
+        with (
+            librmq.Producer(route, "shop") as producer,
+            pytest.raises((BrokerUnreachableError, librmq.SendTimeoutError)),
+        ):
+            producer.send("orders", b"x", timeout=0.3)
+        assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
+
+
+def test_questions_of_a_broker_that_no_client_serves(served: Served) -> None:
+    """A request that the client does not know is answered as unsupported, and harms nothing."""
+    served.broker.create_topic("orders", 1)
+    inbox = Inbox(1)
+    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", inbox)
+    with consumer, librmq.connect(served.server.address) as other:
+        ids = ClusterAdmin(other).clients("g")
+        assert ids is not None
+        frame = Frame(
+            RequestCode.GET_CONSUMER_RUNNING_INFO,
+            {"consumerGroup": "g", "clientId": ids[1][0], "jstackEnable": "false"},
+        )
+        assert other.broker("broker-a").ask(frame).code == 3
+        with librmq.Producer(other, "shop") as producer:
+            producer.send("orders", b"x")
+        assert inbox.wait() == [b"x"]
+
+
+def test_a_pull_consumer_polls_on_after_a_cut() -> None:
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker.temporary())
+        broker.create_topic("orders", 1)
+        listening = listen()
+        port = listening.getsockname()[1]
+        relay = stack.enter_context(Relay(lambda: port))
+        stack.enter_context(RemotingServer(broker, listening=listening, advertise=relay.address))
+        route = stack.enter_context(librmq.connect(relay.address))
+        consumer = librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders")
+        stack.enter_context(consumer)
+        assert consumer.poll(0.2) == []
+        relay.cut()
+        producer = stack.enter_context(librmq.Producer(broker, "shop"))
+        producer.send("orders", b"x")
+        assert [message.body for message in consumer.poll(WAIT_S)] == [b"x"]
+
+
+def test_a_shut_down_consumer_polls_no_more(served: Served) -> None:
+    consumer = librmq.PullConsumer(served.route, "g")
+    consumer.subscribe("orders")
+    consumer.start()
+    polled = threading.Event()
+
+    def poll() -> None:
+        consumer.poll(WAIT_S)
+        polled.set()
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    consumer.shutdown()
+    assert polled.wait(WAIT_S)
+    with pytest.raises(ClientStateError):
+        consumer.poll(0)
