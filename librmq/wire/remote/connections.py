@@ -15,7 +15,7 @@ __all__ = ["Connections"]
 FIRST_BACK_OFF_S: Final = 0.1
 LONGEST_BACK_OFF_S: Final = 5.0
 _SHORT_S: Final = 1.0
-"""A connection that ends sooner counts as a failure."""
+"""After a connection that ends sooner, the next one waits."""
 _Key = tuple[str, str]
 
 
@@ -93,9 +93,8 @@ class Connections:
 
         def lost(transport: Transport) -> None:
             if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
-                self._failed(line, BrokerUnreachableError(f"{address} has closed the connection at once"))
-            else:
-                line.back_off_s = 0.0
+                line.closed_until = self._monotonic() + self._back_off_s[0]
+                line.why = BrokerUnreachableError(f"the connection to {address} ended soon after it was opened")
             self._lost(address, client_id, transport)
 
         handler: Requested = requested
@@ -103,15 +102,13 @@ class Connections:
         try:
             opened = self._dial(address, handler, lost)
         except BrokerUnreachableError as error:
-            self._failed(line, error)
+            first_s, most_s = self._back_off_s
+            line.back_off_s = min(most_s, 2 * line.back_off_s or first_s)
+            line.closed_until = self._monotonic() + line.back_off_s
+            line.why = error
             raise
+        line.back_off_s = 0.0
         return opened
-
-    def _failed(self, line: _Line, error: BrokerUnreachableError) -> None:
-        first_s, most_s = self._back_off_s
-        line.back_off_s = min(most_s, 2 * line.back_off_s or first_s)
-        line.closed_until = self._monotonic() + line.back_off_s
-        line.why = error
 
     def drop(self, client_id: str, address: str) -> None:
         """Close the connection of a client."""
