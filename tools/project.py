@@ -31,7 +31,8 @@ QUICK_EXTRAS = frozenset(
     {"arrow", "bloom", "cli", "compression", "dev", "fast", "grpc", "metrics", "redis", "report", "sql", "test"}
 )
 CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
-SITE_EXTRAS = frozenset({"arrow", "cli", "dev", "docs", "report"})
+SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
+SMALL_DEMO_EXTRAS = frozenset({"cli", "report"})
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
@@ -52,14 +53,16 @@ class Program:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the examples that show the main job, the same on Spark, and a report; return the exit status."""
-    scripts = (DEMO, DEMO_ON_SPARK, DEMO_REPORT)
+    """Run the examples that show the main job, the same on Spark unless small, and a report; return the exit status."""
+    is_small = "--small" in arguments
+    arguments = [word for word in arguments if word != "--small"]
+    scripts = (DEMO, DEMO_REPORT) if is_small else (DEMO, DEMO_ON_SPARK, DEMO_REPORT)
     for script in scripts:
         if not script.exists():
             raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
     screen = Screen()
     place = environment()
-    place.prepare(DEMO_EXTRAS, screen)
+    place.prepare(SMALL_DEMO_EXTRAS if is_small else DEMO_EXTRAS, screen)
     screen.line()
     for script in scripts:
         status = place.run([place.python, script, *arguments], Path.cwd())

@@ -20,14 +20,21 @@ import librmq
 from librmq.cli import main
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
-DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+DOCS = CHECKOUT / "docs"
+DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
+ENGINES = pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
 MARKS = {
     "spark.md": [pytest.mark.spark],
-    "columns.md": [
-        pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
-    ],
+    "columns.md": [ENGINES],
+    "howto/read-with-duckdb.md": [ENGINES],
 }
-RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(path.name, [])) for path in DOCUMENTS]
+
+
+def name_of(document: Path) -> str:
+    return document.relative_to(DOCS if document.is_relative_to(DOCS) else CHECKOUT).as_posix()
+
+
+RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(name_of(path), [])) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
 
@@ -35,18 +42,19 @@ POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shel
 
 
 class Block(NamedTuple):
-    """A fenced block of a document."""
+    """A fenced block of a document. One with a file name is a file, which later commands of the page use."""
 
     kind: str
     line: int
     text: str
+    file: str | None = None
 
 
 def blocks(document: Path) -> list[Block]:
     text = document.read_text("utf-8")
     return [
-        Block(found[1], text.count("\n", 0, found.start()) + 2, found[2])
-        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        Block(found[1], text.count("\n", 0, found.start()) + 2, found[3], found[2])
+        for found in re.finditer(r'^```(\w+)(?: title="(\S+)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     ]
 
 
@@ -69,18 +77,29 @@ def shows(shown: str, real: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a new folder with a broker's store in ``store``, and with the ``librmq`` under test as a command."""
+    """Work in a new folder with a broker's store in ``store``, and with the ``librmq`` under test as a command.
+
+    As in a reader's shell, programs of the folder import each other, and pytest has its own settings.
+    """
     assert librmq.__file__ is not None
     unpack_compact(COMPACT, tmp_path / "data")
     work = tmp_path / "work"
     work.mkdir()
     (tmp_path / "data" / "store-basic" / "store").rename(work / "store")
-    command = tmp_path / "bin" / "librmq"
-    command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\nimport sys\nfrom librmq.cli import main\n\nsys.exit(main())\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join((str(command.parent), os.environ["PATH"])))
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, script in (
+        ("librmq", f"#!{sys.executable}\nimport sys\nfrom librmq.cli import main\n\nsys.exit(main())\n"),
+        ("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'),
+        ("pytest", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pytest "$@"\n'),
+    ):
+        (commands / name).write_text(script)
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(commands), os.environ["PATH"])))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(librmq.__file__).parent.parent), str(EXAMPLES))))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.chdir(work)
     return work
@@ -118,21 +137,23 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raw.decode("utf-8"))
 
 
-@pytest.mark.parametrize("document", RUN_BY_TESTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", RUN_BY_TESTS, ids=name_of)
 def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
-        if block.kind == "python":
+        if block.kind == "python" and block.file is None:
             place = "\n" * (block.line - 1)  # so that errors name the line in the document
             exec(compile(place + block.text, str(document), "exec"), names)
 
 
 @POSIX
 @pytest.mark.platform
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = []
     for block in blocks(document):
+        if block.file is not None:
+            (folder / block.file).write_text(block.text, "utf-8")
         if block.kind == "console":
             for command, shown in commands(block):
                 if command.startswith(("librmq spark", "librmq doctor")) and find_spec("pyspark") is None:
@@ -157,7 +178,7 @@ def test_shown_output_is_compared(shown: str, real: str, same: bool) -> None:
     assert shows(shown, real) is same
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -172,15 +193,21 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_document_is_listed() -> None:
-    for place, folder in ((CHECKOUT / "README.md", "docs/"), (CHECKOUT / "docs" / "index.md", "")):
-        text = place.read_text("utf-8").partition("## Further")[2] or place.read_text("utf-8")
-        names = {path.name for path in (CHECKOUT / "docs").glob("*.md")} - {place.name}
-        assert {name for name in names if f"]({folder}{name})" not in text} == set(), place
+    text = (DOCS / "index.md").read_text("utf-8")
+    assert [name for name in map(name_of, DOCUMENTS[1:]) if name != "index.md" and f"]({name})" not in text] == []
+    assert "](docs/index.md)" in DOCUMENTS[0].read_text("utf-8")
+
+
+def test_the_readme_sets_up_by_two_commands() -> None:
+    """The shell commands under the heading ``Set up`` are those for contributors, and there are no others."""
+    part = DOCUMENTS[0].read_text("utf-8").partition("\n## Set up\n")[2].partition("\n## ")[0]
+    lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", part, re.M | re.S) for line in block.splitlines()]
+    assert [line.split()[0] for line in lines] == ["./demo", "./check"]
 
 
 def test_the_map_is_that_of_the_folder() -> None:
     """Each room is in one row, and the rows follow the order of the layers that import-linter checks."""
-    text = (CHECKOUT / "docs" / "design.md").read_text("utf-8")
+    text = (DOCS / "design.md").read_text("utf-8")
     table = text.partition("| room |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in row]

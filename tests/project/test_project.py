@@ -125,6 +125,16 @@ def test_a_wheel_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert "there is no wheel" in done.stderr
 
 
+def test_a_small_demo_needs_no_spark(tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tools("project")
+    done: list[object] = []
+    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
+    monkeypatch.setattr(project.Environment, "run", lambda place, command, folder: done.append(command[1:]))
+    project.demo(["--small", "there"])
+    assert done == [project.SMALL_DEMO_EXTRAS, [project.DEMO, "there"], [project.DEMO_REPORT, "there"]]
+    assert "spark" not in project.SMALL_DEMO_EXTRAS
+
+
 def test_check_prints_its_arguments() -> None:
     done = run_check("--help")
     assert done.returncode == 0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_docs import DOCUMENTS, blocks
+from tests.project.test_docs import DOCUMENTS, blocks, name_of
 from tests.reference import CHECKOUT
 from tests.typing.test_pyright import errors_of_pyright
 
-UNTYPED = ("columns.md", "spark.md")
+UNTYPED = ("columns.md", "howto/read-with-duckdb.md", "spark.md")
 """These pages use packages that have no types or may not be installed."""
 AS_ON_A_PAGE = (
     *("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-untyped-decorators"),
@@ -26,20 +26,24 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write the Python of each page to a module, with each line at its place in the page."""
+    """Write the Python of each page to a module, with each line at its place, and each file of a page by its name."""
     folder = tmp_path_factory.mktemp("pages")
-    made = []
+    made: dict[str, str] = {}
     for document in DOCUMENTS:
         lines = [""] * len(document.read_text("utf-8").splitlines())
         for block in blocks(document):
-            if block.kind == "python":
+            if block.kind == "python" and block.file is not None:
+                made[block.file] = block.text
+            elif block.kind == "python":
                 shown = block.text.splitlines()
                 lines[block.line - 1 : block.line - 1 + len(shown)] = shown
-        if any(lines) and document.name not in UNTYPED:
-            made.append(folder / f"{document.stem.lower().replace('-', '_')}_page.py")
-            made[-1].write_text("\n".join(lines) + "\n", "utf-8")
+        if any(lines) and name_of(document) not in UNTYPED:
+            name = name_of(document).removesuffix(".md").lower().replace("-", "_").replace("/", "_")
+            made[f"{name}_page.py"] = "\n".join(lines) + "\n"
+    for name, text in made.items():
+        (folder / name).write_text(text, "utf-8")
     assert len(made) >= 7
-    return made
+    return [folder / name for name in made]
 
 
 def test_programs_of_pages_pass_mypy_strict(programs: list[Path]) -> None:
