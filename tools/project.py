@@ -1,4 +1,4 @@
-"""The commands of a checkout: ``demo``, ``check`` and ``site``.
+"""The commands of a checkout: ``demo``, ``check``, ``site`` and ``release``.
 
 Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
@@ -25,6 +25,7 @@ from screen import Screen, Step, seconds_text
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 SITE = CHECKOUT / "tools" / "website.py"
+RELEASE = CHECKOUT / "tools" / "release.py"
 DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
 QUICK_EXTRAS = frozenset(
@@ -111,6 +112,14 @@ def site(arguments: Sequence[str]) -> int:
     place.prepare(SITE_EXTRAS, Screen())
     target = Path(arguments[0] if arguments else CHECKOUT / "site").absolute()
     return place.run([place.python, SITE, target])
+
+
+def release(arguments: Sequence[str]) -> int:
+    """Cut a release, or check one; return the exit status."""
+    place = environment()
+    if not {"--help", "-h"} & set(arguments):
+        place.prepare(QUICK_EXTRAS, Screen())
+    return place.run([place.python if place.python.exists() else sys.executable, RELEASE, *arguments])
 
 
 def test_paths(words: Sequence[str]) -> list[str]:
@@ -278,9 +287,9 @@ class Testing:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit status."""
-    commands = {"demo": demo, "check": check, "site": site}
+    commands = {"demo": demo, "check": check, "site": site, "release": release}
     if not arguments or arguments[0] not in commands:
-        print("usage: project.py {demo,check,site} …", file=sys.stderr)
+        print("usage: project.py {demo,check,site,release} …", file=sys.stderr)
         return 2
     try:
         return commands[arguments[0]](arguments[1:])

@@ -1,6 +1,6 @@
 """Builds the site of the documentation: stages ``docs/`` with a reference made from docstrings, then checks the pages.
 
-The staged copy differs from ``docs/`` in its links alone. A link to a file of the checkout (a test, an example) leads
+The staged copy differs from ``docs/`` in its links. A link to a file of the checkout (a test, an example) leads
 to a page that shows the file, and a link that names a test leads to the line of the test.
 """
 
@@ -97,6 +97,8 @@ class Stage:
             place = self.place_of(path)
             if place.startswith("source/") and (line := definitions(path).get(label.strip("`"))):
                 anchor = f"__codelineno-0-{line}"
+            if label.endswith(".md"):  # where the page's name stands for it, the site shows its title
+                label = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
             relative = os.path.relpath(place, str(PurePosixPath(name).parent)).replace(os.sep, "/")
             return f"[{label}]({relative}{'#' + anchor if anchor else ''})"
 

@@ -1,0 +1,72 @@
+"""A release has what it should have: its changelog, and the files in its wheel and source distribution."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.reference import CHECKOUT
+
+WHEEL = ["librmq/__init__.py", "librmq/py.typed", "pytest_librmq.py", "librmq-0.1.0.dist-info/licenses/LICENSE"]
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    return importlib.import_module("release")
+
+
+def test_the_changelog_is_cut_at_a_version(release: ModuleType) -> None:
+    text = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- This.\n\n## [0.1.0] - 2026-11-21\n"
+    assert release.cut_changelog(text, "0.2.0", "2026-12-24") == (
+        "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-24\n\n### Added\n\n- This.\n\n## [0.1.0] - 2026-11-21\n"
+    )
+    with pytest.raises(release.ReleaseError, match=r"a heading for 0\.1\.0 already"):
+        release.cut_changelog(text, "0.1.0", "2026-12-24")
+    with pytest.raises(release.ReleaseError, match="nothing to release"):
+        release.cut_changelog("## [Unreleased]\n\n## [0.1.0]\n", "0.2.0", "2026-12-24")
+
+
+@pytest.mark.parametrize(
+    ("names", "faults"),
+    [
+        (WHEEL, []),
+        ([*WHEEL, "tests/conftest.py"], ["the wheel has tests/conftest.py, which is not part of the library"]),
+        ([*WHEEL, "benchmarks/store.py"], ["the wheel has benchmarks/store.py, which is not part of the library"]),
+        (WHEEL[:1] + WHEEL[2:], ["the wheel lacks librmq/py.typed"]),
+        (WHEEL[:-1], ["the wheel lacks the licence"]),
+    ],
+)
+def test_a_wheel_has_the_library_alone(release: ModuleType, names: list[str], faults: list[str]) -> None:
+    assert release.faults_of_wheel(names, ["librmq/__init__.py", "librmq/py.typed"]) == faults
+
+
+def test_a_source_distribution_has_what_the_check_needs(release: ModuleType) -> None:
+    names = [f"librmq-0.1.0/{name}" for name in release.IN_SDIST]
+    assert release.faults_of_sdist(names, [".github/workflows/check.yml", ".gitignore"]) == []
+    assert release.faults_of_sdist(names, ["tests/new.py"]) == ["the source distribution lacks tests/new.py"]
+    assert release.faults_of_sdist(names[1:], []) == ["the source distribution lacks check"]
+
+
+def test_every_extra_is_installed_and_used(release: ModuleType) -> None:
+    assert set(release.USES) - {""} == release.extras()
+
+
+def test_a_clone_with_changes_is_not_released(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(release, "run", lambda command: " M README.md")
+    assert release.main(["0.2.0", "--dist", str(tmp_path)]) == 1
+    assert "commit them first" in capsys.readouterr().err
+
+
+def test_the_release_command_explains_itself() -> None:
+    command = [sys.executable, str(CHECKOUT / "tools" / "release.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "publishes nothing" in done.stdout
