@@ -213,8 +213,14 @@ class CommitLog:
         self.end = self._flushed = physical_offset
         self._resume()
 
-    def append_copy(self, data: bytes) -> list[LogItem]:
+    def has_room_for_copy(self, size: int) -> bool:
+        """Return whether `append_copy` needs no new file and no blocks for ``size`` bytes."""
+        return self._file_start + self._reserved >= self.end + size
+
+    def append_copy(self, data: bytes, *, is_checked: bool = False) -> list[LogItem]:
         """Append bytes of another log as they are, whole records and blanks of one file; return them as `scan` does.
+
+        ``is_checked`` says that they are whole records, without a blank, because another open log has them.
 
         Raises:
             CorruptionError: they are no whole records of one file; nothing is appended.
@@ -223,19 +229,23 @@ class CommitLog:
         size = len(data)
         if self._file_start < 0 or self.end == self._file_end:
             self._roll(size)
-        start, at, used = self._file_start, self.end - self._file_start, without_zeros(data)
+        start, at = self._file_start, self.end - self._file_start
+        used = data if is_checked else without_zeros(data)
         if at + len(used) > self._reserved:
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
         assert self._buffer is not None
-        try:
-            self._buffer[at : at + len(used)] = used
-            items = list(self._items(self._buffer, start, at, at + size, True))
-            if sum(item[1] for item in items) != size:
-                what = f"expected whole records in {size} copied bytes"
-                raise CorruptionError(self._sequence.path(start), self.end, "record", what)
-        except (CorruptionError, IndexError):
-            self._buffer[at : at + len(used)] = bytes(len(used))
-            raise
+        self._buffer[at : at + len(used)] = used
+        if is_checked:
+            items = _split(data, self.end)
+        else:
+            try:
+                items = list(self._items(self._buffer, start, at, at + size, True))
+                if sum(item[1] for item in items) != size:
+                    what = f"expected whole records in {size} copied bytes"
+                    raise CorruptionError(self._sequence.path(start), self.end, "record", what)
+            except (CorruptionError, IndexError):
+                self._buffer[at : at + len(used)] = bytes(len(used))
+                raise
         self._sequence.mark_dirty(start)
         self.last_write = self.end
         self.end += size
@@ -390,8 +400,9 @@ class CommitLog:
 
     def data_at(self, physical_offset: int, size: int) -> bytes:
         """Return bytes of the log, records or not, within one file; empty if there is no file."""
-        file = self._sequence.file_at(physical_offset)
         at = physical_offset % self.file_size
+        start = physical_offset - at
+        file = self._mapped.get(start) or self._sequence.file_at(start)
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
@@ -569,6 +580,17 @@ class CommitLog:
         kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
         path = self._sequence.path(physical_offset - physical_offset % self.file_size)
         return CorruptionError(path, physical_offset, kind, error.reason)
+
+
+def _split(data: bytes, physical_offset: int) -> list[LogItem]:
+    """Return the whole records in ``data``, which begins at ``physical_offset``, as `CommitLog.scan` does."""
+    items: list[LogItem] = []
+    at = 0
+    while at < len(data):
+        size = _SIZE_AND_MAGIC.unpack_from(data, at)[0]
+        items.append((physical_offset + at, size, data[at : at + size]))
+        at += size
+    return items
 
 
 def _is_whole(raw: bytes, physical_offset: int) -> bool:

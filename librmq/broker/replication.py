@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -33,14 +34,18 @@ _OK: Final = SendStatus.SEND_OK
 class _Follower:
     """A replica as its master sees it."""
 
-    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify")
+    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify", "take")
 
     def __init__(self) -> None:
         self.acknowledged = 0
         self.follow: Callable[[], int] | None = None
+        self.take: Callable[[int, bytes], int] | None = None
         self.notify: Callable[[], None] | None = None
         self.behind_since_ms: int | None = None
         """Since when the master has had more bytes than the replica requested; None while the replica has all."""
+
+
+_acknowledged: Final = attrgetter("acknowledged")
 
 
 class Replication:
@@ -61,6 +66,7 @@ class Replication:
         """Whether sends wait for a replica."""
         self._opened = object()
         self._followers: dict[str, _Follower] = {}
+        self._all: tuple[_Follower, ...] = ()
         self._is_watched = False
         self._table_watchers: dict[str, Callable[[], None]] = {}
         self._guard = threading.Lock()
@@ -96,7 +102,8 @@ class Replication:
             follower = self._followers.get(request.replica)
             if follower is None:
                 follower = self._followers[request.replica] = _Follower()
-            follower.follow = request.follow
+                self._all = tuple(self._followers.values())
+            follower.follow, follower.take = request.follow, request.take
             self._note(follower, request.physical_offset)
             return follower
 
@@ -133,6 +140,7 @@ class Replication:
         """Forget a replica."""
         with self._guard:
             self._followers.pop(request.replica, None)
+            self._all = tuple(self._followers.values())
         self._table_watchers.pop(request.replica, None)
 
     def tables(self, request: CopyTables) -> CopiedTables:
@@ -169,19 +177,20 @@ class Replication:
 
     def confirm(self, end: int) -> SendStatus:
         """Wait until a replica has the log up to ``end`` or the time is over; return the status of the send."""
-        deadline = self._clock.monotonic() + self._timeout_s
+        clock = self._clock
+        deadline = clock.monotonic() + self._timeout_s
         followers = self._available()
-        if not any(end - one.acknowledged <= self._max_lag for one in followers):
+        if not followers or (end - max(map(_acknowledged, followers)) > self._max_lag):
             return SendStatus.SLAVE_NOT_AVAILABLE
         for follower in followers:
             if follower.acknowledged < end and follower.follow is not None:
-                reached = follower.follow()
+                reached = self._let_copy(follower, end)
                 if reached > follower.acknowledged:
                     with self._guard:
                         self._note(follower, max(reached, follower.acknowledged))  # another send may be ahead
                 elif follower.behind_since_ms is None:
                     follower.behind_since_ms = self._now_ms()
-            if follower.acknowledged >= end and self._clock.monotonic() <= deadline:
+            if follower.acknowledged >= end and clock.monotonic() <= deadline:
                 return _OK
         with self._guard:
             self._waiting += 1
@@ -190,6 +199,14 @@ class Replication:
         finally:
             with self._guard:
                 self._waiting -= 1
+
+    def _let_copy(self, follower: _Follower, end: int) -> int:
+        """Let a replica copy immediately; return the physical offset up to which it has the log."""
+        at, log = follower.acknowledged, self._store.log
+        if follower.take is not None and log.begin <= at and at % log.file_size + end - at < log.file_size:
+            # Within one file, and before its blank.
+            return follower.take(at, log.data_at(at, end - at))
+        return 0 if follower.follow is None else follower.follow()
 
     def _wait(self, followers: Sequence[_Follower], end: int, deadline: float) -> SendStatus:
         while True:
@@ -201,12 +218,12 @@ class Replication:
                 return SendStatus.FLUSH_SLAVE_TIMEOUT
             self._clock.wait(acknowledged, left)
 
-    def _available(self) -> list[_Follower]:
+    def _available(self) -> tuple[_Follower, ...]:
         """Return the replicas that have the whole log or made a request recently."""
+        followers = self._all
+        if len(followers) == 1 and followers[0].behind_since_ms is None:
+            return followers
         now_ms = self._now_ms()
-        with self._guard:
-            return [
-                one
-                for one in self._followers.values()
-                if one.behind_since_ms is None or now_ms - one.behind_since_ms < self._expiry_ms
-            ]
+        return tuple(
+            one for one in followers if (since := one.behind_since_ms) is None or now_ms - since < self._expiry_ms
+        )

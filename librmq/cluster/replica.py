@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, Self, cast
 
 from librmq.broker import Broker, BrokerConfig
@@ -63,6 +65,7 @@ class Replica:
     _config: ReplicaConfig
     _metrics: Metrics | None
     _master: Endpoint
+    _take: Callable[[int, bytes], int] | None
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("open a replica by Replica.open(path, of=broker)")
@@ -129,7 +132,8 @@ class Replica:
             metrics=self._metrics,
         )
         self.dead, self.failure = False, None
-        self._master, self._opened = master, object()  # the first answer is compared
+        self._set_master(master)
+        self._opened = object()  # so that the first answer is compared
         self._described = described
         self._master_end = described.end
         self._id = os.path.realpath(self.path)
@@ -160,6 +164,11 @@ class Replica:
         with self.runner.lock:
             self._followed(reached, None)
             self._tables_copied(reached, None)
+
+    def _set_master(self, master: Endpoint) -> None:
+        self._master = master
+        # A link in between can be cut, so it is asked.
+        self._take = partial(self._take_for_send, master) if isinstance(master, Broker) else None
 
     def _mark(self) -> None:
         """Note which store the master is."""
@@ -206,7 +215,8 @@ class Replica:
             self._admit(of)
             if isinstance(self._master, StoredMaster) and self._master is not of:
                 self._master.close()
-            self._master, self.failure, self._are_tables_watched = of, None, False
+            self._set_master(of)
+            self.failure, self._are_tables_watched = None, False
             self._master_end, self._retry_ms = self._described.end, self._first_retry_ms
         with self.runner.lock:
             self.runner.wake(self._step)
@@ -272,6 +282,24 @@ class Replica:
             self.broker.copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
         return self._kept
 
+    def _take_for_send(self, master: Broker, at: int, data: bytes) -> int:
+        """Add bytes that the master has in memory; otherwise as `_follow_for_send`."""
+        self._is_asked = True
+        if not self._following.acquire(blocking=False):
+            return self._follow_for_send()
+        try:
+            self._is_asked = False
+            if self.dead or self.failure is not None or self._master is not master or self._kept != at:
+                return self._kept
+            queues = self._add(at, data, is_checked=True)
+        except RmqError as error:
+            _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
+            return self._kept
+        finally:
+            self._following.release()
+        self.broker.copied(queues)
+        return self._follow_for_send() if self._is_asked else self._kept
+
     def _copy_log(self, limit: int | None) -> bool:
         """Copy up to ``limit`` bytes, or everything if None; return whether the master was reachable."""
         while True:
@@ -293,7 +321,9 @@ class Replica:
         while not self.dead and self.failure is None and (limit is None or copied < limit):
             at = self._place()
             try:
-                answer = self._master.call(FollowLog(self._id, at, size, self._notified, self._follow_for_send))
+                answer = self._master.call(
+                    FollowLog(self._id, at, size, self._notified, self._follow_for_send, self._take)
+                )
                 is_same = self._is_same_log(answer)
             except (BrokerUnreachableError, StoreClosedError) as error:
                 self._lost(error)
@@ -307,7 +337,7 @@ class Replica:
             left = store.log.file_size - at % store.log.file_size
             whole, needed = whole_size(answer.data, left)
             if whole:
-                queues |= self._take(at, answer.data[:whole])
+                queues |= self._add(at, answer.data[:whole])
                 copied, size = copied + whole, self._config.chunk_size
                 if is_enough and at + whole >= answer.end:
                     break
@@ -317,10 +347,10 @@ class Replica:
                 break
         return queues, True
 
-    def _take(self, at: int, data: bytes) -> frozenset[tuple[str, int]]:
+    def _add(self, at: int, data: bytes, *, is_checked: bool = False) -> frozenset[tuple[str, int]]:
         """Add whole records to the copy; return the queues that got messages."""
         try:
-            queues = self.store.copy_log(at, data).queues
+            queues = self.broker.store.copy_log(at, data, is_checked=is_checked).queues
         except FlushFailedError as error:  # what the log has now must not be acknowledged
             self.failure = ReplicaError(
                 f"{self.path}: the replica has stopped following, because a flush has failed ({error.cause}): close it "

@@ -62,6 +62,9 @@ class FollowLog(Request[LogBytes]):
     follow: Callable[[], int] | None = None
     """Lets the replica copy immediately, in the thread of a send that waits for it. Returns the physical
     offset up to which it then has the log."""
+    take: Callable[[int, bytes], int] | None = None
+    """Does the same with the bytes that follow ``physical_offset``, without a request: ``take(physical_offset, data)``.
+    Only for a replica without a link that could fail."""
 
 
 @value

@@ -264,26 +264,42 @@ class StoreHandle:
             del lock_holder  # `check_reentry` looks for it
         return verdict
 
-    def copy_log(self, physical_offset: int, data: bytes) -> CopiedRecords:
+    def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append bytes of the master's log; see `MessageStore.copy_log`."""
         appender = self.appender
         self._check_copies()
-        appender.lock.check_reentry()
-        with critical, appender.lock.mutex:
-            lock_holder = appender.lock
-            if self.closed is not None:
-                raise self.unusable()
-            if not self.log.sequence.starts:
-                self.log.begin_at(physical_offset)
-            if physical_offset != self.log.end:
-                raise ValueError(f"physical_offset: expected the log's end {self.log.end}, found {physical_offset}")
-            copied = self._copier.append(data)
-            del lock_holder  # `check_reentry` looks for it
+        lock = appender.lock
+        lock.check_reentry()
+        if self.log.has_room_for_copy(len(data)):  # as in an append: `mend` repairs what a signal interrupts
+            with lock.mutex:
+                lock_holder = lock
+                copied = self._copy(physical_offset, data, is_checked)
+                del lock_holder  # `check_reentry` looks for it
+        else:
+            with critical, lock.mutex:
+                lock_holder = lock
+                copied = self._copy(physical_offset, data, is_checked)
+                del lock_holder  # `check_reentry` looks for it
         if not copied.is_regular:  # for example, a topic was deleted and made again
             self.recover()
             copied = copied._replace(queues=frozenset(self.queues))
         appender.copied(copied.end)
         return copied
+
+    def _copy(self, physical_offset: int, data: bytes, is_checked: bool) -> CopiedRecords:
+        """Append bytes of the master's log, under the lock."""
+        if self.closed is not None:
+            raise self.unusable()
+        log = self.log
+        if self.appender.dispatcher.writing_at >= 0:  # a signal has interrupted the last copy, perhaps in its middle
+            self.appender.mend()
+            data = data[max(0, log.end - physical_offset) :]
+            physical_offset = max(physical_offset, log.end)
+        if not log.sequence.starts:
+            log.begin_at(physical_offset)
+        if physical_offset != log.end:
+            raise ValueError(f"physical_offset: expected the log's end {log.end}, found {physical_offset}")
+        return self._copier.append(data, is_checked=is_checked)
 
     def cut_copy(self, physical_offset: int) -> None:
         """Cut the log of a replica; see `MessageStore.cut_copy`."""

@@ -260,17 +260,18 @@ class MessageStore:
         self._handle.check_open()
         self.appender.watch(physical_offset, appended)
 
-    def copy_log(self, physical_offset: int, data: bytes) -> CopiedRecords:
+    def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.
 
-        ``physical_offset`` is the log's end, or in an empty store the start of a log file.
+        ``physical_offset`` is the log's end, or in an empty store the start of a log file. ``is_checked`` says that the
+        bytes are whole records, because an open store of this process has them.
 
         Raises:
             CorruptionError: The bytes are no records; nothing was appended.
             ReplicaError: The store is no replica.
             StoreIOError: There is no space.
         """
-        return self._handle.copy_log(physical_offset, data)
+        return self._handle.copy_log(physical_offset, data, is_checked=is_checked)
 
     def cut_copy(self, physical_offset: int) -> None:
         """Cut this replica's log at the start of a record, where the next `copy_log` continues."""

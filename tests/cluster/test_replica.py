@@ -30,6 +30,7 @@ from librmq.testing.files import FailingFiles
 from librmq.testing.replica_link import ReplicaLink
 from tests.broker.parties import manual, opened, pull, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
+from tests.interrupting import at_each_call
 from tests.reference import store_folders
 
 
@@ -445,3 +446,37 @@ class _OnDisk:
     def __new__(cls, path: Path, files: Files) -> Any:
         assert directory.recognise(str(path), files).has_log
         return StoredMaster(path, files=files)
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_copy_interrupted_by_a_signal_is_completed(is_checked: bool) -> None:
+    """SIGINT comes at each call that the copy makes; each second copy is left alone and completes the one before."""
+    broker = opened(store=StoreConfig.tiny())
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    replica = copy_of(broker, of=link)
+    link.cut()
+    log, copies = broker.store.log, 0
+
+    def copy() -> None:
+        begin = replica.end
+        replica.store.copy_log(begin, log.data_at(begin, log.end - begin), is_checked=is_checked)
+
+    rounds = at_each_call(copy)
+    while True:
+        fill(broker, 2, f"T{copies // 20}")
+        if log.end // log.file_size > replica.end // log.file_size:  # the rest of a file is copied with its blank
+            link.restore()
+            assert replica.follow()
+            link.cut()
+            continue
+        copies += 1
+        if not next(rounds):
+            break
+        if copies % 2:
+            copy()
+            assert replica.end == log.end
+    assert copies > 20
+    link.restore()
+    assert_copies(replica, broker)
+    replica.close()
+    assert verify(COPY, broker.store.config, broker.store.files).damage == ()

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from librmq.commitlog import LogItem
 from librmq.consumequeue import ENTRY
+from librmq.errors import RmqError
 from librmq.java.hashing import java_decode
 from librmq.message import record as record_format
+from librmq.runtime.critical import critical
 from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.open_store import Parts
@@ -57,8 +59,11 @@ class LogCopier:
         self._lanes: dict[tuple[bytes, int], Lane] = {}
         self._derivation = Derivation(parts.levels)
 
-    def append(self, data: bytes) -> CopiedRecords:
-        """Append whole records and blanks of one log file, and dispatch them. Called inside a critical block.
+    def append(self, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
+        """Append whole records and blanks of one log file, and dispatch them.
+
+        If a signal interrupts this, `Appender.mend` does the rest. Where the log lacks room the caller is in a critical
+        block.
 
         Raises:
             CorruptionError: the bytes are not records; nothing is appended.
@@ -67,16 +72,23 @@ class LogCopier:
         parts = self._parts
         if not data:
             return CopiedRecords(parts.log.end, frozenset())
-        items = parts.log.append_copy(data)
+        dispatcher = parts.dispatcher
+        dispatcher.writing_at = parts.log.end
+        try:
+            items = parts.log.append_copy(data, is_checked=is_checked)
+        except RmqError:
+            dispatcher.writing_at = -1  # nothing was appended
+            raise
         queues, is_regular = self._derive(items)
-        if is_regular and len(parts.dispatcher.records) >= Dispatcher.BATCH:
-            parts.dispatcher.drain()
+        dispatcher.writing_at = -1
+        if is_regular and len(dispatcher.records) >= Dispatcher.BATCH:
+            dispatcher.drain()
         return CopiedRecords(parts.log.end, queues, is_regular)
 
     def _derive(self, items: Iterable[LogItem]) -> tuple[frozenset[tuple[str, int]], bool]:
         """Collect entries and keys of records; return their queues, and whether each is the next one in its queue."""
         dispatcher = self._parts.dispatcher
-        records, lanes, touched = dispatcher.records, self._lanes, set[Lane]()
+        records, lanes, touched = dispatcher.records, self._lanes, set[tuple[str, int]]()
         for (
             place,
             size,
@@ -92,16 +104,23 @@ class LogCopier:
         ) in self._derivation.walk(items):
             lane = lanes.get((topic, queue_id))
             if lane is None:
-                lane = lanes[topic, queue_id] = self._parts.lane(java_decode(topic), queue_id)
+                with critical:
+                    lane = lanes[topic, queue_id] = self._parts.lane(java_decode(topic), queue_id)
             if code is not None:
                 if queue_offset != lane.next_queue_offset:
                     if lane.next_queue_offset:
                         return frozenset(), False
                     lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
                 if lane.queue.ext is not None:
-                    code = dispatcher.add_unit(lane, code, stored, properties)
-                dispatcher.add(lane, _pack_entry(place, size, code))
-                touched.add(lane)
+                    with critical:
+                        code = dispatcher.add_unit(lane, code, stored, properties)
+                pending = lane.pending
+                if not pending:
+                    lane.pending_from = queue_offset
+                    dispatcher.lanes.append(lane)
+                pending.append(_pack_entry(place, size, code))
+                lane.next_queue_offset = queue_offset + 1
+                touched.add((lane.topic, lane.queue_id))
             records.append(
                 (
                     place,
@@ -111,4 +130,4 @@ class LogCopier:
                     java_decode(key) if key else None,
                 )
             )
-        return frozenset((lane.topic, lane.queue_id) for lane in touched), True
+        return frozenset(touched), True
