@@ -193,6 +193,11 @@ class Replica:
         """Bytes that the replica lacks, according to the master's last answer."""
         return max(0, self._master_end - self.end)
 
+    @property
+    def reaches_master(self) -> bool:
+        """Whether the master answered the last request."""
+        return self._is_reached
+
     def follow(self) -> bool:
         """Copy everything that the master has now, including its tables; return whether the master was reachable.
 

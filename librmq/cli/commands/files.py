@@ -28,6 +28,19 @@ COMMANDS: Final = (
         (_TARGET, option("--copy", action="store_true", help="copy every file instead of linking")),
         output=OUTPUT,
     ),
+    Command(
+        "follow",
+        "follow",
+        "keep a copy of a store that another process writes",
+        "store copy --until-end",
+        (
+            option("copy", metavar="COPY", help="the folder of the copy; it may be an earlier copy of this store"),
+            option("--until-end", action="store_true", help="copy what there is now, and exit"),
+        ),
+        description="Copies the log byte for byte as it grows, and topics, groups and progress every 10 s. Runs until "
+        "interrupted. Prints a line when the copy is current, and when the store becomes unreadable or readable again.",
+        output=OUTPUT[:1],
+    ),
     Command("restore", "snapshots", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
     Command(
         "export",
