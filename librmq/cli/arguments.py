@@ -7,10 +7,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from librmq.cli.commands import COMMANDS, SECTIONS
-from librmq.cli.commands.options import CONFIG, FORMAT, Command
+from librmq.cli.commands.options import CONFIG, FORMAT, ROUTE, Command
 from librmq.cli.output import BAD_INPUT, complain
 
 __all__ = ["parse", "parser_of"]
@@ -53,7 +53,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else "librmq --help lists them"
         top.error(f"there is no command {given.command[:80]!r}; {hint}")
     before = argparse.Namespace(format=getattr(given, "format", None), config=None, command=command)
-    return parser_of(command).parse_args(_join_times(given.rest), before)
+    parser = parser_of(command)
+    found = parser.parse_args(_join_times(given.rest), before)
+    if command.takes_route and (found.store is None) == (found.route is None):
+        parser.error("expected either the folder of a STORE or --route HOST:PORT")
+    return found
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
@@ -68,8 +72,11 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     if command.actions:
         parser.add_argument("action", metavar="ACTION", choices=command.actions, help=", ".join(command.actions))
     if command.store:
-        parser.add_argument("store", metavar="STORE", help="the folder of the store")
+        places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
+        parser.add_argument("store", metavar="STORE", help="the folder of the store", **places)
         CONFIG.add_to(parser)
+        if command.takes_route:
+            ROUTE.add_to(parser)
     for one in command.options:
         one.add_to(parser)
     if command.output:

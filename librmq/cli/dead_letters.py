@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
@@ -16,6 +17,8 @@ __all__ = ["dead_letters"]
 
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""
+    if arguments.route is not None:
+        return _of_cluster(arguments, output)
     if arguments.resend:
         if arguments.causes:
             raise InputError("expected either --causes or --resend")
@@ -23,19 +26,32 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     with open_view(arguments) as view:
-        if arguments.causes:
-            for cause in letters.sum_up_causes(_chosen(view, arguments)):
-                output.row(cause._asdict())
-        else:
-            for letter in _chosen(view, arguments):
-                output.row(letter._asdict())
+        _print(_chosen(letters.dead_letters(view, group=arguments.group), arguments), arguments, output)
     return 0
 
 
-def _chosen(view: StoreView, arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
+    from librmq.cli.cluster_source import open_cluster
+
+    if arguments.resend:
+        raise InputError("--resend works on the folder of a store: a broker of 4.x sends no dead letters again")
+    with open_cluster(arguments) as cluster:
+        _print(_chosen(cluster.dead_letters(arguments.group), arguments), arguments, output)
+    return 0
+
+
+def _print(chosen: list[letters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
+    rows: Iterable[letters.DeadLetterCause | letters.GivenUpMessage] = chosen
+    if arguments.causes:
+        rows = letters.sum_up_causes(chosen)
+    for row in rows:
+        output.row(row._asdict())
+
+
+def _chosen(found: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
     return [
         one
-        for one in letters.dead_letters(view, group=arguments.group)
+        for one in found
         if (arguments.cause is None or arguments.cause in one.cause)
         and (arguments.id is None or arguments.id == one.unique_key)
     ]
@@ -46,7 +62,10 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
     with opened_broker(arguments) as broker:
-        chosen = {one.physical_offset: one for one in _chosen(StoreView.of(broker), arguments)}
+        chosen = {
+            one.physical_offset: one
+            for one in _chosen(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
+        }
         chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]
         if arguments.limit is not None:
             chosen_letters = chosen_letters[: whole_number("--limit", arguments.limit)]

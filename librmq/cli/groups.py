@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from librmq.cli.output import Output, complain
-from librmq.diagnosis.backlog import GroupLag, QueueLag, TopicLag
+from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.message.topics import dead_letter_topic
@@ -31,6 +31,13 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            for row in cluster.group_rows(everything=arguments.all):
+                output.row(row)
+        return 0
     with open_view(arguments) as view:
         topics: dict[str, list[str]] = {}
         for group, topic in view.progress:
@@ -54,18 +61,32 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
 
 def lag(arguments: argparse.Namespace, output: Output) -> int:
     """Print the lag of each group in each queue, or its sums by topic or group."""
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
+            _note_group(arguments.group, cluster.groups(), output)
+        return 0
     with open_view(arguments) as view:
-        found = lag_of(view, group=arguments.group, topic=arguments.topic)
-        rows: Iterable[QueueLag | TopicLag | GroupLag] = found
-        if arguments.by != "queue":
-            rows = found.by_topic() if arguments.by == "topic" else found.by_group()
-        for row in rows:
-            output.row(row._asdict())
-        if arguments.group is not None and arguments.group not in view.groups:
-            output.says_nothing_found = False
-            complain(f"note: there is no group {arguments.group!r}{near(arguments.group, view.groups)}")
+        _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
+        _note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
     return 0
+
+
+def _print_lag(found: Lag, by: str, output: Output) -> None:
+    rows: Iterable[QueueLag | TopicLag | GroupLag] = found
+    if by != "queue":
+        rows = found.by_topic() if by == "topic" else found.by_group()
+    for row in rows:
+        output.row(row._asdict())
+
+
+def _note_group(group: str | None, known: Collection[str], output: Output) -> None:
+    if group is not None and group not in known:
+        output.says_nothing_found = False
+        complain(f"note: there is no group {group!r}{near(group, known)}")
 
 
 def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:

@@ -84,7 +84,7 @@ def _run(chosen: argparse.Namespace) -> int:
 def _call(chosen: argparse.Namespace) -> int:
     """Call the command's function with its output open."""
     command = chosen.command
-    if command.store and not command.makes_store:
+    if command.store and not command.makes_store and chosen.store is not None:
         from librmq.cli.locate import locate
 
         chosen.store = locate(chosen.store)

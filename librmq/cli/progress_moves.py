@@ -32,6 +32,10 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
     """Set a group's progress to the begin or the end of each queue, a time, or a queue offset."""
     if (arguments.to is None) == (arguments.offset is None):
         raise InputError("expected either --to (begin, end or a time) or --offset")
+    if arguments.route is not None:
+        from librmq.cli.cluster_moves import reset_in_cluster
+
+        return reset_in_cluster(arguments, output)
     if arguments.offset is not None:
         wanted = _number("--offset", arguments.offset)
         return _move(arguments, output, lambda store, queue: min(max(wanted, queue.min_offset), queue.max_offset))

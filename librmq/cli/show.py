@@ -17,7 +17,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format.directory import COMMITLOG
@@ -35,6 +35,13 @@ _FIRST_WINDOW: Final = 32
 def show(arguments: argparse.Namespace, output: Output) -> int:
     """Print the selected messages in log order."""
     selection = select(arguments)
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            for message in cluster.messages(selection):
+                output.row(shown_row(message, DEFAULT_LEVELS, arguments.body))
+        return 0
     if selection.topic is None and not selection.is_by_index:
         files, config = files_and_config(arguments, log_only=True)
         levels = DelayLevels.parse(config.message_delay_level)

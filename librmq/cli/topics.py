@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
-from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.cli.topic_kinds import is_listed, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
@@ -20,19 +19,7 @@ from librmq.store.format.checkpoint import has_abort
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
 
-__all__ = ["kind_of_topic", "stats", "tables_of", "topics"]
-
-_INHERITED: Final = 1
-_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
-
-
-def kind_of_topic(topic: str) -> str:
-    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
-    if topic.startswith(RETRY_PREFIX):
-        return "retry"
-    if topic.startswith(DEAD_LETTER_PREFIX):
-        return "dead"
-    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
+__all__ = ["stats", "tables_of", "topics"]
 
 
 def tables_of(store: MessageStore) -> BrokerTables:
@@ -42,6 +29,13 @@ def tables_of(store: MessageStore) -> BrokerTables:
 
 def topics(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each topic that has queues, or that users made."""
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            for row in cluster.topic_rows():
+                output.row(row)
+        return 0
     with open_store(arguments) as store:
         for row in _topic_rows(store, "topics", quiet=output.is_on_terminal):
             output.row(row)
@@ -58,18 +52,11 @@ def _topic_rows(store: MessageStore, what: str, *, quiet: bool = False) -> Itera
 
 def _queues_by_topic(store: MessageStore) -> dict[str, list[ConsumeQueue]]:
     found: dict[str, list[ConsumeQueue]] = {
-        topic: []
-        for topic, row in tables_of(store).topics.rows.items()
-        if kind_of_topic(topic) != "system" and topic not in _KINDS and not row.get("perm", 0) & _INHERITED
+        topic: [] for topic, row in tables_of(store).topics.rows.items() if is_listed(topic, row.get("perm", 0))
     }
-    found = {topic: queues for topic, queues in found.items() if not _is_brokers_own(topic)}
     for (topic, _), queue in sorted(store.queues.items()):
         found.setdefault(topic, []).append(queue)
     return dict(sorted(found.items()))
-
-
-def _is_brokers_own(topic: str) -> bool:
-    return topic.endswith("_REPLY_TOPIC")
 
 
 def _topic_row(store: MessageStore, topic: str, queues: list[ConsumeQueue]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ The rows are columns of numpy, because there can be a hundred thousand; iteratin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ Ints = npt.NDArray[np.int64]
 _NONE: Final = -(1 << 62)
 _NEVER: Final = (1 << 63) - 1
 _AT_ONCE: Final = 4096  # entries
+_KNOWN: Final = ("queue_id", "min_offset", "max_offset", "lag")
 _NO_QUEUE: Final[tuple[Ints, list[int]]] = (np.empty((3, 0), np.int64), [])
 
 
@@ -125,6 +126,28 @@ class Lag:
     """-1 if it is unknown."""
     now_ms: int | None
     """The time for computing ages."""
+
+    @classmethod
+    def of(cls, rows: Iterable[QueueLag]) -> Self:
+        """Return the lag in these rows, which are measured elsewhere."""
+        kept = sorted(rows)
+        names = list(dict.fromkeys((row.group, row.topic) for row in kept))
+        places = [(row.group, row.topic) for row in kept]
+        columns = {name: np.array([getattr(row, name) for row in kept], np.int64) for name in _KNOWN}
+        offsets = [row.consumer_offset for row in kept]
+        oldest = [UNKNOWN if row.oldest_timestamp_ms is None else row.oldest_timestamp_ms for row in kept]
+        return cls(
+            names,
+            np.array([places.index(name) for name in names], np.int64),
+            columns["queue_id"],
+            columns["min_offset"],
+            columns["max_offset"],
+            np.array([_NONE if one is None else one for one in offsets], np.int64),
+            np.array([one is not None for one in offsets], np.bool_),
+            columns["lag"],
+            np.array(oldest, np.int64),
+            None,
+        )
 
     def __len__(self) -> int:
         return len(self.queue_ids)

@@ -19,6 +19,7 @@ __all__ = [
     "dead_letter_causes",
     "dead_letter_findings",
     "dead_letters",
+    "given_up",
     "sum_up_causes",
 ]
 
@@ -69,7 +70,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return [_letter(of, message) for of, message in _messages(view, group)]
+        return [given_up(of, message) for of, message in _messages(view, group)]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -80,7 +81,7 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return sum_up_causes(_letter(of, message) for of, message in _messages(view, group))
+        return sum_up_causes(given_up(of, message) for of, message in _messages(view, group))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
@@ -111,7 +112,8 @@ def _messages(view: StoreView, group: str | None) -> Iterator[tuple[str, StoredM
                         yield of, message
 
 
-def _letter(group: str, message: StoredMessage) -> GivenUpMessage:
+def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
+    """Return a message of a group's dead-letter topic as a dead letter."""
     properties = message.properties
     topic = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(_ORIGIN_TOPIC) or message.topic
     return GivenUpMessage(

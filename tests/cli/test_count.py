@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner
-from librmq.cli.topics import kind_of_topic
+from librmq.cli.topic_kinds import kind_of_topic
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore

@@ -60,6 +60,7 @@ COMMANDS: Final = (
             option("--offset", metavar="N", help="a queue offset"),
             *CHANGES,
         ),
+        takes_route=True,
         output=OUTPUT,
     ),
     Command(

@@ -21,13 +21,14 @@ _BODY: Final = option(
 )
 
 COMMANDS: Final = (
-    Command("topics", "topics", "list the topics, their messages and times", "store", output=LISTED),
+    Command("topics", "topics", "list the topics, their messages and times", "store", takes_route=True, output=LISTED),
     Command(
         "show",
         "show",
         "print messages: by topic, key, tag, text, time …",
         "store --topic OrderTopic --limit 3",
         (*SELECTION, _BODY),
+        takes_route=True,
         output=LISTED,
     ),
     Command(
@@ -67,6 +68,7 @@ COMMANDS: Final = (
         "list the consumer groups, their lag and dead letters",
         "store",
         (option("--all", action="store_true", help="include the broker's own groups"),),
+        takes_route=True,
         output=LISTED,
     ),
     Command(
@@ -81,6 +83,7 @@ COMMANDS: Final = (
                 "--by", choices=("queue", "topic", "group"), default="queue", help="one row for each of these (queue)"
             ),
         ),
+        takes_route=True,
         output=LISTED,
     ),
     Command(
@@ -96,6 +99,7 @@ COMMANDS: Final = (
             option("--resend", action="store_true", help="send them to --group again, with all retries"),
             *CHANGES,
         ),
+        takes_route=True,
         output=LISTED,
     ),
     Command(

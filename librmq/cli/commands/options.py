@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-__all__ = ["CHANGES", "CONFIG", "LISTED", "OUTPUT", "SELECTION", "TIMES", "Command", "Option", "option"]
+__all__ = ["CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SELECTION", "TIMES", "Command", "Option", "option"]
 
 TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
@@ -48,6 +48,8 @@ class Command:
     """Whether the first argument is the folder of a store."""
     actions: tuple[str, ...] = ()
     """What may stand before the store: what to do."""
+    takes_route: bool = False
+    """Whether ``--route`` can name a running cluster instead of a store."""
     makes_store: bool = False
     """Whether the store need not exist."""
     output: tuple[Option, ...] = ()
@@ -82,6 +84,12 @@ CONFIG: Final = option(
     metavar="FILE",
     default=argparse.SUPPRESS,
     help="JSON file of settings that the store's files do not show",
+)
+ROUTE: Final = option(
+    "--route",
+    metavar="HOST:PORT",
+    default=None,
+    help="ask a running cluster by the address of its name server, instead of a store",
 )
 CHANGES: Final = (option("--dry-run", action="store_true", help="print the changes without making them"),)
 """For a command that changes a store."""

@@ -1,0 +1,203 @@
+"""A running cluster as the source of the same rows that commands print of a store: ``--route``."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from librmq.cli.selection import MessageQuery
+from librmq.cli.topic_kinds import is_listed, kind_of_topic
+from librmq.diagnosis.backlog import Lag, QueueLag
+from librmq.diagnosis.letters import GivenUpMessage, given_up
+from librmq.diagnosis.view import is_own_group
+from librmq.errors import BrokerError, InputError
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_topic
+from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
+from librmq.wire.remote import ClusterAdmin, QueueBounds, RemoteRoute, connect
+
+__all__ = ["ClusterSource", "open_cluster"]
+
+_PULLER: Final = "TOOLS_CONSUMER"
+"""The group of ``mqadmin``, which brokers know."""
+_AT_ONCE: Final = 32
+
+
+@contextmanager
+def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterSource]:
+    """Connect to the name server in ``--route``.
+
+    Raises:
+        BrokerUnreachableError: No name server answers there.
+        InputError: The command names a setting that only a store has.
+    """
+    if getattr(arguments, "config", None) is not None:
+        raise InputError("--config describes the files of a store: leave it out with --route")
+    with connect(arguments.route) as route:
+        yield ClusterSource(route)
+
+
+class ClusterSource:
+    """What the brokers of a cluster say of their topics, groups and messages. Not thread-safe."""
+
+    def __init__(self, route: RemoteRoute) -> None:
+        self.route = route
+        self.admin = ClusterAdmin(route)
+        self._topics: dict[str, int] | None = None
+        self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
+
+    # ---- topics
+
+    def topics(self) -> list[str]:
+        """Return the topics that a list shows: those with messages, and those that users made."""
+        if self._topics is None:
+            self._topics = {
+                topic: max(data.permission for data in found) for topic, found in self.admin.topics().items()
+            }
+        return [
+            topic
+            for topic, permission in self._topics.items()
+            if is_listed(topic, permission) or any(one.max_offset for one in self.bounds(topic).values())
+        ]
+
+    def bounds(self, topic: str) -> dict[MessageQueue, QueueBounds]:
+        """Return the queues of a topic with the messages in each, as they were when first asked for."""
+        if topic not in self._bounds:
+            self._bounds[topic] = self.admin.queues(topic)
+        return self._bounds[topic]
+
+    def topic_rows(self) -> Iterator[dict[str, object]]:
+        """Yield a row for each topic."""
+        for topic in self.topics():
+            found = self.bounds(topic)
+            last_ms = max((one.last_timestamp_ms for one in found.values()), default=0)
+            first = (self.message(queue, one.min_offset) for queue, one in found.items() if one.max_offset)
+            yield {
+                "topic": topic,
+                "kind": kind_of_topic(topic),
+                "queues": len(found),
+                "messages": sum(one.max_offset - one.min_offset for one in found.values()),
+                "min_timestamp_ms": min((one.store_timestamp_ms for one in first if one), default=None),
+                "max_timestamp_ms": last_ms or None,
+            }
+
+    # ---- groups
+
+    def groups(self) -> list[str]:
+        """Return the groups that brokers know, and those of retry and dead-letter topics, sorted."""
+        found = set(self.admin.groups())
+        for topic in self.topics():
+            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
+                if topic.startswith(prefix):
+                    found.add(topic.removeprefix(prefix))
+        return sorted(filter(None, found))
+
+    def group_rows(self, *, everything: bool) -> Iterator[dict[str, object]]:
+        """Yield a row for each group."""
+        for group in self.groups():
+            if everything or not is_own_group(group):
+                rows = list(self._queue_lags(group, times=False))
+                letters = self.bounds(dead_letter_topic(group)).values()
+                yield {
+                    "group": group,
+                    "topics": sorted({row.topic for row in rows}),
+                    "lag": sum(row.lag for row in rows) if rows else None,
+                    "dead_letters": sum(one.max_offset - one.min_offset for one in letters),
+                }
+
+    def lag(self, group: str | None = None, topic: str | None = None) -> Lag:
+        """Return the lag of all groups, or of one, in all topics, or in one."""
+        groups = [one for one in self.groups() if not is_own_group(one)] if group is None else [group]
+        return Lag.of(row for one in groups for row in self._queue_lags(one, topic))
+
+    def _queue_lags(self, group: str, topic: str | None = None, *, times: bool = True) -> Iterator[QueueLag]:
+        for queue, progress in self.admin.progress(group, topic).items():
+            bounds = self.bounds(queue.topic).get(queue)
+            begin = max(progress.queue_offset, 0 if bounds is None else bounds.min_offset)
+            lag = max(0, progress.max_offset - begin)
+            oldest = self.message(queue, begin) if times and lag else None
+            yield QueueLag(
+                group,
+                queue.topic,
+                queue.queue_id,
+                0 if bounds is None else bounds.min_offset,
+                progress.max_offset,
+                progress.queue_offset,
+                lag,
+                None if oldest is None else oldest.store_timestamp_ms,
+            )
+
+    # ---- messages
+
+    def message(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
+        """Return one message; None if it is gone."""
+        return next(self._pulled(queue, range(queue_offset, queue_offset + 1)), None)
+
+    def _pulled(self, queue: MessageQueue, wanted: range) -> Iterator[StoredMessage]:
+        broker, at = self.route.broker(queue.broker_name), wanted.start
+        everything = Subscription(queue.topic, "*")
+        while at < wanted.stop:
+            count = min(_AT_ONCE, wanted.stop - at)
+            answer = broker.call(
+                PullMessage("", _PULLER, queue.topic, queue.queue_id, at, count, everything)  # no client asks
+            )
+            if answer.status is PullStatus.FOUND:
+                yield from (one for one in answer.messages if one.queue_offset < wanted.stop)
+            if answer.next_offset <= at:
+                return
+            at = answer.next_offset
+
+    def messages(self, query: MessageQuery) -> Iterator[StoredMessage]:
+        """Yield the selected messages, oldest first."""
+        test = query.test()
+        if query.id is not None:
+            found = self.admin.find_by_id(query.id, query.topic)
+            yield from filter(test, [] if found is None else [found])
+        elif query.key is not None:
+            topics = [query.topic] if query.topic is not None else self._of_users()
+            yield from filter(test, (one for topic in topics for one in self._with_key(topic, query.key)))
+        else:
+            topics = [query.topic] if query.topic is not None else self._of_users()
+            queues = [
+                self._in_queue(queue, bounds, query)
+                for topic in topics
+                for queue, bounds in self.bounds(topic).items()
+                if query.queue_id in (None, queue.queue_id)
+            ]
+            yield from filter(test, heapq.merge(*queues, key=lambda one: (one.store_timestamp_ms, one.physical_offset)))
+
+    def _of_users(self) -> list[str]:
+        return [topic for topic in self.topics() if kind_of_topic(topic) == "user"]
+
+    def _with_key(self, topic: str, key: str) -> list[StoredMessage]:
+        try:
+            return self.admin.find_by_key(topic, key)
+        except BrokerError as error:
+            if error.code != ResponseCode.QUERY_NOT_FOUND:
+                raise
+            return []
+
+    def _in_queue(self, queue: MessageQueue, bounds: QueueBounds, query: MessageQuery) -> Iterator[StoredMessage]:
+        begin, end = bounds.min_offset, bounds.max_offset
+        if query.offsets is not None:
+            begin, end = max(begin, query.offsets.start), min(end, query.offsets.stop)
+        elif query.has_times and query.begin_ms > 0:
+            # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
+            asked = QueueOffsetAt(queue.topic, queue.queue_id, query.begin_ms - 1)
+            begin = max(begin, self.route.broker(queue.broker_name).call(asked))
+        for one in self._pulled(queue, range(begin, max(begin, end))):
+            if one.store_timestamp_ms >= query.end_ms:
+                return
+            yield one
+
+    def dead_letters(self, group: str | None) -> Iterator[GivenUpMessage]:
+        """Yield the dead letters of all groups, or of one."""
+        wanted = None if group is None else dead_letter_topic(group)
+        for topic in self.topics():
+            if topic.startswith(DEAD_LETTER_PREFIX) and wanted in (None, topic):
+                for queue, bounds in self.bounds(topic).items():
+                    for message in self._pulled(queue, range(bounds.min_offset, bounds.max_offset)):
+                        yield given_up(topic.removeprefix(DEAD_LETTER_PREFIX), message)

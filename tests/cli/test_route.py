@@ -1,0 +1,114 @@
+"""Commands that ask a running cluster by ``--route``: the same rows as of the store that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from librmq import Broker, Message, Producer, PullConsumer, StoreConfig, connect
+from librmq.protocol import UpdateOffset
+from librmq.wire.remoting import RemotingServer, listen
+from tests.cli.stand import Shell
+
+
+@pytest.fixture
+def served(shell: Shell) -> Iterator[RemotingServer]:
+    """A broker over the folder ``served``: a topic, a group that is behind, and a dead letter."""
+    with listen() as listening:
+        config = StoreConfig(store_host="{}:{}".format(*listening.getsockname()))
+        with Broker.open("served", store_config=config) as broker:
+            broker.create_topic("orders", 2)
+            with Producer(broker, "shop") as producer:
+                for number in range(10):
+                    tags = "even" if number % 4 < 2 else "odd"
+                    producer.send("orders", b"%d" % number, queue=number % 2, keys=[f"k{number}"], tags=tags)
+            broker.set_group("billing")
+            for queue_id, offset in enumerate((3, 1)):
+                broker.call(UpdateOffset("billing", "orders", queue_id, offset))
+            broker.create_topic("%DLQ%billing", 1)
+            properties = {"RETRY_TOPIC": "orders", "DEAD_LETTER_CAUSE": "bad", "UNIQ_KEY": "u"}
+            broker.store.append(Message._of("%DLQ%billing", b"x", 0, properties), reconsume_times=16)
+        with Broker.open("served") as broker, RemotingServer(broker, listening=listening) as server:
+            yield server
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topics",),
+        ("groups",),
+        ("lag",),
+        ("lag", "--group", "billing", "--by", "topic"),
+        ("lag", "--by", "group"),
+        ("dead-letters",),
+        ("dead-letters", "--group", "billing", "--causes"),
+        ("show", "--topic", "orders"),
+        ("show", "--topic", "orders", "--queue", "1", "--offset", "1-2"),
+        ("show", "--tag", "odd"),
+        ("show", "--topic", "orders", "--key", "k3"),
+        ("show", "--key", "k3"),
+        ("show", "--grep", "[78]"),
+        ("show", "--since", "-1h", "--topic", "orders"),
+        ("show", "--until", "-1h", "--topic", "orders"),
+    ],
+)
+def test_rows_are_those_of_the_store(shell: Shell, served: RemotingServer, words: tuple[str, ...]) -> None:
+    local = shell(words[0], "served", *words[1:])
+    remote = shell(words[0], "--route", served.address, *words[1:])
+    assert (remote.status, remote.said) == (0, "")
+    assert remote.rows == local.rows
+
+
+def test_a_message_is_found_by_its_ids(shell: Shell, served: RemotingServer) -> None:
+    (row,) = shell("show", "served", "--key", "k3").rows
+    for words in (("--id", row["msg_id"]), ("--id", row["properties"]["UNIQ_KEY"], "--topic", "orders")):
+        assert shell("show", "--route", served.address, *words).rows == [row]
+
+
+def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) -> None:
+    reset = ("--route", served.address, "--group", "billing", "--topic", "orders")
+    dry = shell("reset", *reset, "--to", "end", "--dry-run").rows
+    assert [row["after"] for row in dry] == [5, 5]
+    assert sum(row["lag"] for row in shell("lag", "--route", served.address, "--topic", "orders").rows) == 6
+    done = shell("reset", *reset, "--to", "end").rows
+    assert [row | {"dry_run": True} for row in done] == dry
+    assert sum(row["lag"] for row in shell("lag", "--route", served.address, "--topic", "orders").rows) == 0
+    (one,) = shell("reset", *reset, "--offset", "2", "--queue", "1").rows
+    assert (one["queue_id"], one["before"], one["after"], one["again"], one["lag"]) == (1, 5, 2, 3, 3)
+    assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
+
+
+def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: RemotingServer) -> None:
+    words = ("reset", "--route", served.address, "--group", "billing", "--topic", "orders")
+    with connect(served.address) as route, PullConsumer(route, "billing") as consumer:
+        consumer.subscribe("orders")
+        consumer.poll(0)
+        refused = shell(*words, "--offset", "2")
+        assert refused.status == 2
+        assert "has running consumers" in refused.said
+        assert shell(*words, "--to", "end").status == 0
+
+
+def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> None:
+    words = ("reset", "--route", served.address, "--to", "end")
+    assert "there is no group 'biling'; did you mean" in shell(*words, "--group", "biling", "--topic", "orders").said
+    assert "topic 'order' has no queue; did you" in shell(*words, "--group", "billing", "--topic", "order").said
+    assert "has no queue 7" in shell(*words, "--group", "billing", "--topic", "orders", "--queue", "7").said
+    assert shell("lag", "--route", served.address, "--group", "biling").said.startswith("note: there is no group")
+    assert "--resend works on the folder" in shell("dead-letters", "--route", served.address, "--resend").said
+
+
+@pytest.mark.parametrize("words", [(), ("served", "--route", "127.0.0.1:1")])
+def test_a_store_or_a_route_is_named(shell: Shell, words: tuple[str, ...]) -> None:
+    answer = shell("topics", *words)
+    assert answer.status == 2
+    assert "expected either the folder of a STORE or --route HOST:PORT" in answer.said
+
+
+def test_an_unreachable_cluster_is_an_error(shell: Shell) -> None:
+    with listen() as closed:
+        address = "{}:{}".format(*closed.getsockname())
+    answer = shell("topics", "--route", address)
+    assert (answer.status, answer.out) == (2, "")
+    assert address in answer.said
