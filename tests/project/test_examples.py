@@ -118,6 +118,14 @@ def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=8)
 
 
+def test_the_order_service_passes_its_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test with the official client runs in ``tests/wire``."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    known = ("-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "pytest_librmq", "-p", "no:asyncio")
+    result = pytester.runpytest_inprocess(*known, "-k", "not official", str(EXAMPLES / "test_order_service.py"))
+    result.assert_outcomes(passed=6, deselected=1)
+
+
 def test_message_logic_is_tested_by_unittest() -> None:
     child = subprocess.run(
         [sys.executable, "-m", "unittest", EXAMPLES / "test_message_logic.py"],

@@ -64,12 +64,17 @@ def test_official_node_client_works(broker: Broker, client_cache: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_example_of_a_worker_passes_its_tests(python: OfficialClient, tmp_path: Path) -> None:
-    """The example uses only the official client."""
-    for name in ("mail_worker.py", "test_mail_worker.py"):
+@pytest.mark.parametrize(
+    ("example", "chosen", "result"), [("mail_worker", "", "4 passed"), ("order_service", "official", "1 passed")]
+)
+def test_an_example_passes_its_tests(
+    python: OfficialClient, tmp_path: Path, example: str, chosen: str, result: str
+) -> None:
+    """The worker uses only the official client; the bank of the order service uses it."""
+    for name in (f"{example}.py", f"test_{example}.py"):
         (tmp_path / name).write_text((EXAMPLES / name).read_text("utf-8"), "utf-8")
-    said = python.run("-m", "pytest", "-q", "--rootdir", tmp_path, "test_mail_worker.py", home=tmp_path)
-    assert "4 passed" in said
+    words = ("-q", "--rootdir", tmp_path, "-k", chosen, f"test_{example}.py")
+    assert result in python.run("-m", "pytest", *words, home=tmp_path)
 
 
 @pytest.mark.slow
