@@ -11,6 +11,7 @@ from librmq.cli.output import Output, complain
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic
 
 __all__ = ["groups", "lag", "near", "note_topic", "open_view"]
@@ -64,12 +65,20 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.route is not None:
         from librmq.cli.cluster_source import open_cluster
 
+        if arguments.by == "origin":
+            raise InputError("--by origin: expected a folder, because it reads the messages that wait")
         with open_cluster(arguments) as cluster:
             _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
             _note_group(arguments.group, cluster.groups(), output)
         return 0
     with open_view(arguments) as view:
-        _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
+        if arguments.by == "origin":
+            from librmq.diagnosis.origins import waiting_origins
+
+            for row in waiting_origins(view, group=arguments.group, topic=arguments.topic):
+                output.row(row._asdict())
+        else:
+            _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
         _note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
     return 0

@@ -10,7 +10,7 @@ from typing import Final
 from librmq.cli.changes import opened_broker, opened_to_change
 from librmq.cli.groups import near
 from librmq.cli.input import parse_time
-from librmq.cli.output import Output
+from librmq.cli.output import Output, whole_number
 from librmq.cli.selection import first_at
 from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
@@ -49,9 +49,14 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
     """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
-    from librmq.diagnosis.policies import plan_skip, set_aside
+    from librmq.diagnosis.policies import move_to, plan_skip, set_aside
     from librmq.diagnosis.policies import skip as pass_over
 
+    if arguments.aside is not None and arguments.move is not None:
+        raise InputError("expected either --aside or --move")
+    if arguments.queues is not None and arguments.move is None:
+        raise InputError("--queues: only --move makes a topic with a number of queues")
+    queues = None if arguments.queues is None else whole_number("--queues", arguments.queues)
     if arguments.older_than is not None and arguments.keep is not None:
         raise InputError("expected either --older-than or --keep")
     age_s = None if arguments.older_than is None else _seconds(arguments.older_than)
@@ -63,7 +68,9 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=kept, to_end=to_end)
         plan = plan._replace(queues=tuple(one for one in plan.queues if one.queue_id in wanted))
         done = plan
-        if plan.queues:
+        if plan.queues and arguments.move is not None:
+            done = move_to(broker, plan, arguments.move, queues=queues)
+        elif plan.queues:
             done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
     for one in done.queues:
         row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}

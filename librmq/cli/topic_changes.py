@@ -8,17 +8,18 @@ from typing import Any, Final
 from librmq.cli.changes import opened_to_change
 from librmq.cli.groups import near
 from librmq.cli.output import Output
-from librmq.diagnosis.backlog import lag
-from librmq.diagnosis.pending import pending_messages
 from librmq.diagnosis.view import StoreView
+from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError
-from librmq.message.topics import is_system_topic, retry_topic, validate_client_topic, validate_group
+from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 __all__ = ["MOST_QUEUES", "group", "topic"]
 
 _QUEUES: Final = 8
+_NAMED: Final = 10
+"""The most retries that are named."""
 MOST_QUEUES: Final = 1 << 16
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
@@ -121,7 +122,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row["retries"] = retries
         elif action == "copy":
             row |= _copy(tables, name, arguments.to, known)
-            row |= _left_behind(store, tables, name)
+            row |= _retries_of(store, tables, name, arguments)
         else:
             row["topics"] = _forget(tables, name)
     output.row({**row, "dry_run": arguments.dry_run})
@@ -152,15 +153,23 @@ def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ..
     return {"to": new, "topics": topics}
 
 
-def _left_behind(store: MessageStore, tables: BrokerTables, name: str) -> dict[str, Any]:
-    """Return how many retries of a group wait, which belong to the old name."""
-    retries = retry_topic(name)
-    waiting = lag(StoreView.over(store, tables), group=name, topic=retries, times=False).total
-    delayed = sum(each.target_topic == retries for each in pending_messages(store, tables, kind="retry", topic=retries))
-    if not waiting + delayed:
+def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
+    if arguments.with_retries:
+        moved, delayed = move_retries(store, tables, name, arguments.to)
+        found: dict[str, Any] = {"retries_moved": moved, "retries_left": 0}
+        if delayed:
+            found["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
+        return found
+    retries = list(waiting_retries(store, tables, name))
+    if not retries:
         return {"retries_left": 0}
-    note = f"{waiting + delayed} retries stay with group {name}: let an instance of it run until they are consumed"
-    return {"retries_left": waiting + delayed, "note": note}
+    return {
+        "retries_left": len(retries),
+        "retries": [message.message_id for message in retries[:_NAMED]],
+        "note": f"{len(retries)} retries of group {name} wait: move them too by --with-retries, or "
+        "let an instance of it run until they are consumed",
+    }
 
 
 def _forget(tables: BrokerTables, name: str) -> list[str]:

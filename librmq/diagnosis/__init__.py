@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from librmq.diagnosis.letters import dead_letters as dead_letters
     from librmq.diagnosis.life import StoryEvent as StoryEvent
     from librmq.diagnosis.life import story as story
+    from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins
+    from librmq.diagnosis.origins import waiting_origins as waiting_origins
     from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.policies import Skip as Skip
     from librmq.diagnosis.policies import SkippedQueue as SkippedQueue
     from librmq.diagnosis.policies import continue_as as continue_as
+    from librmq.diagnosis.policies import move_to as move_to
     from librmq.diagnosis.policies import plan_skip as plan_skip
     from librmq.diagnosis.policies import replay as replay
     from librmq.diagnosis.policies import set_aside as set_aside
@@ -64,9 +67,20 @@ _MODULES = {
     "findings": ("Finding", "Thresholds"),
     "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag"),
     "halves": ("GivenUpHalf", "decide_half", "given_up"),
+    "origins": ("WaitingOrigins", "waiting_origins"),
     "pending": ("PendingMessage", "pending_messages"),
     "life": ("StoryEvent", "story"),
-    "policies": ("Skip", "SkippedQueue", "continue_as", "plan_skip", "replay", "set_aside", "skip", "skipped"),
+    "policies": (
+        "Skip",
+        "SkippedQueue",
+        "continue_as",
+        "move_to",
+        "plan_skip",
+        "replay",
+        "set_aside",
+        "skip",
+        "skipped",
+    ),
     "stuck": ("HeldProgress", "held_progress"),
     "page.render": ("render_page",),
     "summary": ("report",),

@@ -14,9 +14,9 @@ import numpy as np
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
 from librmq.errors import CorruptionError
-from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 
@@ -109,17 +109,8 @@ def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _kind(message: StoredMessage) -> str:
-    properties = message.properties
-    if message.sys_flag & record.TRANSACTION_MASK or properties.get(record.PROPERTY_TRANSACTION_PREPARED) == "true":
-        return "transactional"
-    if record.PROPERTY_REAL_TOPIC in properties:
-        return "delayed"
-    return "plain"
-
-
 def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
-    kinds = Counter(map(_kind, messages))
+    kinds: Counter[str] = Counter(map(kind_of, messages))
     if len(kinds) > 1:
         yield Finding(
             "mixed-kinds", "warning", f"topic {one.topic}",

@@ -21,7 +21,7 @@ from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, SendMessage
 from librmq.store.format import directory
 
-__all__ = ["Skip", "SkippedQueue", "continue_as", "plan_skip", "replay", "set_aside", "skip", "skipped"]
+__all__ = ["Skip", "SkippedQueue", "continue_as", "move_to", "plan_skip", "replay", "set_aside", "skip", "skipped"]
 
 Policy = Literal["age", "lag", "end"]
 
@@ -156,8 +156,7 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
         MessageIllegalError: ``topic`` is refused.
         BrokerUnreachableError: The broker is closed.
     """
-    if topic == plan.topic:
-        raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
+    _check_other_topic(plan, topic)
     _check_still_right(broker, plan)
     topics = broker.topics()
     if topic not in topics:
@@ -169,6 +168,42 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
         host = message.born_host or LOCAL_HOST
         broker.call(SendMessage("CLIENT_INNER_PRODUCER", copy, number % queues, message.born_timestamp_ms, host))
     return skip(broker, plan._replace(aside=topic))
+
+
+def move_to(broker: Broker, plan: Skip, topic: str, *, queues: int | None = None) -> Skip:
+    """Copy the messages of a plan to another topic in which the same group continues, then skip them like `skip`.
+
+    The group's progress in ``topic`` is set to the present end, unless it has some. So a consumer that subscribes to
+    both topics gets each message once, and new messages of the old topic do not wait behind the backlog. A new topic
+    with more queues lets more consumers share the backlog.
+
+    Args:
+        broker: The running broker.
+        plan: What to move.
+        topic: The other topic.
+        queues: The number of its queues if it is new; by default that of the plan's topic.
+
+    Raises:
+        ConfigError: ``topic`` is the plan's own, or the group has moved on beyond the plan.
+        BrokerError: The plan's topic does not exist.
+        MessageIllegalError: ``topic`` is refused.
+        BrokerUnreachableError: The broker is closed.
+    """
+    _check_other_topic(plan, topic)
+    _check_still_right(broker, plan)
+    topics = broker.topics()
+    if topic not in topics:
+        broker.create_topic(topic, queues or topics[plan.topic].write_queues)
+    known = broker.consumer_offsets(plan.group, topic)
+    for queue_id in range(broker.topics()[topic].read_queues):
+        if queue_id not in known:
+            broker.reset_group(plan.group, topic, "end", queue_id=queue_id)
+    return set_aside(broker, plan, topic)
+
+
+def _check_other_topic(plan: Skip, topic: str) -> None:
+    if topic == plan.topic:
+        raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
 
 
 def _own_properties(message: StoredMessage) -> dict[str, str]:

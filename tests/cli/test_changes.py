@@ -8,6 +8,7 @@ import pytest
 
 from librmq import Broker, Message, MessageStore, Producer, PushConsumer, ReconsumeLater
 from librmq.cli.output import JsonLines
+from librmq.diagnosis import lag
 from librmq.runtime.manual import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell, files_of
@@ -218,8 +219,9 @@ def test_a_broker_continues_from_where_reset_put_a_group(shell: Shell) -> None:
     assert json.loads(shell("lag", "new").out)["lag"] == 3
 
 
-def test_a_copied_group_tells_which_retries_stay(shell: Shell) -> None:
-    """Retries stay in the retry topic of the old group, both those that are due and those that still wait."""
+@pytest.mark.parametrize("waits_for_its_delay", [False, True])
+def test_a_copied_group_names_or_takes_retries(shell: Shell, waits_for_its_delay: bool) -> None:
+    """The attempts so far count for the new group, which gets the retry once."""
     runner = ManualRunner()
     with Broker.open(shell.folder / "retries", runner=runner) as broker:
         consumer = PushConsumer(broker, "old")
@@ -233,10 +235,22 @@ def test_a_copied_group_tells_which_retries_stay(shell: Shell) -> None:
         Producer(broker, "p").send("T", b"1")
         runner.advance(5_000)
         consumer.shutdown()
-        runner.advance(60_000)
-    answer = shell("group", "copy", "retries", "old", "--to", "new", "--dry-run")
-    assert answer.rows[0]["retries_left"] == 1
-    assert "stay with group old" in answer.rows[0]["note"]
+        runner.advance(0 if waits_for_its_delay else 60_000)
+    (row,) = shell("group", "copy", "retries", "old", "--to", "new", "--dry-run").rows
+    assert (row["retries_left"], len(row["retries"])) == (1, 1)
+    assert "--with-retries" in row["note"]
+    (moved,) = shell("group", "copy", "retries", "old", "--to", "new", "--with-retries").rows
+    assert (moved["retries_moved"], moved["retries_left"]) == (1, 0)
+    assert ("when their delay ends" in moved.get("note", "")) == waits_for_its_delay
+    seen: list[tuple[bytes, int, str | None]] = []
+    runner = ManualRunner()
+    with Broker.open(shell.folder / "retries", runner=runner) as broker:
+        consumer = PushConsumer(broker, "new")
+        consumer.subscribe("T", lambda one: seen.append((one.body, one.reconsume_times, one.unique_key)))
+        consumer.start()
+        runner.advance(30_000)
+        assert lag(broker, group="old").total == waits_for_its_delay  # as the note says
+    assert seen == [(b"1", 1, row["retries"][0])]
     assert shell("group", "copy", "store", "CG_order", "--to", "new").rows[0].get("topics")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from librmq import ConfigError
-from librmq.diagnosis import Skip, continue_as, lag, plan_skip, replay, set_aside, skip, skipped
+from librmq.diagnosis import Skip, continue_as, lag, move_to, plan_skip, replay, set_aside, skip, skipped
 from librmq.testing import Kit
 
 
@@ -67,6 +67,23 @@ def test_messages_are_set_aside_in_another_topic(behind: Kit) -> None:
     assert lag(behind.broker, group="G").total == 10
     with pytest.raises(ConfigError, match="another"):
         set_aside(behind.broker, done, "T")
+
+
+def test_a_group_continues_with_its_backlog_in_a_new_topic(behind: Kit) -> None:
+    """The consumer gets each waiting message from the new topic, and new messages from the old one."""
+    plan = plan_skip(behind.broker, "G", "T", to_end=True)
+    assert move_to(behind.broker, plan, "T-backlog", queues=5).aside == "T-backlog"
+    assert behind.broker.topics()["T-backlog"].read_queues == 5
+    assert {one.topic: one.lag for one in lag(behind.broker, group="G").by_topic()} == {"T": 0, "T-backlog": 20}
+    seen: list[tuple[str, int]] = []
+    consumer = behind.consumer("G")
+    for topic in ("T", "T-backlog"):
+        consumer.subscribe(topic, lambda message: seen.append((message.topic, int(message.body))))
+    behind.producer().send("T", b"20")
+    behind.advance(seconds=30)
+    assert sorted(seen) == [("T", 20), *(("T-backlog", number) for number in range(20))]
+    with pytest.raises(ConfigError, match="another"):
+        move_to(behind.broker, plan, "T")
 
 
 def test_a_group_continues_under_a_new_name(behind: Kit) -> None:

@@ -80,7 +80,10 @@ COMMANDS: Final = (
             GROUP,
             option("--topic", metavar="TOPIC", help="only this topic"),
             option(
-                "--by", choices=("queue", "topic", "group"), default="queue", help="one row for each of these (queue)"
+                "--by",
+                choices=("queue", "topic", "group", "origin"),
+                default="queue",
+                help="one row for each of these (queue); origin tells new messages from delayed ones and retries",
             ),
         ),
         takes_route=True,

@@ -1,0 +1,69 @@
+"""The origin of waiting messages: new ones of producers, and those written again by a delay or a retry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import NamedTuple
+
+from librmq.diagnosis.backlog import QueueLag, lag
+from librmq.diagnosis.kinds import kind_of
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import CorruptionError
+from librmq.message.topics import RETRY_PREFIX
+
+__all__ = ["WaitingOrigins", "waiting_origins"]
+
+
+class WaitingOrigins(NamedTuple):
+    """The origins of the messages of a topic that a group has left to consume."""
+
+    group: str
+    topic: str
+    lag: int
+    """All of them."""
+    looked_at: int
+    """Those whose origin was looked up; their sum is the next three."""
+    new: int
+    """Messages of producers, those of a committed transaction among them."""
+    delayed: int
+    """Deliveries after a delay or at a time."""
+    retried: int
+    """Retries, on which the group has failed before."""
+
+
+def waiting_origins(
+    source: Source, *, group: str | None = None, topic: str | None = None, sampled: int = 10_000
+) -> list[WaitingOrigins]:
+    """Return the origins of the messages that groups have left to consume, for each topic with any.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: Only this group.
+        topic: Only this topic.
+        sampled: The most messages to read of each group and topic, the oldest of each queue.
+
+    Raises:
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    with viewed(source) as view:
+        rows: dict[tuple[str, str], list[QueueLag]] = {}
+        for row in lag(view, group=group, topic=topic, times=False):
+            if row.lag:
+                rows.setdefault((row.group, row.topic), []).append(row)
+        return [_of_topic(view, *name, late, sampled) for name, late in rows.items()]
+
+
+def _of_topic(view: StoreView, group: str, topic: str, late: list[QueueLag], sampled: int) -> WaitingOrigins:
+    total = sum(row.lag for row in late)
+    if topic.startswith(RETRY_PREFIX):
+        return WaitingOrigins(group, topic, total, total, 0, 0, total)
+    found: Counter[str] = Counter()
+    for row in late:
+        begin = max(row.min_offset, row.consumer_offset or 0)
+        most = row.lag if total <= sampled else max(1, row.lag * sampled // total)
+        with suppress(CorruptionError):
+            found.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + most)))
+    delayed = found["delayed"]
+    return WaitingOrigins(group, topic, total, found.total(), found.total() - delayed, delayed, 0)
