@@ -15,6 +15,7 @@ from librmq.cli.progress import ProgressBar, log_bar, watching_bar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topic_kinds import kind_of_topic
+from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import tags_code
@@ -42,10 +43,12 @@ _COLUMNS: Final = {
 def count(arguments: argparse.Namespace, output: Output) -> int:
     """Print the number of messages of each group, and the bytes of their records."""
     selection, by = select(arguments), arguments.by
+    if arguments.sampled and by != "tag":
+        raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
         found = None
         if arguments.config is None and _is_for_columns(selection):  # columns take no settings
-            found = _by_columns(store, selection, by, arguments.all)
+            found = _by_columns(store, selection, arguments)
         if found is None:
             with _bar(store, selection):
                 found = _by_messages(_messages(store, selection, arguments.all), by)
@@ -112,10 +115,11 @@ def _is_for_columns(selection: MessageQuery) -> bool:
     return not selection.is_by_index and selection.grep is None and selection.offsets is None
 
 
-def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everything: bool) -> Counts | None:
+def _by_columns(store: MessageStore, selection: MessageQuery, arguments: argparse.Namespace) -> Counts | None:
     """Return the counts from columns of the store, a block at a time; None without the extra ``arrow``."""
     if find_spec("pyarrow") is None:
         return None
+    by, everything = arguments.by, arguments.all
     from librmq.columns import ReaderKeywords, reader
 
     names = _COLUMNS.get(by, ("storeTimestamp",))
@@ -131,7 +135,7 @@ def _by_columns(store: MessageStore, selection: MessageQuery, by: str, everythin
     found: Counts = {}
     ranges = selection.ranges(store)
     wanted = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
-    is_by_code = by == "tag" and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
+    is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
     with ProgressBar("count", wanted, "messages") as bar:
         if is_by_code:
             codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
@@ -152,9 +156,9 @@ def _shown(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
 def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
     """Return the counts by tag from the tags codes of queue entries.
 
-    Records tell the tag of each code: its first, its last, and some thousand spread over all, so that
-    two tags of one code are noticed. None if codes are no answer: a code has two tags, a record is unreadable, there
-    are too many codes, or a code is the address of an extension unit.
+    Records tell the tag of each code: its first, its last, and some thousand spread over all. The sample can miss a
+    rare tag that shares its code with a frequent one. None if codes are no answer: a code has two tags, a record is
+    unreadable, there are too many codes, or a code is the address of an extension unit.
     """
     import pyarrow as pa
 

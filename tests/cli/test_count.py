@@ -138,5 +138,20 @@ def test_tags_of_one_code_are_distinguished(shell: Shell, tmp_path: Path) -> Non
     with MessageStore.open(tmp_path / "tags", StoreConfig.tiny()) as store:
         for number, tag in enumerate(tags):
             store.append(Message("t", b"x", tags=tag), number % 2)
+    for words in ([], ["--sampled"]):
+        rows = shell("count", str(tmp_path / "tags"), "--by", "tag", *words).rows
+        assert {row["tag"]: row["messages"] for row in rows} == Counter(tags)
+    assert shell("count", str(tmp_path / "tags"), "--by", "topic", "--sampled").status == 2
+
+
+def test_a_rare_tag_of_the_same_code_is_counted_apart(shell: Shell, tmp_path: Path) -> None:
+    """Beyond some thousand messages a sample misses the one ``BB`` among the ``Aa``; without it every tag counts."""
+    pytest.importorskip("pyarrow")
+    with MessageStore.open(tmp_path / "tags") as store:
+        for number in range(20):
+            tags = ("BB" if (number, at) == (7, 501) else "Aa" for at in range(1000))
+            store.append_batch([Message("t", b"x", tags=tag) for tag in tags])
     rows = shell("count", str(tmp_path / "tags"), "--by", "tag").rows
-    assert {row["tag"]: row["messages"] for row in rows} == Counter(tags)
+    assert {row["tag"]: row["messages"] for row in rows} == {"Aa": 19_999, "BB": 1}
+    (sampled,) = shell("count", str(tmp_path / "tags"), "--by", "tag", "--sampled").rows
+    assert (sampled["tag"], sampled["messages"]) == ("Aa", 20_000)

@@ -46,7 +46,7 @@ PARTS: dict[str, dict[str, Paths]] = {
     "timers": {"timer": None, "due": None, "memory": None},
     "cluster": {"route": None, "drill": None},
     "columns": {"reading": None, "processes": None, "exporting": None},
-    "diagnosis": {"lags": None, "loops": None, "reports": None},
+    "diagnosis": {"lags": None, "loops": None, "shows": None, "reports": None},
     "spark": {"decoding": None, "starts": None, "writing": None},
 }
 """The paths of each part's rows, or None if any paths will do."""

@@ -57,6 +57,11 @@ COMMANDS: Final = (
                 default="topic",
                 help="one row for each of these (topic)",
             ),
+            option(
+                "--sampled",
+                action="store_true",
+                help="--by tag: read the queues, and a sample of the log; a rare tag can count as another of its hash",
+            ),
             _ALL,
             *SELECTION,
         ),
