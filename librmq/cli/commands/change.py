@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import CHANGES, OUTPUT, Command, option
+from librmq.cli.commands.options import CHANGES, OUTPUT, SELECTION, Command, option
 
 __all__ = ["COMMANDS"]
 
@@ -83,13 +83,19 @@ COMMANDS: Final = (
     Command(
         "replay",
         "progress_moves",
-        "start a second group where a skip began",
+        "start a group where a skip began, or fill a cluster",
         "store --group CG_order --topic OrderTopic --to again",
         (
-            *_OF_GROUP[:2],
-            option("--to", metavar="GROUP", required=True, help="the second group"),
+            option("--group", metavar="GROUP", help="the consumer group that has skipped messages"),
+            option("--to", metavar="GROUP", help="the second group"),
+            option("--route", metavar="HOST:PORT", help="send the store's messages to the cluster of this name server"),
+            option("--from-start", action="store_true", help="with --route: do not continue where the last call ended"),
+            *(one for one in SELECTION if one.names[0] not in ("--key", "--id")),
             *CHANGES,
         ),
+        description="Starts a second group where a group's last skip of a topic began: --group, --topic and --to. Or, "
+        "with --route, sends the selected messages to a running cluster; a repeated call continues where the last one "
+        "ended.",
         output=OUTPUT,
     ),
     Command(

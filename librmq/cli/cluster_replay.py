@@ -1,0 +1,140 @@
+"""``replay --route``: send what a store holds to a running cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from librmq.cli.output import Output
+from librmq.cli.progress import ProgressBar
+from librmq.cli.queues import open_store
+from librmq.cli.selection import MessageQuery, select
+from librmq.client.producer import Producer
+from librmq.diagnosis.view import is_user_topic
+from librmq.errors import InputError
+from librmq.files.disk import DiskFiles
+from librmq.message import record
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.store import MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.wire.remote import connect
+
+__all__ = ["replay_to_cluster"]
+
+_GROUP: Final = "librmq-replay"
+_SAVE_EVERY: Final = 200  # messages
+
+
+def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
+    """Send the selected messages in log order, each queue's to one queue, and print a line for each topic.
+
+    A file in the store notes how far the cluster has acknowledged them, so that a repeated command continues there.
+    """
+    if arguments.group is not None or arguments.to is not None:
+        raise InputError("--group and --to start a second group in the store: leave them out with --route")
+    selection = select(argparse.Namespace(**{**vars(arguments), "key": None, "id": None}))
+    counted: dict[str, list[int]] = {}
+    with ExitStack() as opened:
+        store = opened.enter_context(open_store(arguments))
+        place = _Place(arguments, store)
+        if arguments.from_start:
+            place.physical_offset = 0
+        bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
+        send = None
+        if not arguments.dry_run:
+            opened.callback(place.save)  # also if it is interrupted
+            route = opened.enter_context(connect(arguments.route))
+            send = opened.enter_context(Producer(route, _GROUP)).send
+        for message, end in _messages(store, selection, place.physical_offset):
+            if send is not None:
+                send(_again(message), selector=_same_queue, arg=message.queue_id)
+                place.passed(end)
+            bar.to(end - store.log.begin)
+            count = counted.setdefault(message.topic, [0, 0])
+            count[0] += 1
+            count[1] += len(message.body)
+        if not arguments.dry_run:
+            place.physical_offset = store.log.end
+    for topic, (messages, size) in sorted(counted.items()):
+        output.row({"topic": topic, "messages": messages, "body_bytes": size, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _messages(store: MessageStore, selection: MessageQuery, begin: int) -> Iterator[tuple[StoredMessage, int]]:
+    """Yield the selected messages from a physical offset on, each with that of the next record."""
+    test = selection.test()
+    for physical_offset, size, raw in store.log.scan(max(begin, store.log.begin)):
+        if raw is None:
+            continue
+        message = StoredMessage(raw)
+        wanted = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
+        if wanted and has_queue_entry(message.sys_flag) and test(message):
+            yield message, physical_offset + size
+
+
+def _again(stored: StoredMessage) -> Message:
+    """Return a message to send: with its unique id, by which consumers recognise one that is sent twice."""
+    own = {name: value for name, value in stored.properties.items() if name not in RESERVED_PROPERTIES}
+    keys = stored.properties.get(record.PROPERTY_KEYS, "")
+    message = Message(stored.topic, stored.body, tags=stored.tags, keys=keys, properties=own)
+    if stored.unique_key:
+        message.properties[record.PROPERTY_UNIQUE_KEY] = stored.unique_key
+    message.flag = stored.flag
+    return message
+
+
+def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:
+    assert isinstance(queue_id, int)
+    return queues[queue_id % len(queues)]
+
+
+class _Place:
+    """How far a selection was sent to a cluster, in a file of the store."""
+
+    def __init__(self, arguments: argparse.Namespace, store: MessageStore) -> None:
+        names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until")
+        chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        self._key = json.dumps({"route": arguments.route, **chosen}, sort_keys=True)
+        self._folder = os.path.join(store.path, "librmq")
+        self._path = os.path.join(self._folder, "replay.json")
+        self._files = DiskFiles()
+        self.physical_offset = self._known().get(self._key, 0)
+        self._unsaved = 0
+
+    def _known(self) -> dict[str, int]:
+        if self._files.size(self._path) is None:
+            return {}
+        try:
+            found = json.loads(self._files.read(self._path))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not all(type(offset) is int for offset in found.values()):
+            raise InputError(
+                f"{self._path}: it does not say how far a replay has come; delete it to begin at the start"
+            )
+        return found
+
+    def passed(self, physical_offset: int) -> None:
+        """Note that everything before an offset was sent."""
+        self.physical_offset = physical_offset
+        self._unsaved += 1
+        if self._unsaved >= _SAVE_EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file.
+
+        Raises:
+            StoreIOError: It can't be written.
+        """
+        known = self._known() | {self._key: self.physical_offset}
+        if not self._files.is_folder(self._folder):
+            self._files.make_folder(self._folder)
+        self._files.write(f"{self._path}.new", json.dumps(known, indent=1).encode())
+        self._files.rename(f"{self._path}.new", self._path)
+        self._unsaved = 0

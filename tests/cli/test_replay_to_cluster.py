@@ -1,0 +1,105 @@
+"""``replay --route``: the messages of a store arrive in a cluster, once each, as far as nothing fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from librmq import Broker, BrokerConfig, MessageStore, Producer
+from librmq.wire.remoting import RemotingServer
+from tests.cli.stand import Shell
+
+
+@pytest.fixture
+def cluster() -> Iterator[Broker]:
+    with Broker.temporary() as broker:
+        yield broker
+
+
+@pytest.fixture
+def server(cluster: Broker) -> Iterator[RemotingServer]:
+    with RemotingServer(cluster) as server:
+        yield server
+
+
+@pytest.fixture
+def filled(shell: Shell) -> Shell:
+    """The folder ``full``: two topics with a queue and two queues, and a message that waits."""
+    with Broker.open("full") as broker:
+        broker.create_topic("orders", 2)
+        broker.create_topic("bills", 1)
+        with Producer(broker, "shop") as producer:
+            for number in range(12):
+                tags = "big" if number > 8 else None
+                producer.send(
+                    "orders", b"%d" % number, queue=number % 2, keys=["k", "l"], tags=tags, properties={"a": "b"}
+                )
+            producer.send("bills", b"bill")
+            producer.send("bills", b"later", delay_level=3)
+    return shell
+
+
+def bodies(broker: Broker, topic: str) -> list[bytes]:
+    return sorted(message.body for message in broker.messages(topic))
+
+
+def test_messages_arrive_as_they_were(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
+    """Messages of one queue stay in order; those that still wait for their time are not sent."""
+    cluster.create_topic("orders", 2)
+    rows = filled("replay", "full", "--route", server.address).rows
+    assert rows == [
+        {"topic": "bills", "messages": 1, "body_bytes": 4, "dry_run": False},
+        {"topic": "orders", "messages": 12, "body_bytes": 14, "dry_run": False},
+    ]
+    assert bodies(cluster, "bills") == [b"bill"]
+    queues: dict[int, list[int]] = {}
+    for message in cluster.messages("orders"):
+        queues.setdefault(message.queue_id, []).append(int(message.body))
+        assert (message.keys, message.properties["a"]) == (("k", "l"), "b")
+    assert queues == {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9, 11]}
+    with MessageStore.open("full", read_only=True) as store:
+        sent = {message.unique_key for message in store if message.topic == "orders"}
+    assert {message.unique_key for message in cluster.messages("orders")} == sent
+
+
+def test_a_repeated_call_sends_only_what_is_new(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
+    words = ("replay", "full", "--route", server.address, "--topic", "orders", "--tag", "big")
+    assert [row["messages"] for row in filled(*words).rows] == [3]
+    assert filled(*words).rows == []
+    with Broker.open("full") as broker, Producer(broker, "shop") as producer:
+        producer.send("orders", b"new", tags="big")
+    assert [row["messages"] for row in filled(*words, "--dry-run").rows] == [1]
+    assert [row["messages"] for row in filled(*words).rows] == [1]
+    assert bodies(cluster, "orders") == [b"10", b"11", b"9", b"new"]
+    assert [row["messages"] for row in filled(*words, "--from-start").rows] == [4]
+
+
+def test_a_failed_call_continues_where_it_ended(filled: Shell) -> None:
+    """The cluster has no topic for the last message of the store, until it is made."""
+    with Broker.temporary(BrokerConfig(auto_create_topic=False)) as cluster, RemotingServer(cluster) as server:
+        cluster.create_topic("orders", 2)
+        failed = filled("replay", "full", "--route", server.address)
+        assert (failed.status, len(bodies(cluster, "orders"))) == (2, 12)
+        cluster.create_topic("bills", 1)
+        rows = filled("replay", "full", "--route", server.address).rows
+        assert [(row["topic"], row["messages"]) for row in rows] == [("bills", 1)]
+        assert len(bodies(cluster, "orders")) == 12
+
+
+def test_a_dry_run_sends_and_notes_nothing(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
+    rows = filled("replay", "full", "--route", server.address, "--dry-run", "--until", "1h").rows
+    assert rows == []
+    rows = filled("replay", "full", "--route", server.address, "--dry-run").rows
+    assert [row["messages"] for row in rows] == [1, 12]
+    assert "orders" not in cluster.topics()
+    assert not (filled.folder / "full" / "librmq" / "replay.json").exists()
+
+
+def test_wrong_words_are_refused(filled: Shell) -> None:
+    assert "expected --group, --topic and --to; or --route" in filled("replay", "full", "--topic", "orders").said
+    both = filled("replay", "full", "--route", "127.0.0.1:1", "--to", "g")
+    assert "leave them out with --route" in both.said
+    (filled.folder / "full" / "librmq" / "replay.json").write_text(json.dumps([1]))
+    assert "delete it to begin at the start" in filled("replay", "full", "--route", "127.0.0.1:1").said
