@@ -4,7 +4,9 @@ Client and server are processes of their own. The stub answers the same calls by
 number of threads, and does nothing else: no log, no routes, no invisible times. Bodies have 1 KiB; asynchronous sends
 keep 64 under way. librmq's broker has timers, and its store is on disk.
 
-``python -m benchmarks.wire [--rounds N] [--rows send,async,push,receive] [--quick] [--write]``
+`benchmarks.wire_remoting` has the rows of the 4.x protocol, whose clients are raw frames and `librmq.connect`.
+
+``python -m benchmarks.wire [--rounds N] [--rows send,async,push,receive,remoting,pull,connect,oneway] [--quick]``
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
+from benchmarks import wire_remoting
 from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Target, command, compare
 from librmq.broker import Broker, BrokerConfig
 from librmq.scheduling.timer_config import TimerConfig
@@ -204,7 +207,7 @@ def measure(kind: str) -> Measure:
     return part
 
 
-ROWS: Final[dict[str, Measure]] = {kind: measure(kind) for kind in COUNTS}
+ROWS: Final[dict[str, Measure]] = {**{kind: measure(kind) for kind in COUNTS}, **wire_remoting.PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

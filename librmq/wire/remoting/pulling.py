@@ -155,16 +155,16 @@ class Pulling:
     def _answer(self, call: RemotingCall, response: PullResponse) -> bytes:
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
         status = response.status
+        body = records_body(response.messages)
         if status is PullStatus.FOUND:
-            size = sum([message.size for message in response.messages])
             key = f"{call.header.topic}@{call.header.consumer_group}"
-            self._rates.add("get", key, self._runner.now_ms(), len(response.messages), size)
+            self._rates.add("get", key, self._runner.now_ms(), len(response.messages), len(body))
         if status is PullStatus.OFFSET_ILLEGAL:
             is_early = call.header.queue_offset < response.min_offset
             remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
         else:
             remark = _REMARKS[status]
-        return call.answer(header, body=records_body(response.messages), code=_CODES[status], remark=remark)
+        return call.answer(header, body=body, code=_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:

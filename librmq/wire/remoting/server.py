@@ -240,7 +240,8 @@ class RemotingServer:
 
     def _answer_all(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together."""
-        answers = bytearray()
+        answers: list[bytes] = []
+        size = 0
         for is_send, run in itertools.groupby(frames, _is_send):
             together = list(run)
             found = (
@@ -250,12 +251,13 @@ class RemotingServer:
             )
             for frame, answer in found:
                 if answer is not None and not frame.is_one_way:
-                    answers += answer
-                if len(answers) > _ANSWERED:  # small requests may have large answers
-                    channel.write(answers)
-                    answers = bytearray()
+                    answers.append(answer)
+                    size += len(answer)
+                if size > _ANSWERED:  # small requests may have large answers
+                    channel.write(b"".join(answers))
+                    answers, size = [], 0
         if answers:
-            channel.write(answers)
+            channel.write(b"".join(answers))
 
     def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
