@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from librmq.cli.input import parse_time
 from librmq.clock import SystemClock
+from librmq.diagnosis.store_times import UNKNOWN, Ints, store_times
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
@@ -23,13 +26,14 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.store.engine.queue_table import QueueName
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["MessageQuery", "check_id", "check_times", "first_at", "in_queue", "select", "user_queue"]
+__all__ = ["MessageQuery", "check_id", "check_times", "end_at", "first_at", "in_queue", "select", "user_queue"]
 
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
 _ID_LENGTHS: Final = (32, 56)
 _OFFSETS: Final = re.compile(r"(\d{1,18})(?:(-)(\d{1,18})?)?", re.ASCII)
 _READ: Final = 32
+_STEP_BACK_MS: Final = 3_600_000
 
 Test = Callable[[StoredMessage], bool]
 
@@ -124,7 +128,8 @@ class MessageQuery:
             if self.offsets is not None:
                 begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
             if begin < end and self.has_times:
-                begin, end = (first_at(store, queue, at, range(begin, end)) for at in (self.begin_ms, self.end_ms))
+                wanted = range(begin, end)
+                begin, end = first_at(store, queue, self.begin_ms, wanted), end_at(store, queue, self.end_ms, wanted)
             if begin < end:
                 found[name] = range(begin, end)
         return found
@@ -150,7 +155,37 @@ def in_queue(
 
 
 def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
-    """Return the first of some queue offsets whose message was stored at a time or later."""
+    """Return the first of some queue offsets whose message was stored at a time or later.
+
+    The machine's clock can have been put back by up to an hour.
+    """
+    begin, end = (_near(store, queue, at, wanted) for at in (time_ms - _STEP_BACK_MS, time_ms))
+    for at, times in _times(store, queue, begin, end):
+        later = np.flatnonzero(times >= time_ms)
+        if len(later):
+            return at + int(later[0])
+    return end
+
+
+def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+    """Return the end of those of some queue offsets whose messages were stored before a time, as `first_at` does."""
+    begin, end = (_near(store, queue, at, wanted) for at in (time_ms, time_ms + _STEP_BACK_MS))
+    for at, times in _times(store, queue, begin, end):
+        earlier = np.flatnonzero((times < time_ms) & (times != UNKNOWN))
+        if len(earlier):
+            begin = at + int(earlier[-1]) + 1
+    return begin
+
+
+def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, Ints]]:
+    """Yield blocks of the store times of a queue's messages, with the first queue offset of each."""
+    if begin < end:
+        for at, block in queue.blocks(begin, end):
+            yield at, store_times(store.log, block["physical_offset"].astype(np.int64))
+
+
+def _near(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+    """Return the first of some queue offsets stored at a time or later, if the clock only went forward."""
 
     def stored(queue_offset: int) -> int:
         entry = queue.entry(queue_offset)

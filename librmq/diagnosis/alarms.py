@@ -52,7 +52,7 @@ class Watch:
         self._lag: Lag | None = None
         self._moved_ms: dict[tuple[str, str], int] = {}  # time of a group's last consumption in a topic
         self._clients: dict[str, set[str]] = {}
-        self._retries: dict[str, int] = {}  # by topic: start of the next round
+        self._retries: dict[tuple[str, int], int] = {}  # by topic and queue id: start of the next round
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
         self._step = Step(f"watch over {broker.name}", self._begin, self)
@@ -164,10 +164,13 @@ class Watch:
         for topic in view.topics:
             if not topic.startswith(RETRY_PREFIX):
                 continue
-            end = view.ranges[topic, 0].max_offset if (topic, 0) in view.ranges else 0
-            begin = self._retries.get(topic, end)
-            self._retries[topic] = end
-            often = [one for one in view.store.messages(topic, 0, begin, end) if _attempts(one) >= self._limits.retries]
+            often: list[StoredMessage] = []
+            for queue_id in view.topics[topic]:
+                first, end, _ = view.ranges[topic, queue_id]
+                begin = self._retries.get((topic, queue_id), end if self._lag is None else first)
+                self._retries[topic, queue_id] = end
+                new = view.store.messages(topic, queue_id, begin, end)
+                often += (one for one in new if _attempts(one) >= self._limits.retries)
             if often:
                 worst = max(often, key=_attempts)
                 findings.append(

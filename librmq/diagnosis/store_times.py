@@ -17,7 +17,7 @@ from librmq.message.record import (
     SYS_FLAG_AT,
 )
 
-__all__ = ["UNKNOWN", "store_times"]
+__all__ = ["UNKNOWN", "Ints", "store_times"]
 
 UNKNOWN: Final = -1
 

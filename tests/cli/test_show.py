@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from librmq import Message, MessageStore
+from librmq import Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
 from tests.cli.stand import Shell
@@ -237,3 +237,21 @@ def test_a_terminal_shows_that_nothing_was_found(
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert main(words) == 0
     assert capsys.readouterr().err == "note: nothing found\n"
+
+
+def test_times_select_messages_though_the_clock_was_put_back(shell: Shell) -> None:
+    """A binary search alone would miss messages around the jump, of which no order of times is left."""
+    start_ms, times = 1_795_150_000_000, []
+    for begin, count in ((0, 40), (-1000, 30), (2000, 10), (-400, 25)):
+        clock = ManualClock(start_ms + 1000 * begin)
+        with MessageStore.open("jumps", StoreConfig.tiny(), clock=clock) as store:
+            for number in range(count):
+                store.append(Message("T", b"x"), number % 2)
+                times.append(clock.now_ms())
+                clock.move_to(clock.now_ms() + 60_000)
+    for since_s in range(-1100, 2600, 900):
+        since, until = start_ms + 1000 * since_s, start_ms + 1000 * (since_s + 700)
+        rows = shell("show", "jumps", "--topic", "T", "--since", since, "--until", until).rows
+        assert [row["store_timestamp"] for row in rows] == [at for at in times if since <= at < until]
+        until_only = shell("show", "jumps", "--topic", "T", "--until", until).rows
+        assert [row["store_timestamp"] for row in until_only] == [at for at in times if at < until]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import Broker, ConfigError, DeadLetter, ReconsumeLater
+from librmq import Broker, ConfigError, DeadLetter, Message, ReconsumeLater
 from librmq.diagnosis import Alarm, Thresholds, watch
 from librmq.testing import Kit
 
@@ -89,6 +89,14 @@ def test_retries_past_the_threshold(rmq: Kit) -> None:
     assert heard.told() == []  # the first retry is due after 10 s
     rmq.advance(seconds=30)
     assert heard.told()[0] == "raised many-retries"
+
+
+def test_retries_in_any_queue_of_a_new_retry_topic(rmq: Kit) -> None:
+    heard = Heard(rmq)
+    rmq.advance(seconds=30)
+    rmq.broker.store.append(Message("%RETRY%G", b"x"), 2, reconsume_times=5)
+    rmq.advance(seconds=15)
+    assert "raised many-retries" in heard.told()
 
 
 def test_an_instance_that_leaves(rmq: Kit) -> None:

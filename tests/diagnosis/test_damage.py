@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from librmq import Broker, Message, MessageStore
-from librmq.diagnosis import Thresholds, diagnose
+from librmq.diagnosis import Thresholds, design_check, diagnose
 
 
 @pytest.fixture
@@ -62,3 +63,13 @@ def test_a_folder_shows_the_hot_key_of_a_queue_that_lags(store: Path) -> None:
     assert found["hot-key"].subject == "group G, topic T, queue 1"
     assert (found["hot-key"].evidence["key"], found["hot-key"].evidence["share"]) == ("hot", 0.5)
     assert {"uneven-lag", "backlog"} <= set(found)
+
+
+def test_findings_are_the_same_without_arrow(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings read samples as rows, for which Arrow would only take longer to load."""
+    found = [*diagnose(store), *design_check(store)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert [*diagnose(store), *design_check(store)] == found
+    assert len(found) >= 3
