@@ -234,7 +234,7 @@ class CommitLog:
         if at + len(used) > self._reserved:
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
         assert self._buffer is not None
-        self._buffer[at : at + len(used)] = used
+        self._put_in_order(at, used)
         if is_checked:
             items = _split(data, self.end)
         else:
@@ -250,6 +250,19 @@ class CommitLog:
         self.last_write = self.end
         self.end += size
         return items
+
+    def _put_in_order(self, at: int, data: bytes) -> None:
+        """Write records one after another into the file that is written.
+
+        A kill in the middle of one large write can leave its end without its begin, so sound records behind zeros.
+        """
+        buffer, place, end = self._buffer, 0, len(data)
+        assert buffer is not None
+        while place < end:
+            size = _SIZE_AND_MAGIC.unpack_from(data, place)[0] if place + _BLANK_SIZE <= end else 0
+            following = min(place + size, end) if size > 0 else end
+            buffer[at + place : at + following] = data[place:following]
+            place = following
 
     def _next_file(self) -> int:
         """Return the start of the file after this one."""

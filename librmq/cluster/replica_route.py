@@ -159,6 +159,11 @@ class ReplicaRoute:
         """The runner of all users of the route."""
         return self._route.runner
 
+    @property
+    def site(self) -> str | None:
+        """The site of the clients on this route, if the route below is that of a site."""
+        return getattr(self._route, "site", None)
+
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
         found = {data.broker_name: data for data in self._route.topic_route(topic)}
@@ -194,7 +199,8 @@ class ReplicaRoute:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers, topics or queues change; call the result to stop."""
-        ends = [self._route.watch(changed), *(one.broker.watch(changed) for one in self._replicas.values())]
+        living = [replica for replica in self._replicas.values() if not replica.dead]
+        ends = [self._route.watch(changed), *(replica.broker.watch(changed) for replica in living)]
 
         def end() -> None:
             for one in ends:

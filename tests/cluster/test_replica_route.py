@@ -149,3 +149,15 @@ def test_a_route_needs_one_replica_a_broker() -> None:
     with pytest.raises(BrokerUnreachableError):
         route.endpoint("broker-a").call(QueryOffset("g", "T", 0))
     manual(broker).advance(1000)
+
+
+def test_a_client_joins_after_a_replica_was_promoted() -> None:
+    """The route leads to the brokers alone then."""
+    broker = opened()
+    replica = Replica.open("/copy", of=broker)
+    route = ReplicaRoute(broker, replica)
+    replica.promote()
+    consumer = PushConsumer(route, "g")
+    consumer.subscribe("T", lambda message: None)
+    with consumer:
+        assert len(broker.client_ids()) == 1

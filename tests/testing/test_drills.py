@@ -62,6 +62,18 @@ def test_one_active_refuses_until_the_operator_switches(by_name: dict[str, Drill
     assert report.minutes[10].consumed == {("sh", "hz"): 60}
 
 
+def test_replicas_are_promoted_by_the_operator(by_name: dict[str, DrillReport]) -> None:
+    """A failover repeats at most 15 s of messages; one comes each second."""
+    report = by_name["one active, replicas"]
+    assert [minute.refused > 0 for minute in report.minutes[19:27]] == [False, *[True] * 6, False]
+    assert [row.what for row in report.events if "promoted" in row.what] == [
+        "sh: the replica of hz-hz-0 is promoted",
+        "sh: the replica of hz-hz-1 is promoted",
+    ]
+    assert 0 < sum(minute.duplicates for minute in report.minutes[20:30]) <= 15
+    assert report.minutes[45].consumed == {("sh", "sh"): 60}
+
+
 def test_all_active_waits_for_its_own_consumers(by_name: dict[str, DrillReport]) -> None:
     report = by_name["all active"]
     assert (report.sends_across, report.deliveries_across) == (0, 0)
@@ -133,5 +145,8 @@ def test_wrong_deployments_are_named() -> None:
     unserved = Deployment(name="x", title="x", clusters={"a": ("hz",)}, homes={"hz": "a", "sh": "b"})
     with pytest.raises(ConfigError, match="site 'sh': no cluster serves it"):
         run_drill(unserved, (), minutes=1)
+    beside = Deployment(name="x", title="x", clusters={"a": ("hz",)}, homes={"hz": "a"}, replicas={"a": "hz"})
+    with pytest.raises(ConfigError, match="replicas: expected another site than those of a cluster, found 'a' at 'hz'"):
+        run_drill(beside, (), minutes=1)
     with pytest.raises(ConfigError, match="1 minute or more"):
         run_drill(one_active(), (), minutes=0)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from librmq.testing.drills.deployment import Deployment as Deployment
     from librmq.testing.drills.deployment import Fault as Fault
     from librmq.testing.drills.deployment import one_active as one_active
+    from librmq.testing.drills.deployment import one_active_replicated as one_active_replicated
     from librmq.testing.drills.deployment import one_cluster as one_cluster
     from librmq.testing.drills.deployment import outages as outages
     from librmq.testing.drills.deployment import presets as presets
@@ -23,6 +24,7 @@ _MODULES = {
         "Deployment",
         "Fault",
         "one_active",
+        "one_active_replicated",
         "one_cluster",
         "outages",
         "presets",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, get_args
 
 from librmq.cluster.sites import check_site
@@ -16,6 +16,7 @@ __all__ = [
     "Verb",
     "check_script",
     "one_active",
+    "one_active_replicated",
     "one_cluster",
     "outages",
     "presets",
@@ -60,12 +61,14 @@ class Deployment:
     """Number of brokers that a cluster has at each of its sites."""
     consumers: int = 2
     """Number of consumers at each site; all are in one group."""
-    switched: Literal["never", "by hand", "by probe"] = "never"
-    """How a site changes to another cluster in an outage."""
+    switched: Literal["never", "by hand", "by probe", "by promotion"] = "never"
+    """How a site changes to another cluster in an outage; by promotion, replicas take their masters' places."""
+    replicas: Mapping[str, str] = field(default_factory=dict)
+    """The site at which the brokers of a cluster have replicas."""
     moves_consumers: bool = False
     """Whether consumers change to another cluster too."""
     operator_minutes: float = 5
-    """Minutes until an operator switches manually."""
+    """Minutes until an operator switches manually, or promotes replicas."""
 
 
 _TWO: Final = ("hz", "sh")
@@ -93,6 +96,18 @@ def one_active(sites: Sequence[str] = _TWO) -> Deployment:
     )
 
 
+def one_active_replicated(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at the first site, whose brokers have replicas at the second; an operator promotes these manually."""
+    return Deployment(
+        name="one active, replicas",
+        title="a cluster at one site, with replicas at another",
+        clusters={sites[0]: (sites[0],)},
+        homes=dict.fromkeys(sites, sites[0]),
+        replicas={sites[0]: sites[1]},
+        switched="by promotion",
+    )
+
+
 def two_active(sites: Sequence[str] = _TWO) -> Deployment:
     """A cluster at each site, which the site's clients always use."""
     return Deployment(
@@ -115,8 +130,14 @@ def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
 
 
 def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
-    """Return the four deployments that are usually compared."""
-    return one_cluster(sites), one_active(sites), two_active(sites), two_active_routed(sites)
+    """Return the five deployments that are usually compared."""
+    return (
+        one_cluster(sites),
+        one_active(sites),
+        one_active_replicated(sites),
+        two_active(sites),
+        two_active_routed(sites),
+    )
 
 
 def outages(site: str = "hz") -> tuple[Fault, ...]:
@@ -141,6 +162,9 @@ def check_script(deployment: Deployment, script: Script, minutes: float) -> list
         check_site(site)
         if cluster not in deployment.clusters:
             raise ConfigError(f"site {site!r}: no cluster serves it: found {cluster!r}")
+    for cluster, site in deployment.replicas.items():
+        if cluster not in deployment.clusters or site in deployment.clusters[cluster]:
+            raise ConfigError(f"replicas: expected another site than those of a cluster, found {cluster!r} at {site!r}")
     if deployment.brokers < 1 or deployment.consumers < 1:
         raise ConfigError("deployment: expected at least one broker and one consumer at each site")
     faults = [Fault(*one) for one in script]

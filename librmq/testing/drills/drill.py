@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
+from librmq.broker import Broker
 from librmq.client.allocation import allocate_by_site
 from librmq.client.identity import Client
 from librmq.client.producer import Producer
-from librmq.cluster import Cluster, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
+from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
@@ -81,6 +82,13 @@ class _Drill:
             cluster.create_topic(_TOPIC, _QUEUES)
             self._clusters[name] = cluster
         tables: dict[str, RouteTable] = dict(self._clusters)
+        self._replicas: dict[str, Replica] = {}
+        self._replicated_at: dict[str, str] = {}  # the site of a broker's replica
+        for name, site in deployment.replicas.items():
+            for broker in self._clusters[name].brokers():
+                self._replicated_at[broker.name] = site
+                self._replicas[broker.name] = Replica.open(f"/replicas/{broker.name}", of=broker)
+        self._promoted: set[str] = set()
         self._router = SiteRouter(tables, deployment.homes, moves_consumers=deployment.moves_consumers)
         self._closing.callback(self._router.close)
         if deployment.switched == "by probe":
@@ -97,28 +105,33 @@ class _Drill:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for replica in self._replicas.values():
+            replica.close()
         self._closing.close()
 
     # ---- clients
 
     def _client(self, route: SiteRoute) -> Client:
         self._made += 1
-        client = Client(route, instance_name=f"c{self._made:03}")
+        through = ReplicaRoute(route, *self._replicas.values()) if self._replicas else route
+        client = Client(through, instance_name=f"c{self._made:03}")
         client.random = None  # so that figures are the same in every run
         return client
 
     def _producer(self, route: SiteRoute) -> Producer:
-        return Producer(route, "shop", client=self._client(route), nearby=True, avoid_slow_brokers=True).start()
+        client = self._client(route)
+        return Producer(client.route, "shop", client=client, nearby=True, avoid_slow_brokers=True).start()
 
     def _consumer(self, route: SiteRoute) -> PushConsumer:
-        consumer = PushConsumer(route, "billing", client=self._client(route), strategy=allocate_by_site())
+        client = self._client(route)
+        consumer = PushConsumer(client.route, "billing", client=client, strategy=allocate_by_site())
         consumer.subscribe(_TOPIC, partial(self._deliver, route.site))
         consumer.start()
         return consumer
 
     def _deliver(self, site: str, message: DeliveredMessage) -> None:
         now_ms, minute, report = self.runner.now_ms(), self._minute(), self.report
-        where = site_of(message.broker_name) or ""
+        where = self._site_of(message.broker_name)
         report.delivered += 1
         report.deliveries_across += where != site
         if message.body in self._got:
@@ -146,7 +159,7 @@ class _Drill:
             minute.refused += 1
             return
         report.sent += 1
-        where = site_of(sent.queue.broker_name) or ""
+        where = self._site_of(sent.queue.broker_name)
         minute.sent[site, where] += 1
         report.sends_across += where != site
 
@@ -193,10 +206,11 @@ class _Drill:
                 if is_lost and not cluster.broker(name).dead:
                     cluster.crash(name)
                 elif not is_lost and cluster.broker(name).dead:
-                    cluster.reopen(name)
-            if self.deployment.switched == "by hand":
+                    self._reopen(cluster, name)
+            act = {"by hand": self._router.redirect, "by promotion": self._promote}.get(self.deployment.switched)
+            if act is not None:
                 at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
-                self._at(at, self._router.redirect)
+                self._at(at, act)
         if what in ("consumers", "site"):
             (self._lose_consumers if is_lost else self._return_consumers)(site)
         if what == "site":
@@ -207,15 +221,61 @@ class _Drill:
     def _brokers_at(self, site: str) -> Iterator[tuple[Cluster, str]]:
         for cluster in self._clusters.values():
             for broker in cluster.brokers():
-                if site_of(broker.name) == site:
+                if self._site_of(broker.name, serves=False) == site:
                     yield cluster, broker.name
+
+    def _site_of(self, broker_name: str, *, serves: bool = True) -> str:
+        """Return the site of a broker, or of its replica while that ``serves`` for it or has taken its place."""
+        replica = self._replicas.get(broker_name)
+        reads = serves and replica is not None and not replica.dead and self._master(broker_name).dead
+        if reads or broker_name in self._promoted:
+            return self._replicated_at[broker_name]
+        return site_of(broker_name) or ""
+
+    def _master(self, broker_name: str) -> Broker:
+        return next(broker for one in self._clusters.values() for broker in one.brokers() if broker.name == broker_name)
+
+    # ---- replicas
+
+    def _reopen(self, cluster: Cluster, name: str) -> None:
+        """Open a broker again, and let its replica follow it. A promoted copy is opened in its own folder."""
+        if name in self._promoted:
+            self._open_copy(cluster, name)
+            return
+        cluster.reopen(name)
+        if name in self._replicas:
+            self._replicas[name].reconnect(cluster.broker(name))
+
+    def _promote(self) -> None:
+        """Let the replicas of dead brokers take their places."""
+        for cluster in self._clusters.values():
+            for broker in cluster.brokers():
+                replica = self._replicas.get(broker.name)
+                if replica is not None and not replica.dead and broker.dead:
+                    self._note(f"{self._replicated_at[broker.name]}: the replica of {broker.name} is promoted")
+                    replica.promote()
+                    self._promoted.add(broker.name)
+                    self._open_copy(cluster, broker.name)
+
+    def _open_copy(self, cluster: Cluster, name: str) -> None:
+        before = cluster.broker(name)
+        copy = Broker.open(
+            self._replicas[name].path,
+            name=name,
+            cluster_name=cluster.name,
+            store_config=before.store.config,
+            runner=self.runner,
+            files=before.store.files,
+        )
+        cluster.add(copy)
 
     def _link(self, site: str, *, is_cut: bool) -> None:
         """Cut or restore all links between a site and others."""
         for cluster in self._clusters.values():
             for broker in cluster.brokers():
+                at = self._site_of(broker.name, serves=False)
                 for other in self.deployment.homes:
-                    if site_of(broker.name) != other and site in (other, site_of(broker.name)):
+                    if at != other and site in (other, at):
                         (cluster.cut if is_cut else cluster.restore)(broker.name, site=other)
 
     def _lose_consumers(self, site: str) -> None:
@@ -225,8 +285,11 @@ class _Drill:
             client.dead = True
             for cluster in self._clusters.values():
                 for broker in cluster.brokers():
-                    if not broker.dead and client.route is cluster.at(site):
+                    if not broker.dead:
                         broker.forget(client.client_id)
+            for replica in self._replicas.values():
+                if not replica.dead:
+                    replica.broker.forget(client.client_id)
         self._consumers[site].clear()
 
     def _return_consumers(self, site: str) -> None:
@@ -239,7 +302,7 @@ class _Drill:
         for site in self.deployment.homes:
             for cluster, name in self._brokers_at(site):
                 if cluster.broker(name).dead:
-                    cluster.reopen(name)
+                    self._reopen(cluster, name)
             self._link(site, is_cut=False)
             self._return_consumers(site)
         self._router.redirect()

@@ -145,9 +145,10 @@ class DrillReport:
         parts = [
             f'<text x="{_LEFT}" y="{top + 14}">{escape(title)}</text>',
             f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - 20}" y2="{base}" stroke="#888"/>',
-            f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{most:,}</text>',
             f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>',
         ]
+        if most:
+            parts.append(f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{most:,}</text>')
         for minute, stack in enumerate(stacks):
             y = float(base)
             for count, colour in zip(stack, colours, strict=True):
