@@ -1,0 +1,199 @@
+"""Processes of a master and of its replica are killed: nothing acknowledged is lost, and the copy has the same bytes.
+
+Two forms: a replica in a process of its own, which follows the folder of a killed and restarted writer; and both in one
+process, where sends wait for the replica.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from librmq import Broker, ManualRunner, MessageStore
+from librmq.cluster import Replica
+from librmq.store.recovery.verify import verify
+from tests.conftest import SlowBudget
+from tests.crash.test_kill import CONFIG, MODES, WRITER, body_of
+from tests.programs import start_program
+
+pytestmark = [
+    pytest.mark.platform,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be killed"),
+]
+
+FOLLOWER = """
+import os
+import sys
+import threading
+
+from librmq.cluster import Replica, ReplicaConfig
+
+config = ReplicaConfig(look_every_s=0.002, retry_after_s=0.01, copy_tables_every_s=0.05, chunk_size=5000)
+with Replica.open(sys.argv[2], of=sys.argv[1], config=config) as replica:
+    end, wait = -1, threading.Event()
+    while replica.failure is None:
+        if replica.end != end:
+            end = replica.end
+            os.write(1, b"%d\\n" % end)
+        wait.wait(0.001)
+    raise replica.failure
+"""
+
+PAIR = """
+import os
+import sys
+import threading
+
+from librmq import Broker, BrokerConfig
+from librmq.cluster import Replica
+from librmq.protocol import SendStatus
+from tests.broker.parties import send
+from tests.crash.test_kill import CONFIG, body_of
+
+path, copy, life = sys.argv[1], sys.argv[2], int(sys.argv[3])
+broker = Broker.open(path, BrokerConfig(replication="sync", replica_timeout_s=60), store_config=CONFIG)
+replica = Replica.open(copy, of=broker)
+
+
+def produce(thread):
+    number = 0
+    while True:
+        response = send(broker, f"T{thread}", body_of(life, thread, number))
+        assert response.status is SendStatus.SEND_OK, response
+        os.write(1, b"%d %d %d\\n" % (thread, number, response.physical_offset))
+        number += 1
+
+
+threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
+for thread in range(3):
+    threading.Thread(target=produce, args=(thread,)).start()
+"""
+
+
+class Child:
+    """A process whose lines are read."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[list[int]] = []
+        self._part = b""
+
+    def read(self, *, until: int | None = None, at_end: int | None = None) -> None:
+        """Read lines: ``until`` so many, until the last one is ``at_end`` or more, or else to the process's end."""
+        assert self.process.stdout is not None
+        while until is None or len(self.lines) < until:
+            if at_end is not None and self.lines and self.lines[-1][0] >= at_end:
+                return
+            select.select([self.process.stdout], [], [])
+            part = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not part:
+                assert (until, at_end) == (None, None), f"it ended by itself: {self.process.wait()}"
+                return
+            *whole, self._part = (self._part + part).split(b"\n")
+            self.lines += ([int(word) for word in line.split()] for line in whole)
+
+    def kill(self) -> None:
+        """Kill the process, and read what it had printed."""
+        self.process.send_signal(signal.SIGKILL)
+        self.read()
+        assert self.process.wait() == -signal.SIGKILL
+
+
+def log_of(path: Path) -> bytes:
+    """Return the bytes of a log up to its end, as another process sees them."""
+    with MessageStore.open(path, CONFIG, read_only=True) as store:
+        log = store.log
+        starts = [start for start in log.sequence.starts if start < log.end]  # files can be made ahead
+        return b"".join(log.data_at(start, min(log.file_size, log.end - start)) for start in starts)
+
+
+def check_copy(master: Path, copy: Path) -> None:
+    """A killed replica is opened beside its master: it follows, and its log is a part of the master's."""
+    with Replica.open(copy, of=master, runner=ManualRunner()) as replica:
+        assert replica.follow()
+    mine, theirs = log_of(copy), log_of(master)
+    assert theirs.startswith(mine)
+    assert verify(str(copy), CONFIG).damage == ()
+
+
+def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
+    """A writer and a follower of its folder run, and one of them is killed, again and again."""
+    master, copy, rng = folder / "master", folder / "copy", random.Random(seed)
+    with ExitStack() as running:
+
+        def start(program: str, *words: object) -> Child:
+            return Child(running.enter_context(start_program(program, *words)))
+
+        MessageStore.open(master, CONFIG).close()
+        acknowledged: dict[int, tuple[int, int, int]] = {}
+        life = 0
+        writer, follower = start(WRITER, master, MODES[seed % 3], life, 2), start(FOLLOWER, master, copy)
+        for _ in range(kills):
+            writer.read(until=len(writer.lines) + rng.choice([1, 20, 200]))
+            if rng.random() < 0.5:
+                follower.read(until=len(follower.lines) + rng.choice([1, 3]))
+            if rng.random() < 0.5:
+                writer.kill()
+                for thread, number, place in writer.lines:
+                    acknowledged[place] = life, thread, number
+                follower.read(at_end=writer.lines[-1][2])
+                life += 1
+                writer = start(WRITER, master, MODES[(seed + life) % 3], life, 2)
+            else:
+                follower.kill()
+                check_copy(master, copy)
+                follower = start(FOLLOWER, master, copy)
+        writer.kill()
+        for thread, number, place in writer.lines:
+            acknowledged[place] = life, thread, number
+        follower.read(at_end=max(acknowledged) + 1)
+        follower.kill()
+    check_copy(master, copy)
+    assert log_of(copy) == log_of(master)
+    with MessageStore.open(copy, CONFIG, read_only=True) as store:
+        found = {message.physical_offset: message.body for message in store}
+    for place, which in acknowledged.items():
+        assert found[place] == body_of(*which)
+
+
+def kill_both(folder: Path, seed: int, kills: int) -> None:
+    """Master and replica are killed with their process: both have each message whose send has returned."""
+    master, copy, rng = folder / "master", folder / "copy", random.Random(seed)
+    acknowledged: dict[int, tuple[int, int, int]] = {}
+    for life in range(kills):
+        with start_program(PAIR, master, copy, life) as process:
+            child = Child(process)
+            child.read(until=rng.choice([1, 10, 100, 400]))
+            child.kill()
+        for thread, number, place in child.lines:
+            acknowledged[place] = life, thread, number
+        copied = log_of(copy)
+        assert log_of(master).startswith(copied)
+        with MessageStore.open(copy, CONFIG, read_only=True) as store:
+            found = {message.physical_offset: message.body for message in store}
+        for place, which in acknowledged.items():
+            assert found[place] == body_of(*which)
+    with Broker.open(master, runner=ManualRunner()) as broker, Replica.open(copy, of=broker) as replica:
+        assert replica.follow()
+        assert replica.end == broker.store.log.end
+    assert log_of(copy) == log_of(master)
+    assert verify(str(copy), CONFIG).damage == ()
+
+
+def test_replicas_survive_kills(tmp_path: Path) -> None:
+    follow_through_kills(tmp_path / "beside", 3, 2)
+    kill_both(tmp_path / "within", 1, 1)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_of_masters_and_replicas(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(25, "times 8 kills", at_least=2):
+        folder = tmp_path / str(number)
+        (kill_both if number % 3 == 2 else follow_through_kills)(folder, number, 8)
