@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
+    from librmq.columns.remote import RemoteStore as RemoteStore
 
 _MODULES = {
     "arrow_dataset": ("StoreDataset", "dataset"),
@@ -33,6 +34,7 @@ _MODULES = {
     "planner": ("plan",),
     "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
     "record_batches": ("ReaderKeywords", "reader", "scan"),
+    "remote": ("RemoteStore",),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -33,7 +33,8 @@ import pyarrow.parquet as pq
 
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import TYPES
-from librmq.columns.record_batches import ReaderKeywords, batches_of, selection
+from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
+from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
@@ -96,7 +97,7 @@ class _State:
 
 
 def export(
-    store: str | os.PathLike[str],
+    store: Store,
     out: str | os.PathLike[str],
     *,
     format: ExportFormat | None = None,
@@ -110,7 +111,7 @@ def export(
     state of the export is stored next to the data, so an export that was killed continues where it was.
 
     Args:
-        store: The folder of the store.
+        store: The folder or URL of the store, or a `RemoteStore`.
         out: The folder or file, which need not exist.
         format: ``parquet``, ``csv`` or ``jsonl``; by default chosen by the suffix of ``out``, else Parquet.
         partition_by: For Parquet: make folders by ``topic``, ``queueId`` and ``date`` (of storing, in UTC).
@@ -127,16 +128,13 @@ def export(
     for name in ("view", "offsets", "files"):
         if name in settings:
             raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
-    try:
-        pattern = None if grep is None else re.compile(grep)
-    except re.error as error:
-        raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
+    pattern = _pattern(grep)
     path = os.path.abspath(out)
     form = _format_of(path, format)
     for name in partition_by:
         if name not in _PARTITIONS or form != "parquet":
             raise ConfigError(f"partition_by: expected some of {', '.join(_PARTITIONS)}, for Parquet, found {name!r}")
-    options, schema, processes, _ = selection(store, settings)
+    options, schema, processes, source_files = selection(store, settings)
     files = DiskFiles()
     state_path = os.path.join(path, f"_{_STATE}") if form == "parquet" else f"{path}.{_STATE}"
     make_folders(files, os.path.dirname(state_path))
@@ -155,7 +153,9 @@ def export(
             )
         target: _ParquetFolder | _TextFile
         target = _ParquetFolder(path, state) if form == "parquet" else _TextFile(path, state)
-        with PlannedStore.open(options.paths[0], options.wanted, options.mode, files) as planned:
+        if isinstance(source_files, RemoteFiles):
+            options = source_files.mirrored(options)
+        with PlannedStore.open(options.paths[0], options.wanted, options.mode, source_files) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
         starting = {
@@ -174,7 +174,9 @@ def export(
         rows = written = 0
         total = left = _left(known, starting)
         with closing(
-            _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets, pattern)
+            _Steps(
+                batches_of(replace(options, starting=starting), whole, processes, source_files), state.offsets, pattern
+            )
         ) as source:
             while source.more():
                 shown, size = target.write(source.step(), schema)
@@ -194,6 +196,13 @@ def export(
         return Exported(os.fspath(out), rows, written)
     finally:
         lock.release()
+
+
+def _pattern(grep: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if grep is None else re.compile(grep)
+    except re.error as error:
+        raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
 
 
 def _format_of(path: str, asked: str | None) -> str:

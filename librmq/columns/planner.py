@@ -21,11 +21,13 @@ import numpy as np
 
 from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
 from librmq.columns.parts import DataLossError, Part, Slice
+from librmq.columns.remote import fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
+from librmq.files.rolling import file_name
 from librmq.files.seam import Files
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName
@@ -224,6 +226,9 @@ class PlannedStore:
         entry = self.queues[name].entries.entry(queue_offset)
         if entry is None or self._store is None:
             return None
+        size = self.config.commitlog_file_size
+        place = entry.physical_offset % size
+        fetch(self._files, self.path, file_name(entry.physical_offset - place), [(place, place + entry.size)])
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
     def narrowed(

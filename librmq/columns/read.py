@@ -22,6 +22,7 @@ from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, string
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 from librmq.columns.options import ReadOptions, View
 from librmq.columns.parts import DataLossError, Part, Slice
+from librmq.columns.remote import RemoteFiles, fetch
 from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
@@ -167,8 +168,10 @@ class _Task:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
                 yield from self._told([(None, self._in_log(place, why)) for place, why in bad])
-        elif self._tags is not None and not self._tags.takes_all:
-            rows = rows.take(_candidates(rows.codes, self._tags))
+        else:
+            if self._tags is not None and not self._tags.takes_all:
+                rows = rows.take(_candidates(rows.codes, self._tags))
+            self._fetch(rows.places, rows.sizes)
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
         most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
@@ -176,6 +179,8 @@ class _Task:
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
             self._forget()
         self._file = None
+        if isinstance(self._files, RemoteFiles):
+            self._files.release(self._part.path)
 
     def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
@@ -296,7 +301,7 @@ class _Task:
     def _array(self, name: str, rows: _Rows, block: Block | None, bodies: pa.Array | None) -> pa.Array:
         count = len(rows)
         if name == "store":
-            return pa.repeat(pa.scalar(self._part.path, pa.string()), count)
+            return pa.repeat(pa.scalar(self._store(), pa.string()), count)
         if name == CORRUPT:
             return pa.nulls(count, pa.string())
         if name == "body" and bodies is not None:
@@ -318,6 +323,9 @@ class _Task:
         assert block is not None
         return block.column(name)
 
+    def _store(self) -> str:
+        return self._files.url(self._part.path) if isinstance(self._files, RemoteFiles) else self._part.path
+
     def _told(self, found: list[tuple[_Rows | None, Damage]]) -> Iterator[pa.RecordBatch]:
         """Raise an error for unreadable rows, report or drop them, as the mode says."""
         mode = self._options.mode
@@ -337,7 +345,7 @@ class _Task:
             yield from table.select(self._schema.names).cast(self._schema).to_batches()
 
     def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
-        known: dict[str, Any] = {CORRUPT: f"{damage.file}: at {damage.offset}: {damage.what}", "store": self._part.path}
+        known: dict[str, Any] = {CORRUPT: f"{damage.file}: at {damage.offset}: {damage.what}", "store": self._store()}
         if rows is not None:
             known["physicalOffset"] = int(rows.places[0])
             if self._part.walk is None:
@@ -370,6 +378,19 @@ class _Task:
             return None
         self._file = start, file, np.frombuffer(file.buffer, np.uint8)
         return self._file[2]
+
+    def _fetch(self, places: Ints, sizes: Ints) -> None:
+        """Fetch records of a remote store, neighbours together."""
+        if not isinstance(self._files, RemoteFiles) or not len(places):
+            return
+        file_size = self._part.log_file_size
+        starts, ends = places // file_size * file_size, places + sizes
+        apart = np.flatnonzero((places[1:] != ends[:-1]) | (starts[1:] != starts[:-1])) + 1
+        firsts, lasts = np.append(0, apart), np.append(apart - 1, len(places) - 1)
+        for start in np.unique(starts).tolist():
+            of_file = starts[firsts] == start
+            begins, until = places[firsts[of_file]] - start, ends[lasts[of_file]] - start
+            self._files.fetch(self._part.path, file_name(start), zip(begins.tolist(), until.tolist(), strict=True))
 
     def _forget(self) -> None:
         """Release the pages of the log that were read, which bounds the memory of a task."""
@@ -440,7 +461,10 @@ class _Task:
         ):
             if at < until:
                 found += self._chain(at, until, bad)
-        found[0] = places[np.isin(places, known.places[self._may_be_wanted()[known.queue]])] if len(places) else places
+        if len(places):
+            wanted = np.isin(places, known.places[self._may_be_wanted()[known.queue]])
+            found[0] = places[wanted]
+            self._fetch(found[0], (ends - places)[wanted])
         every = np.sort(np.concatenate(found))
         empty = np.zeros(len(every), np.int64)
         return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
@@ -462,7 +486,9 @@ class _Task:
             start = at - at % size
             raw = self._log_file(start)
             if raw is not None:
-                for places, wrong in record_starts(raw, at - start, min(until - start, len(raw))):
+                end = min(until - start, len(raw))
+                fetch(self._files, self._part.path, file_name(start), [(at - start, end)])
+                for places, wrong in record_starts(raw, at - start, end):
                     found.append(places + start)
                     bad += [(start + place, why) for place, why in wrong]
                     self._forget()

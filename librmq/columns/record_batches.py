@@ -21,14 +21,16 @@ from librmq.columns.planner import plan
 from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
+from librmq.columns.remote import RemoteFiles, RemoteStore, located
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
-__all__ = ["ReaderKeywords", "Stores", "batches_of", "reader", "scan", "selection"]
+__all__ = ["ReaderKeywords", "Store", "Stores", "batches_of", "reader", "scan", "selection"]
 
-Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""The folder of a store, or several."""
+Store = str | os.PathLike[str] | RemoteStore
+Stores = Store | Sequence[Store]
+"""The folder or URL of a store, or several."""
 _SHARED_PART_BYTES: Final = 8 << 20
 """Bytes of the log in a part when several processes read: small enough to decode ahead."""
 _MOST_PROCESSES: Final = 256
@@ -69,6 +71,8 @@ class ReaderKeywords(TypedDict, total=False):
     """Whether to compare bodies with their checksums."""
     files: Files | None
     """Where the files are; by default on the disk."""
+    storage_options: Mapping[str, Any] | None
+    """For a URL: arguments of the file system, such as keys and endpoints."""
 
 
 def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
@@ -81,7 +85,8 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     decoded. Rows come in log order, and memory holds a few batches at a time.
 
     Args:
-        store: The folder of a store, or several folders; the column ``store`` then names the store.
+        store: The folder of a store, its URL (with the extra ``remote``), a `RemoteStore`, or several of them; the
+            column ``store`` then names the store.
         **settings: See `ReaderKeywords`.
 
     Raises:
@@ -109,11 +114,18 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
             raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
-    paths = [store] if isinstance(store, str | os.PathLike) else list(store)
-    if not paths:
+    stores = [store] if isinstance(store, str | os.PathLike | RemoteStore) else list(store)
+    if not stores:
         raise ConfigError("store: expected the folder of a store, found none")
     files = settings.get("files")
-    options = _options(tuple(os.fspath(path) if files else os.path.abspath(path) for path in paths), settings)
+    if files is None:
+        found = [_located(one, settings) for one in stores]
+        remote = {one.url: one for one in found if isinstance(one, RemoteStore)}
+        paths = tuple(one.url if isinstance(one, RemoteStore) else one for one in found)
+        files = RemoteFiles(remote) if remote else None
+    else:
+        paths = tuple(one.url if isinstance(one, RemoteStore) else os.fspath(one) for one in stores)
+    options = _options(paths, settings)
     if (expression := settings.get("filter")) is not None:
         options = replace(options, predicate=predicate_of(expression, options))
     columns = settings.get("columns")
@@ -127,7 +139,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
         raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
     if files is not None and processes > 1:
-        raise ConfigError("files: several processes can only read from the disk; read with processes=1")
+        raise ConfigError("processes: several processes can only read from the disk; read with processes=1")
     return options, schema, processes, files
 
 
@@ -139,6 +151,8 @@ def batches_of(
         shared = replace(options, min_partitions=processes)
         planned = partial(plan, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
         return SharedReader(options, schema, planned, processes)
+    if isinstance(files, RemoteFiles):
+        options = files.mirrored(options)
     parts = plan(options, files, prune=pruned)
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -147,6 +161,10 @@ def batches_of(
             yield from reading.read(part)
 
     return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def _located(store: Store, settings: ReaderKeywords) -> str | RemoteStore:
+    return store if isinstance(store, RemoteStore) else located(os.fspath(store), settings.get("storage_options"))
 
 
 def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:

@@ -27,8 +27,8 @@ def test_public_names() -> None:
     names = vars(librmq.columns)["__all__"]
     assert sorted(names) == [
         "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReaderKeywords", "Reading",
-        "ReadingProcessError", "StoreDataset", "TYPES", "Wanted", "dataset", "default_columns", "export", "plan",
-        "reader", "scan",
+        "ReadingProcessError", "RemoteStore", "StoreDataset", "TYPES", "Wanted", "dataset", "default_columns", "export",
+        "plan", "reader", "scan",
     ]  # fmt: skip
     assert all(getattr(librmq.columns, name) is not None for name in names)
 

@@ -1,0 +1,356 @@
+"""A store in an object store or a distributed file system, read through a local mirror that is filled as needed.
+
+::
+
+    s3://bucket/store/commitlog/00…    a sparse file of the same length; the blocks that a read needs are fetched
+                      consumequeue/…   copied up to the empty rest of each file
+                      index/…          the headers
+                      config/…, …      copied
+
+Only a store that librmq closed tells where its log ends. Any other store is copied whole, because a reader must look at
+its records as recovery would.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, Self
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from librmq.columns.options import ReadOptions
+from librmq.config import ENTRY_SIZE
+from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
+from librmq.store.format import directory
+
+__all__ = ["RemoteFiles", "RemoteStore", "fetch", "located"]
+
+_BLOCK: Final = 64 << 10
+_REQUEST_BYTES: Final = 8 << 20
+_AT_ONCE_BYTES: Final = 32 << 20
+_INDEX_HEADER: Final = 40
+_NOT_READ: Final = (directory.TIMERLOG, directory.TIMERWHEEL, f"{directory.OWN}/salvage")
+_BY_PYARROW: Final = {
+    "s3": "S3FileSystem",
+    "s3a": "S3FileSystem",
+    "gs": "GcsFileSystem",
+    "abfs": "AzureFileSystem",
+    "abfss": "AzureFileSystem",
+    "hdfs": "HadoopFileSystem",
+}
+"""Schemes that PyArrow reads too, where fsspec's package for them is not installed."""
+
+_Range = tuple[str, int, int]
+
+
+class RemoteStore:
+    """A store behind a URL, such as ``s3://bucket/store``, and the parts of it that were fetched. Read only.
+
+    Fetched parts stay in a temporary folder until the object is gone, so repeated reads fetch them once. All reads see
+    the store as it was at the first one; no writer may change it meanwhile. Not thread-safe.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Name a store; nothing is fetched yet.
+
+        Args:
+            url: The URL of the store's folder, of a scheme that fsspec knows.
+            storage_options: Arguments of the scheme's file system, such as keys and endpoints.
+        """
+        self.url = url.rstrip("/")
+        self._options = dict(storage_options or {})
+        self._is_kept = True
+        self._folder: str | None = None
+        self._system: Any = None
+        self._root = ""
+        self._sizes: dict[str, int] = {}
+        self._blocks: dict[str, set[int]] = {}
+        self.fetched_bytes = 0
+        """Number of bytes that were fetched."""
+        self.requests = 0
+        """Number of ranges that were fetched."""
+
+    @classmethod
+    def once(cls, url: str, storage_options: Mapping[str, Any] | None) -> Self:
+        """Name a store for one read, which drops what it has read."""
+        self = cls(url, storage_options)
+        self._is_kept = False
+        return self
+
+    def __repr__(self) -> str:
+        return f"<RemoteStore {self.url}, {self.fetched_bytes} bytes fetched>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteStore, (self.url, self._options)
+
+    @property
+    def path(self) -> str:
+        """The folder of the mirror, which the first use makes."""
+        if self._folder is None:
+            system, root = _file_system(self.url, self._options)
+            self._system, self._root = system, root.rstrip("/")
+            folder = tempfile.mkdtemp(prefix="librmq-remote-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._mirror(folder)
+            self._folder = folder
+        return self._folder
+
+    def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch the blocks with these bytes of a log file that were not fetched yet."""
+        have = self._blocks.get(name)
+        if have is None:
+            return
+        size = self._sizes[name]
+        blocks = {one for begin, end in ranges for one in range(begin // _BLOCK, -(-min(end, size) // _BLOCK))} - have
+        if blocks:
+            numbers = np.array(sorted(blocks))
+            firsts = numbers[np.diff(numbers, prepend=-2) > 1] * _BLOCK
+            lasts = numbers[np.diff(numbers, append=numbers[-1] + 2) > 1] * _BLOCK + _BLOCK
+            path = self.path
+            self._copy(path, ((name, a, min(b, size)) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)))
+            have |= blocks
+
+    def release(self) -> None:
+        """Give back the space of the log, unless repeated reads can use it."""
+        for name, have in self._blocks.items():
+            if have and not self._is_kept:
+                path = os.path.join(self.path, name)
+                os.unlink(path)  # mappings of it stay valid
+                _make_sparse(path, self._sizes[name])
+                have.clear()
+
+    # ------------------------------------------------------------------------------------------------------ the mirror
+
+    def _mirror(self, path: str) -> None:
+        found = dict(self._listed())
+        if not found:
+            raise NotAStoreError(f"{self.url}: there is nothing here; expected the folder of a store")
+        self._sizes = found
+        by_part: dict[str, list[str]] = {}
+        for name, size in found.items():
+            place = os.path.join(path, name)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            _make_sparse(place, size)
+            if not any(_below(name, folder) for folder in _NOT_READ):
+                by_part.setdefault(name.partition("/")[0], []).append(name)
+        logs, index = by_part.pop(directory.COMMITLOG, []), by_part.pop(directory.INDEX, [])
+        queues = by_part.pop(directory.CONSUMEQUEUE, [])
+        self._copy(path, self._whole(name for names in by_part.values() for name in names))
+        trusts_end = self._fetch_end(path, logs)
+        if trusts_end:
+            self._copy(path, ((name, 0, min(_INDEX_HEADER, found[name])) for name in index))
+            self._copy_used(path, queues)
+            self._blocks |= {name: set() for name in logs}
+        else:
+            self._copy(path, self._whole([*queues, *index, *logs]))
+
+    def _listed(self) -> Iterator[tuple[str, int]]:
+        """Yield the files of the store and their lengths."""
+        try:
+            found = self._system.find(self._root, detail=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StoreIOError("list", self.url, error) from error
+        prefix = self._root.lstrip("/") + "/"
+        for path, about in found.items():
+            name = path.lstrip("/").removeprefix(prefix)
+            if about.get("type") != "file" or name.endswith("/") or name == directory.LOCK:
+                continue
+            if os.path.normpath(name) != name or name.startswith(("/", "..")) or "\0" in name:
+                raise NotAStoreError(f"{self.url}: {name!r:.80} is no name of a store's file")
+            yield name, int(about["size"])
+
+    def _whole(self, names: Iterable[str]) -> Iterator[_Range]:
+        return ((name, 0, self._sizes[name]) for name in names)
+
+    def _fetch_end(self, path: str, logs: list[str]) -> bool:
+        """Fetch the last record, and return whether the log ends where librmq says that it closed it."""
+        from librmq.commitlog import CommitLog  # a process that only reads parts does not load the store
+        from librmq.store.recovery.clean_shutdown import read_closed_state
+
+        files = DiskFiles()
+        closed = None if directory.ABORT in self._sizes else read_closed_state(path, files)
+        if closed is None or not logs:
+            return False
+        size = self._sizes[logs[0]]
+        begin = closed.log_end if closed.last_record is None else closed.last_record
+        ends = []
+        for name in logs:
+            start = int(name.rpartition("/")[2])
+            first, last = max(begin - start, 0), min(closed.log_end + _BLOCK - start, self._sizes[name])
+            ends += [(name, first, last)] if first < last else []
+        self._copy(path, ends)
+        log = CommitLog.open(
+            os.path.join(path, directory.COMMITLOG),
+            size,
+            files=files,
+            writable=False,
+            scan_from=lambda _: closed.log_end,
+        )
+        return closed.agrees_with(log)
+
+    def _copy_used(self, path: str, names: Iterable[str]) -> None:
+        """Copy files of queue entries up to the first block that ends with an empty entry."""
+        at, step = dict.fromkeys(names, 0), 512 * ENTRY_SIZE
+        while at:
+            ranges = [(name, begin, min(begin + step, self._sizes[name])) for name, begin in at.items()]
+            self._copy(path, ranges)
+            at, step = {}, step * 4
+            for name, _, end in ranges:
+                with open(os.path.join(path, name), "rb") as file:
+                    last = os.pread(file.fileno(), ENTRY_SIZE, end - ENTRY_SIZE)
+                if end < self._sizes[name] and last.strip(b"\0"):
+                    at[name] = end
+
+    def _copy(self, path: str, ranges: Iterable[_Range]) -> None:
+        """Fetch ranges into the mirror, some at a time."""
+        pieces = [
+            (name, at, min(at + _REQUEST_BYTES, end))
+            for name, begin, end in ranges
+            for at in range(begin, end, _REQUEST_BYTES)
+        ]
+        while pieces:
+            sizes = np.cumsum([end - begin for _, begin, end in pieces])
+            count = max(1, int(np.searchsorted(sizes, _AT_ONCE_BYTES, "right")))
+            self._copy_pieces(path, pieces[:count])
+            pieces = pieces[count:]
+
+    def _copy_pieces(self, path: str, pieces: list[_Range]) -> None:
+        names = [f"{self._root}/{name}" for name, _, _ in pieces]
+        begins, ends = [begin for _, begin, _ in pieces], [end for _, _, end in pieces]
+        try:
+            found = self._system.cat_ranges(names, begins, ends, on_error="raise")
+        except OSError as error:
+            raise StoreIOError("read", self.url, error) from error
+        for (name, begin, end), data in zip(pieces, found, strict=True):
+            if len(data) != end - begin:
+                url = f"{self.url}/{name}"
+                raise CorruptionError(url, begin, "size", f"expected {end - begin} bytes, found {len(data)}")
+            with open(os.path.join(path, name), "r+b") as file:
+                file.seek(begin)
+                file.write(data)
+            self.fetched_bytes += len(data)
+            self.requests += 1
+
+
+class RemoteFiles(DiskFiles):
+    """The disk with the mirrors of remote stores, which are fetched as they are read."""
+
+    def __init__(self, stores: Mapping[str, RemoteStore]) -> None:
+        """Take the stores by their URLs."""
+        super().__init__()
+        self._stores = stores
+        self._mirrors: dict[str, RemoteStore] = {}
+
+    def mirrored(self, options: ReadOptions) -> ReadOptions:
+        """Return options with the paths of mirrors instead of URLs."""
+        self._mirrors |= {store.path: store for url, store in self._stores.items() if url in options.paths}
+        paths = (self._stores[path].path if path in self._stores else path for path in options.paths)
+        return replace(options, paths=tuple(paths))
+
+    def url(self, path: str) -> str:
+        """Return the URL of the store that is mirrored in ``path``."""
+        return self._mirrors[path].url if path in self._mirrors else path
+
+    def fetch(self, path: str, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch parts of a log file of the store in ``path``."""
+        if path in self._mirrors:
+            self._mirrors[path].fetch(f"{directory.COMMITLOG}/{name}", ranges)
+
+    def release(self, path: str) -> None:
+        """Give back the space of what was read of the store in ``path``."""
+        if path in self._mirrors:
+            self._mirrors[path].release()
+
+
+def fetch(files: Files, path: str, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+    """Fetch parts of the log file ``name`` if the store in ``path`` is remote."""
+    if isinstance(files, RemoteFiles):
+        files.fetch(path, name, ranges)
+
+
+def located(text: str, storage_options: Mapping[str, Any] | None) -> str | RemoteStore:
+    """Return the local path that ``text`` names, or the store behind its URL.
+
+    Raises:
+        ConfigError: The scheme can't be read.
+    """
+    parts = urlsplit(text)
+    scheme = parts.scheme
+    if scheme == "file" and not parts.netloc:
+        return os.path.abspath(unquote(parts.path))
+    if scheme != "dbfs" and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)", text):
+        return RemoteStore.once(text, storage_options)
+    if len(scheme) > 1 and not os.path.lexists(text):  # one letter is a drive
+        raise ConfigError(
+            f"store: {text!r:.80}: expected a path or a URL such as s3://bucket/store, found the scheme {scheme}: "
+            "write the path where it is mounted, such as /dbfs/…, or ./ before a relative path"
+        )
+    return os.path.abspath(text)
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it."""
+    scheme, _, rest = url.partition("://")
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtraError(f"reading {scheme}://", "remote") from error
+    try:
+        system, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        if scheme not in _BY_PYARROW:
+            raise ConfigError(f"store: {url}: a package is missing that reads {scheme}://: {error}") from error
+        return _by_pyarrow(scheme, rest, options)
+    except ValueError as error:
+        known = ", ".join(f"{one}://" for one in (*_BY_PYARROW, "memory"))
+        raise ConfigError(f"store: {url}: expected a scheme that fsspec knows, such as {known}: {error}") from error
+    return system, str(path)
+
+
+def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    try:
+        return _ArrowSystem(getattr(fs, _BY_PYARROW[scheme])(**options)), path
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"storage_options: PyArrow can't open {scheme}:// with them: {error}") from error
+
+
+class _ArrowSystem:
+    """A file system of PyArrow with the two calls of fsspec that a mirror needs."""
+
+    def __init__(self, system: Any) -> None:
+        self._system = system
+
+    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
+        from pyarrow.fs import FileSelector
+
+        found = self._system.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+        return {one.path: {"type": "file" if one.is_file else "folder", "size": one.size} for one in found}
+
+    def cat_ranges(self, paths: list[str], begins: list[int], ends: list[int], *, on_error: str) -> list[bytes]:
+        found = []
+        for path, begin, end in zip(paths, begins, ends, strict=True):
+            with self._system.open_input_file(path) as file:
+                found.append(file.read_at(end - begin, begin))
+        return found
+
+
+def _make_sparse(path: str, size: int) -> None:
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+def _below(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(folder + "/")
