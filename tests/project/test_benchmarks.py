@@ -47,6 +47,7 @@ PARTS: dict[str, dict[str, Paths]] = {
     "cluster": {"route": None, "drill": None},
     "columns": {"reading": None, "processes": None, "exporting": None},
     "diagnosis": {"lags": None, "loops": None, "shows": None, "reports": None},
+    "wire": {"remoting": None, "pull": None, "connect": None, "oneway": None},
     "spark": {"decoding": None, "starts": None, "writing": None},
 }
 """The paths of each part's rows, or None if any paths will do."""

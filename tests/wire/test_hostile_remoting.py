@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import random
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final
 
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting import pulling as pulling_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.fields import to_fields
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.headers import ClientOfGroupHeader
+from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
+
+SENT: Final[dict[str, Any]] = {
+    "producer_group": "p", "topic": "t", "default_topic": "TBW102", "default_topic_queue_nums": 4, "sys_flag": 0,
+    "born_timestamp": 5, "flag": 0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -115,6 +127,61 @@ def test_a_full_server_closes_only_who_fills_it(server: RemotingServer, monkeypa
         filling.write(encode(Frame(Code.HEART_BEAT, body=bytes(90)))[:-80])
         assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
         assert filling.has_ended()
+
+
+def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection too many is closed, and the others are served; one that leaves makes room."""
+    monkeypatch.setattr(server_module, "_MOST_CONNECTIONS", 2)
+    with RawClient(server.port) as first:
+        first.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
+        with RawClient(server.port) as second:
+            second.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
+            with RawClient(server.port) as third:
+                assert third.has_ended()
+            assert first.put("t", b"x").code == second.put("t", b"x").code == 0
+
+
+@pytest.mark.parametrize("bound", ["_MOST_HELD", "_MOST_HELD_IN_ALL"])
+def test_held_pulls_are_bounded(client: RawClient, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    """A pull too many is answered immediately; one that is answered makes room."""
+    monkeypatch.setattr(pulling_module, bound, 2)
+    client.beat("c", "g", topics=("t",))
+    client.put("t", b"x")
+    held = [client.pull("g", "t", 0, 15_000, queue_id=number) for number in (1, 2)]
+    refused = client.pull("g", "t", 0, 15_000, queue_id=3)
+    answer = client.answer()
+    assert (answer.opaque, answer.code) == (refused, 19)
+    number = client.send(Code.SEND_MESSAGE_V2, b"x", **SENT, queue_id=1)
+    assert {client.answer().opaque, client.answer().opaque} == {number, held[0]}
+    client.pull("g", "t", 0, 15_000, queue_id=3)
+    assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=3).fields == {"offset": "0"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_garbled_requests_are_answered_or_cut_off(
+    client: RawClient, server: RemotingServer, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Nothing that clients have sent, changed at random, makes the server fail."""
+    draw = random.Random(seed)
+    recorded = [row["request"] for row in jsonl(existing("remoting", "frames.jsonl")) if row["from"] == "client"]
+    odd = ["-1", "2147483648", "9223372036854775808", "", "null", "true", "%RETRY%g", "TBW102", "a" * 300, "1e5", "٣"]
+    for _ in range(15):
+        with RawClient(server.port) as garbling:
+            for request in draw.choices(recorded, k=8):
+                header = json.loads(json.dumps(request["header"]))
+                header["extFields"] = {
+                    name: draw.choice([value, value, draw.choice(odd)])
+                    for name, value in (header.get("extFields") or {}).items()
+                }
+                head, body = bytearray(json.dumps(header).encode()), bytearray(request.get("body", "").encode())
+                garbled = draw.choice([head, body, body])
+                if garbled and draw.random() < 0.4:
+                    garbled[draw.randrange(len(garbled))] = draw.randrange(256)
+                length = 4 + len(head) + len(body)
+                with suppress(OSError):
+                    garbling.write(length.to_bytes(4, "big") + len(head).to_bytes(4, "big") + head + body)
+    assert client.put("t", b"x").code == 0
+    assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
 
 
 def test_large_answers_do_not_wait_for_each_other(client: RawClient) -> None:

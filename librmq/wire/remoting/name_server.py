@@ -137,6 +137,8 @@ class NameServer:
         return changed
 
     def _set_permission(self, topic: str, data: QueueData, permission: int) -> bool:
+        if permission == data.permission:
+            return True
         try:
             self._broker.call(CreateTopic(topic, data.read_queues, data.write_queues, permission))
         except RmqError:  # the broker's own

@@ -39,6 +39,8 @@ _REMARKS: Final = {
 }
 _LONGEST_WAIT_MS: Final = 120_000
 _MOST_HELD: Final = 10_000
+"""The held pulls of one connection."""
+_MOST_HELD_IN_ALL: Final = 100_000
 _SORT_OUT_AT: Final = 1_000
 
 
@@ -65,6 +67,7 @@ class Pulling:
         self._sort_out_at = _SORT_OUT_AT
         self._number = itertools.count()
         self._held: dict[Channel, set[_Waiting]] = {}
+        self._count = 0
         self._ends_holds = ends_holds
         self._rates = rates
 
@@ -79,8 +82,9 @@ class Pulling:
             response = call.ask(_request(call, lambda: self._woken(waiting), commits=True))
             if response.status is PullStatus.HELD:
                 held = self._held.setdefault(call.channel, set())
-                if len(held) < _MOST_HELD:
+                if len(held) < _MOST_HELD and self._count < _MOST_HELD_IN_ALL:
                     held.add(waiting)
+                    self._count += 1
                     self._note(self._runner.now_ms() + waits_ms, waiting)
                     return None
             waiting.is_answered = True
@@ -101,10 +105,18 @@ class Pulling:
         with self._runner.lock:
             held = self._held.get(channel, set())
             for waiting in [one for one in held if group in (None, one.call.header.consumer_group)]:
-                waiting.is_answered = True
-                held.discard(waiting)
-            if not held:
-                self._held.pop(channel, None)
+                self._end(waiting)
+
+    def _end(self, waiting: _Waiting) -> None:
+        """Hold a pull no longer."""
+        waiting.is_answered = True
+        channel = waiting.call.channel
+        held = self._held.get(channel, set())
+        if waiting in held:
+            held.discard(waiting)
+            self._count -= 1
+        if not held:
+            self._held.pop(channel, None)
 
     def release(self, queue: tuple[str, str, int] | None = None) -> None:
         """Answer the held pulls now, or those of one queue: of a group, a topic and a queue id."""
@@ -148,8 +160,7 @@ class Pulling:
                 frame = self._answer(call, response)
             except RmqError as error:  # the client has left the group, or the broker is closed
                 frame = refused(call.frame, error)
-            waiting.is_answered = True
-            self._held.get(call.channel, set()).discard(waiting)
+            self._end(waiting)
         call.channel.write(frame)
 
     def _answer(self, call: RemotingCall, response: PullResponse) -> bytes:
