@@ -23,7 +23,7 @@ from librmq.files.seam import Buffer, Files, without_zeros
 from librmq.message import record
 from librmq.message.checksum import crc32
 from librmq.message.message import StoredMessage
-from librmq.runtime.core import CORE
+from librmq.runtime.core import CORE, LogState
 from librmq.runtime.headway import advance
 
 __all__ = ["CommitLog", "LogEnd", "LogItem"]
@@ -56,7 +56,7 @@ class LogEnd(NamedTuple):
     """Start of the last record of the walk."""
 
 
-class CommitLog:
+class CommitLog(LogState):
     """The log of a store, to append, read and scan.
 
     One thread can append or truncate (`MessageStore` serialises its producers) while any number of threads read:

@@ -215,7 +215,7 @@ def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
     origin = get_origin(hint) or hint
     if origin is Literal:
         allowed = get_args(hint)
-        return f"one of {', '.join(map(repr, allowed))}", lambda value: any(value is x or value == x for x in allowed)
+        return f"one of {', '.join(map(repr, allowed))}", lambda value: value in allowed
     if origin is bool:
         return "True or False", lambda value: isinstance(value, bool)
     if origin in (int, float):

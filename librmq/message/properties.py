@@ -12,6 +12,7 @@ from typing import Final
 
 from librmq.errors import MessageIllegalError
 from librmq.java.hashing import hash_map_order, java_decode, string_hash
+from librmq.runtime.core import CORE
 
 PROPERTY_KEYS: Final = "KEYS"
 PROPERTY_TAGS: Final = "TAGS"
@@ -134,9 +135,13 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
         return lambda properties: "".join(
             chain.from_iterable((before, properties[name]) for before, name in zip(befores, ordered, strict=True))
         )
+    shapes: dict[tuple[str, ...], object] = {} if CORE is None else CORE.shapes
     if len(_shapes) >= _SHAPES_KEPT:
         _shapes.clear()
+        shapes.clear()
     shape = _shapes[names] = _make_shape(len(names))(*befores, *ordered)
+    if text.isascii():
+        shapes[names] = list(zip(map(str.encode, befores), hash_map_order(names), strict=True))
     return shape
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["CORE", "CORE_STATE"]
+__all__ = ["CORE", "CORE_STATE", "AppendState", "DispatchState", "LaneState", "LogState"]
 
-_API: Final = 1
+_API: Final = 2
 _SWITCH: Final = "LIBRMQ_CORE"
 
 
@@ -36,3 +36,22 @@ CORE: Final = _loaded[0]
 """The module ``librmq_core``, or None."""
 CORE_STATE: Final = _loaded[1]
 """Which code runs: ``compiled core``, or pure Python and the reason."""
+
+if TYPE_CHECKING:
+
+    class LogState:
+        """Base of `librmq.commitlog.CommitLog`; with the core its hot attributes are fields of a C structure."""
+
+    class DispatchState:
+        """The same of `librmq.store.engine.dispatch.Dispatcher`."""
+
+    class LaneState:
+        """The same of `librmq.store.engine.dispatch.Lane`."""
+
+    class AppendState:
+        """The same of `librmq.store.engine.append.Appender`."""
+
+else:
+    LogState, DispatchState, LaneState, AppendState = (
+        getattr(CORE, name, object) for name in ("LogState", "DispatchState", "LaneState", "AppendState")
+    )

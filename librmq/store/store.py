@@ -134,7 +134,8 @@ class MessageStore:
             replica_of=replica_of,
         )
         store.appender = handle.appender
-        store.append = handle.appender.append  # type: ignore[method-assign]  # without a call more for each message
+        # Without a call more for each message.
+        store.append = getattr(handle.appender, "append_usual", handle.appender.append)  # type: ignore[method-assign]
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store
 

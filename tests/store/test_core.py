@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, RmqError
 from librmq.files.memory import MemoryFiles
+from librmq.java.hashing import string_hash
 from librmq.message.message import Message
 from librmq.runtime import core
 from librmq.store import MessageStore
+from librmq.store.engine.dispatch import key_block
+from librmq.store.engine.prepared import AppendResult
 
 CORE = core.CORE
 
@@ -80,10 +84,10 @@ def test_scans_are_equal(sizes: list[int], flips: list[tuple[int, int]], check_b
     buffer = files.open("/store/commitlog/" + "0" * 20).buffer
     for at, value in flips:
         buffer[at] = value
-    before = CORE.calls["records"]
+    before = CORE.counts()["records"]
     compiled = scanned(files, config, check_body=check_body)
     if not flips:
-        assert CORE.calls["records"] > before
+        assert CORE.counts()["records"] > before
     with pytest.MonkeyPatch.context() as patch:
         without_core(patch)
         assert scanned(files, config, check_body=check_body) == compiled
@@ -122,3 +126,118 @@ def test_another_api_is_refused(tmp_path: Path) -> None:
     """As after librmq was updated and librmq-core was not."""
     (tmp_path / "librmq_core.py").write_text("API = 0\n", "utf-8")
     assert "has API 0" in said_with("on", f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+
+
+TEXTS = st.sampled_from(["a", "b c", "é", "日本", "\U0001f600x", "x" * 40])
+NAMES = st.sampled_from(["region", "amount", "é", "n1", "n2", "n3", "zone"])
+USUAL = st.builds(
+    dict,
+    topic=st.sampled_from(["orders", "T" * 19, "payments"]),
+    queue_id=st.integers(0, 2),
+    body=st.binary(max_size=700),
+    tags=st.none() | TEXTS,
+    keys=st.sampled_from([(), "k", "k1 k2", "ключ"]),
+    properties=st.dictionaries(NAMES, TEXTS, max_size=4),
+    options=st.sampled_from([{}, {}, {}, {"delay_level": 2}, {"flag": -7}, {"unique_key": "U1"}]),
+    fields=st.sampled_from([{}, {}, {}, {"sys_flag": 8}, {"born_host": ("::1", 1)}, {"reconsume_times": 3}]),
+    times=st.sampled_from([1, 1, 5, 150]),
+)
+
+
+def folder_after(steps: list[dict[str, Any]], compiled: bool) -> dict[str, bytes]:
+    """Return all files of a store after these appends, in ``compiled`` or in Python code."""
+    files, clock = MemoryFiles(), ManualClock()
+    with MessageStore.open("/store", StoreConfig.tiny(), files=files, clock=clock, background=False) as store:
+        append = store.append if compiled else store.appender.append
+        for step in steps:
+            message = Message(
+                step["topic"],
+                step["body"],
+                tags=step["tags"],
+                keys=step["keys"],
+                properties=step["properties"],
+                **step["options"],
+            )
+            for _ in range(step["times"]):
+                result = append(message, step["queue_id"], **step["fields"])
+                assert type(result) is AppendResult
+                clock.advance(ms=1)
+            assert store.message_at(result.physical_offset) is not None
+    return contents(files, "/store")
+
+
+def contents(files: MemoryFiles, folder: str) -> dict[str, bytes]:
+    """Return the bytes of all files below a folder."""
+    found = {}
+    for entry in files.list(folder):
+        path = f"{folder}/{entry.name}"
+        found.update(contents(files, path) if entry.is_folder else {path: files.read(path)})
+    return found
+
+
+@needs_core
+@settings(max_examples=60, deadline=None)
+@given(st.lists(USUAL, min_size=1, max_size=12))
+def test_folders_are_equal_byte_for_byte(steps: list[dict[str, Any]]) -> None:
+    assert folder_after(steps, True) == folder_after(steps, False)
+
+
+@needs_core
+def test_usual_appends_are_compiled(tmp_path: Path) -> None:
+    """All but those that open the queue, write entries and keys, or make room."""
+    with MessageStore.open(tmp_path / "store") as store:
+        before = CORE.counts()["append"]
+        for number in range(10_000):
+            store.append(Message("T", b"x" * 100, tags="a", keys=f"k{number}", properties={"p": "q"}))
+        assert CORE.counts()["append"] - before > 9_700
+        assert [store.read("T", 0, at, 1).messages[0].keys for at in (0, 9_999)] == [("k0",), ("k9999",)]
+
+
+@needs_core
+@given(st.text(max_size=50))
+def test_hashes_are_those_of_java(text: str) -> None:
+    assert CORE.string_hash(text) == string_hash(text)
+
+
+@needs_core
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"body": "text"},
+        {"topic": 5},
+        {"flag": 1 << 31},
+        {"properties": {"a": 1}},
+        {"properties": {"a": "b\2c"}},
+        {"properties": {"a": "\ud800"}},
+    ],
+)
+def test_what_is_refused_is_refused_alike(changed: dict[str, Any]) -> None:
+    """A message that was changed after it was made; the refused append has no effect."""
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        message = Message("T", b"x", properties={"a": "b"})
+        end = store.append(message).size
+        for name, value in changed.items():
+            setattr(message, name, value)
+        said = []
+        for append in (store.append, store.appender.append):
+            with pytest.raises((RmqError, TypeError, AttributeError)) as caught:
+                append(message)
+            said.append((caught.type, str(caught.value)))
+        assert said[0] == said[1]
+        assert store.log.end == end
+
+
+KEYS = st.none() | st.sampled_from(["", "k", "k1 k2", " a  b ", "ключ", "\U0001f600", "x" * 200])
+
+
+@needs_core
+@given(st.lists(st.tuples(st.integers(-(1 << 31), 1 << 31), KEYS, KEYS), min_size=1, max_size=40), st.booleans())
+def test_hashes_of_keys_are_equal(keys: list[tuple[int, str | None, str | None]], in_stored_form: bool) -> None:
+    def stored(text: str | None) -> Any:
+        return text.encode() if in_stored_form and text is not None else text
+
+    records = [(100 * n, 7 * n, prefix, stored(one), stored(two)) for n, (prefix, one, two) in enumerate(keys)]
+    compiled = [array.tolist() for array in key_block(records)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("librmq.store.engine.dispatch.CORE", None)
+        assert [array.tolist() for array in key_block(records)] == compiled

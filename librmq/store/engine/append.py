@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import accumulate, chain, repeat
 from typing import Final
 
-from librmq.clock import Clock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
@@ -25,6 +25,7 @@ from librmq.message.checksum import crc32
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
+from librmq.runtime.core import AppendState
 from librmq.runtime.critical import critical
 from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
@@ -59,7 +60,7 @@ _pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.it
 _new_result = tuple.__new__
 
 
-class Appender:
+class Appender(AppendState):
     """The only writer of an open store: its lock, and everything that is written under it. Thread-safe.
 
     It outlives its parts: `take` gives it those of a recovery. Every append and every other change of the parts waits
@@ -78,6 +79,10 @@ class Appender:
         self.parts: Parts | None = None
         self.lanes = {}
         self.now_ms = clock.now_ms
+        # The compiled append makes results and reads these two clocks itself.
+        self.system_now_ms = self.now_ms if type(clock) is SystemClock else None
+        self.manual_now_ms = self.now_ms if type(clock) is ManualClock else None
+        self.message_class, self.result_class = Message, AppendResult
         self.refusal = refusal
         self._wake = wake
         self._watchers: list[Callable[[], None]] = []
@@ -97,6 +102,7 @@ class Appender:
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._sync = config.durability == "sync"
+        self.is_usual = not self._sync
 
     def take(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""

@@ -19,6 +19,7 @@ from librmq.java.numbers import java_int
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.runtime.core import CORE, DispatchState, LaneState
 from librmq.runtime.critical import critical
 from librmq.store.format.keyindex import KeyIndex
 
@@ -82,12 +83,12 @@ def _index_hash(value: int) -> int:
     return abs(value) if value != -(1 << 31) else 0
 
 
-class Lane:
+class Lane(LaneState):
     """State of appending to one queue."""
 
-    __slots__ = (
+    __slots__: tuple[str, ...] = (
         "next_queue_offset", "pending", "pending_from", "prefix_hash", "queue", "queue_id", "topic", "topic_field"
-    )  # fmt: skip
+    ) if CORE is None else ()  # fmt: skip  # with the core its base has them
 
     def __init__(self, topic: str, queue_id: int, queue: ConsumeQueue) -> None:
         self.topic = topic
@@ -113,7 +114,7 @@ RawPending = tuple[int, int, int, bytes | None, bytes | None]
 """The same, with texts in a record's form."""
 
 
-class Dispatcher:
+class Dispatcher(DispatchState):
     """Collector and writer of queue entries and keys. Not thread-safe: `MessageStore` calls it under its lock.
 
     ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` directly and calls `advance`
@@ -263,6 +264,9 @@ class KeyBlock(NamedTuple):
 
 def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
+    found = None if CORE is None or type(records) is not list else CORE.key_hashes(records)
+    if found is not None:
+        return KeyBlock(*(np.frombuffer(numbers, np.int64) for numbers in found))
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
     if all(uniques) and all(keys) and not _has_blank(keys):

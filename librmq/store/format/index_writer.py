@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from librmq.files.seam import Buffer
+from librmq.runtime.core import CORE
 from librmq.store.format.index_layout import (
     ENTRY_SIZE,
     HEADER,
@@ -116,9 +117,37 @@ class IndexWriter:
     ) -> None:
         """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
         keys, number = len(hashes), self.count
-        slots = hashes % self.max_slots
+        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
+        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
+        if number <= 1:
+            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
+        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
+        put = self._put_entries if CORE is None or type(buffer) is not mmap.mmap else CORE.put_entries
+        fresh = put(buffer, self.max_slots, number, physical, timestamps, hashes, begin_timestamp, first_seconds)
+        slot_count = self.slot_count + fresh
+        buffer[:HEADER_SIZE] = _pack_header(
+            begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
+        )
+        self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
+        self.end_physical = end_physical
+        self.slot_count, self.count = slot_count, number + keys
+
+    def _put_entries(
+        self,
+        buffer: Buffer,
+        max_slots: int,
+        number: int,
+        physical: NDArray[np.int64],
+        timestamps: NDArray[np.int64],
+        hashes: NDArray[np.int64],
+        begin_timestamp: int,
+        first_seconds: int,
+    ) -> int:
+        """Write entries from ``number`` on, and the slots that lead to them; return how many led to none before."""
+        keys = len(hashes)
+        slots = hashes % max_slots
         numbers = np.arange(number, number + keys)
-        before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots].astype(np.int64)
+        before = np.frombuffer(buffer, ">i4", max_slots, HEADER_SIZE)[slots].astype(np.int64)
         previous = np.where((before > 0) & (before <= numbers), before, 0)
         # Sort keys by slot, stably. Sorting pairs as single numbers is fastest.
         shift = keys.bit_length()
@@ -131,12 +160,6 @@ class IndexWriter:
             previous[order[1:][again]] = numbers[order[:-1][again]]
             last = order[np.append(~again, True)]
             touched, newest = slots[last], numbers[last]
-
-        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
-        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
-        if number <= 1:
-            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
-        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
         entries = np.empty(keys, STORED_ENTRY)
         entries["hash"] = hashes
         entries["physical"] = physical
@@ -146,16 +169,10 @@ class IndexWriter:
             entries["time_diff"] = 0
         entries["time_diff"][0] = first_seconds
         entries["previous"] = previous
-        slot_count = self.slot_count + keys - int(np.count_nonzero(previous))
         position = self._position(number)
         buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
         self._write_slots(buffer, int(ordered[0]), int(ordered[-1]), touched, newest)
-        buffer[:HEADER_SIZE] = _pack_header(
-            begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
-        )
-        self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
-        self.end_physical = end_physical
-        self.slot_count, self.count = slot_count, number + keys
+        return keys - int(np.count_nonzero(previous))
 
     def _write_slots(
         self, buffer: Buffer, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]
