@@ -97,6 +97,7 @@ class Environment:
         variables["PYTHONSAFEPATH"] = "1"
         variables["PYTHONPATH"] = str(CHECKOUT / "examples")
         variables.pop("LIBRMQ_EXPECT_WHEEL", None)
+        variables.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
         # Without bytecode every process would compile each module again, and pytest would rewrite it.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.wheel is not None:

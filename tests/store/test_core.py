@@ -130,7 +130,7 @@ def test_another_api_is_refused(tmp_path: Path) -> None:
 
 TEXTS = st.sampled_from(["a", "b c", "é", "日本", "\U0001f600x", "x" * 40])
 NAMES = st.sampled_from(["region", "amount", "é", "n1", "n2", "n3", "zone"])
-USUAL = st.builds(
+USUAL: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     topic=st.sampled_from(["orders", "T" * 19, "payments"]),
     queue_id=st.integers(0, 2),
