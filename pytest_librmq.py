@@ -28,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests marked rmq_explore under one schedule: that of a seed, or of a file, from a failure's report; "
         "any other text varies the random choices",
     )
+    parser.getgroup("librmq").addoption(
+        "--rmq-over-tcp",
+        action="store_true",
+        help="let requests of clients in tests with the fixture rmq cross a TCP connection, as frames of RocketMQ 4.x",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

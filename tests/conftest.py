@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests import budget
+from tests.over_tcp import reason_of
 from tests.reference import (
     ABSENT,
     Row,
@@ -303,6 +304,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other tests of a module stay together too, because they share its fixtures.
     """
     _mark(items)
+    for item in items if items and items[0].config.getoption("rmq_over_tcp") else ():
+        reason = reason_of(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"over TCP: {reason}"))
     if _process:
         for item in items:
             if item.get_closest_marker("xdist_group") is None and not _is_long(item):

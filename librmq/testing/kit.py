@@ -54,6 +54,7 @@ class KitKeywords(TypedDict, total=False):
     broker_config: BrokerConfig | None
     store_config: StoreConfig | None
     now_ms: int
+    over_tcp: bool
 
 
 class Kit:
@@ -71,10 +72,15 @@ class Kit:
         broker_config: BrokerConfig | None = None,
         store_config: StoreConfig | None = None,
         now_ms: int = 1_700_000_000_000,
+        over_tcp: bool = False,
         runner: KitRunner | None = None,
         check: bool = True,
     ) -> None:
-        """Open the broker; with ``check`` False its store is not verified at the end."""
+        """Open the broker.
+
+        With ``over_tcp`` requests of clients cross a TCP connection as frames of 4.x. With ``check`` False the store is
+        not verified at the end.
+        """
         self.clock = runner.manual_clock if runner is not None else ManualClock(now_ms)
         """The time, which `advance` moves."""
         self.runner = runner or KitRunner(self.clock)
@@ -96,7 +102,7 @@ class Kit:
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
         self.network = Network(
-            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came
+            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came, over_tcp
         )
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True

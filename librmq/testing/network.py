@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from string import ascii_lowercase
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.cluster import Cluster, Replica, RouteTable
@@ -20,6 +20,9 @@ from librmq.protocol import Endpoint, QueueData
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+
+if TYPE_CHECKING:
+    from librmq.testing.frame_links import FrameLinks
 
 __all__ = ["Network", "broker_names"]
 
@@ -89,8 +92,24 @@ class Network:
         config: BrokerConfig | None,
         store_config: StoreConfig,
         came: Callable[[str, bool], object],
+        over_tcp: bool = False,
     ) -> None:
-        """Open the broker; ``came(name, is_new)`` is called for each broker that joins or returns."""
+        """Open the broker.
+
+        Args:
+            path: Folder of its store.
+            files: Opens it.
+            runner: Runs everything.
+            config: Settings of brokers.
+            store_config: Settings of stores.
+            came: Called as ``came(name, is_new)`` for each broker that joins or returns.
+            over_tcp: Whether requests cross a TCP connection as frames of 4.x.
+        """
+        self._frames: FrameLinks | None = None
+        if over_tcp:
+            from librmq.testing.frame_links import FrameLinks
+
+            self._frames = FrameLinks(runner)
         self._path = path
         self._files = files
         self._runner = runner
@@ -374,6 +393,8 @@ class Network:
             raise BrokerUnreachableError(f"{broker_name} is down")
         if self._cuts and self._is_cut(process, broker_name):
             raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
+        if self._frames is not None:
+            return self._frames.endpoint(process, broker)
         route = self.table if process.site is None else self.table.at(process.site)
         return route.endpoint(broker_name)
 
@@ -396,6 +417,8 @@ class Network:
             broker.abandon()
 
     def _close_readers(self) -> None:
+        if self._frames is not None:
+            self._frames.close()
         for store in (*self._read_only.values(), *(store for kept in self._retired.values() for store in kept)):
             store.close()
 

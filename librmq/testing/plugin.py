@@ -41,6 +41,8 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
         folder = request.getfixturevalue("tmp_path") / "broker"
         folder.mkdir()
         settings["path"] = folder
+    if request.config.getoption("rmq_over_tcp"):
+        settings.setdefault("over_tcp", True)
     explorer = node.stash.get(_EXPLORER, None)
     with _made(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
         node.stash[_KIT] = kit

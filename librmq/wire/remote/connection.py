@@ -135,6 +135,9 @@ class _Connection:
         except OSError as error:
             self._end(str(error))
             raise self._has_ended() from error
+        except BaseException:  # Ctrl-C: part of the frame may be sent
+            self._end("a write was interrupted")
+            raise
 
     def _has_ended(self) -> BrokerUnreachableError:
         return BrokerUnreachableError(f"the connection to {self.address} has ended: {self._why}")

@@ -40,7 +40,7 @@ _Key = tuple[str, str, str, int]
 class _Pull:
     """The latest pull of a client in one queue."""
 
-    __slots__ = ("answer", "asked", "committed", "notify", "sent_ms")
+    __slots__ = ("answer", "asked", "committed", "is_being_sent", "notify", "sent_ms")
 
     def __init__(self, request: PullMessage, sent_ms: int) -> None:
         self.asked = _asked(request)
@@ -48,6 +48,8 @@ class _Pull:
         self.notify = request.notify
         self.sent_ms = sent_ms
         self.answer: Frame | RmqError | None = None
+        self.is_being_sent = True
+        """Whether the call that sends it is still under way: an answer that comes meanwhile is its result."""
 
     def outcome(self) -> Frame | RmqError | None:
         """Return what has come by now, in any thread."""
@@ -127,6 +129,8 @@ class LongPulls:
                 if self._pulls.get(key) is not pull:
                     return  # a later pull has replaced it
                 pull.answer = outcome
+                if pull.is_being_sent:
+                    return
                 if isinstance(outcome, RmqError):
                     del self._pulls[key]  # the connection has ended: the next pull is sent over a new one
             self._later(lambda: None if pull.notify is None else pull.notify())
@@ -142,11 +146,11 @@ class LongPulls:
                     del self._pulls[key]
             raise
         with self._lock:
+            pull.is_being_sent = False
             answer = pull.outcome()
-            if not isinstance(answer, Frame) or self._pulls.get(key) is not pull:
-                return self._held(request)
-            del self._pulls[key]  # it was here at once
-        return self._response(request, answer)
+            if answer is not None and self._pulls.get(key) is pull:
+                del self._pulls[key]
+        return self._held(request) if answer is None else self._response(request, answer)
 
     def _held(self, request: PullMessage) -> PullResponse:
         begin, end = self._bounds.get((request.topic, request.queue_id), (0, request.queue_offset))
@@ -167,6 +171,13 @@ class LongPulls:
             ) from error
         self._bounds[request.topic, request.queue_id] = header.min_offset, header.max_offset
         return PullResponse(status, header.next_begin_offset, header.min_offset, header.max_offset, messages)
+
+    def expire(self, client_id: str, group: str) -> None:
+        """Ignore the answers to pulls of a client in a group, whose subscriptions have changed; it pulls again."""
+        with self._lock:
+            for key, pull in self._pulls.items():
+                if key[:2] == (client_id, group):
+                    pull.asked = ()
 
     def forget(self, client_id: str, group: str | None = None) -> None:
         """Forget the pulls of a client, in one group or in all."""

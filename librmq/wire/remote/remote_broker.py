@@ -15,6 +15,7 @@ from librmq.protocol import (
     CheckTransaction,
     ConsumerData,
     ConsumersChanged,
+    Endpoint,
     EndTransaction,
     GroupSubscriptions,
     Heartbeat,
@@ -189,8 +190,8 @@ class RemoteBroker:
             self._beats[request.client_id] = request
             self._knows.pop(request.client_id, None)
         if before is not None and before.consumers != request.consumers:
-            for data in before.consumers:  # its answers are those to other subscriptions
-                self._pulls.forget(request.client_id, data.group)
+            for data in before.consumers:
+                self._pulls.expire(request.client_id, data.group)
         self._of_client(request.client_id)
 
     def beat(self) -> bool:
@@ -211,6 +212,11 @@ class RemoteBroker:
                     error=error,
                 )
         return all_arrived
+
+    def client(self, client_id: str) -> Endpoint | None:
+        """Return a client that has sent a heartbeat and not left."""
+        beat = self._beats.get(client_id)
+        return None if beat is None else beat.client
 
     def has_client(self, client_id: str) -> bool:
         """Return whether a client has sent a heartbeat and not left."""

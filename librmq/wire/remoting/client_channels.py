@@ -20,6 +20,7 @@ from librmq.protocol import (
     ConsumerOffsets,
     ConsumersChanged,
     DescribeInstance,
+    Forgotten,
     Heartbeat,
     Request,
     ResetOffsets,
@@ -76,6 +77,8 @@ class _Client:
                 self._tell(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
             case ConsumerOffsets():
                 return cast(R, {})
+            case Forgotten():
+                self.channel.close()  # as in 4.9; the client registers again over a new connection
             case DescribeInstance():
                 raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
         return cast(R, None)

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import ipaddress
-import itertools
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
-from librmq.errors import BrokerError, ConfigError, MalformedError
+from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
-from librmq.protocol import Endpoint, ResponseCode
+from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.certificates import server_context
-from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
-from librmq.wire.remoting.calls import answer_of, answering, refused
+from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.consuming import Consuming
-from librmq.wire.remoting.description import Description
 from librmq.wire.remoting.frames import Frame, FrameReader
-from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.producing import SENDS, Producing
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.replies import Replies
 
 __all__ = ["RemotingServer"]
 
@@ -38,8 +29,6 @@ _log = EventLog("librmq.wire")
 
 _MOST_CONNECTIONS: Final = 1_000
 _RECEIVED: Final = 256 << 10
-_ANSWERED: Final = 1 << 20
-"""Bytes of answers that are collected to be sent together."""
 _UNFINISHED: Final = 256 << 20
 """Most bytes of unfinished frames, over all connections."""
 _IDLE_S: Final = 120
@@ -92,22 +81,19 @@ class RemotingServer:
         self._tls = None if tls is None else server_context(*tls)
         self._listening = listen(port=listening) if isinstance(listening, int) else listening
         self.host, self.port = self._listening.getsockname()[:2]
-        self._allows_admin = allows_admin
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         rates = Rates()
         self._pulling = Pulling(broker, rates, ends_holds=endpoints is None)
         self._endpoints = endpoints or (lambda _: broker)
-        names, producing = NameServer(broker, advertise, auto_create), Producing(broker, rates)
-        parts: list[Any] = [
-            names,
-            producing,
-            Replies(broker, self._sessions, producing),
-            Consuming(broker, self._sessions, self._pulling, rates),
-            AdminRequests(broker, self._sessions, names, rates),
-            Description(broker, names, rates),
-        ]
-        self._producing = producing
-        self._handlers = answering(part.handlers for part in parts)
+        self._answers = FrameAnswers(
+            broker,
+            self._sessions,
+            self._pulling,
+            rates,
+            advertise=advertise,
+            auto_create=auto_create,
+            allows_admin=allows_admin,
+        )
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._unfinished = 0
@@ -212,7 +198,7 @@ class RemotingServer:
                 try:
                     frames += reader.feed(received)
                 finally:  # what came before rubbish is answered
-                    self._answer_all(channel, frames)
+                    self._answers.write(channel, frames)
                 if reader.held != held:
                     with self._lock:
                         self._unfinished += reader.held - held
@@ -237,43 +223,6 @@ class RemotingServer:
             self._pulling.forget(channel)
             self._sessions.closed(channel)
             channel.release()
-
-    def _answer_all(self, channel: Channel, frames: list[Frame]) -> None:
-        """Answer frames that came together."""
-        answers: list[bytes] = []
-        size = 0
-        for is_send, run in itertools.groupby(frames, _is_send):
-            together = list(run)
-            found = (
-                self._producing.send_all(channel, together)
-                if is_send
-                else map(partial(self._answer, channel), together)
-            )
-            for frame, answer in found:
-                if answer is not None and not frame.is_one_way:
-                    answers.append(answer)
-                    size += len(answer)
-                if size > _ANSWERED:  # small requests may have large answers
-                    channel.write(b"".join(answers))
-                    answers, size = [], 0
-        if answers:
-            channel.write(b"".join(answers))
-
-    def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
-        """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
-        if frame.is_answer:
-            channel.answered(frame)
-            return frame, None
-        if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
-            error = BrokerError(
-                ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
-            )
-            return frame, refused(frame, error)
-        return frame, answer_of(self._handlers, channel, frame)
-
-
-def _is_send(frame: Frame) -> bool:
-    return frame.code in SENDS and not frame.is_answer
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -302,10 +251,3 @@ def _host(address: Any) -> Host:  # noqa: ANN401
     """Return the host of a socket's address; one of IPv4 is not shown as one of IPv6."""
     host = str(address[0])
     return (host[7:] if host.startswith("::ffff:") and "." in host else host), int(address[1])
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,0 +1,221 @@
+"""Requests of a test's processes as frames of 4.x over a TCP connection, one turn at a time.
+
+The client's half (`RemoteBroker`) and the server's half (`FrameAnswers`) are those of production. Only the threads are
+missing: a frame crosses the connection and is answered within the call, and what a server says later is a step.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
+
+from librmq.broker import Broker
+from librmq.errors import BrokerUnreachableError
+from librmq.protocol import Endpoint, Forgotten
+from librmq.runtime.runner import Runner, Step
+from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.remote_broker import RemoteBroker
+from librmq.wire.remote.transport import Ended, Requested, Transport
+from librmq.wire.remoting.answers import FrameAnswers
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.pulling import Pulling
+from librmq.wire.remoting.rates import Rates
+
+__all__ = ["FrameLinks"]
+
+_PIECE: Final = 32 << 10
+"""Bytes that fit into the buffers of a connection."""
+_TIMEOUT_S: Final = 3.0
+
+
+class _Peer(Protocol):
+    label: str
+
+
+class _Cable:
+    """A TCP connection whose two ends one thread serves."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.client = socket.create_connection(listening.getsockname())
+            self.server, _ = listening.accept()
+        for end in (self.client, self.server):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @staticmethod
+    def carry(source: socket.socket, target: socket.socket, raw: bytes | bytearray) -> bytes:
+        """Send bytes from one end, and return them as they have come to the other."""
+        came = bytearray()
+        for begin in range(0, len(raw), _PIECE):
+            piece = raw[begin : begin + _PIECE]
+            source.sendall(piece)
+            rest = len(piece)
+            while rest:
+                found = target.recv(rest)
+                if not found:
+                    raise BrokerUnreachableError("the test has ended")
+                came += found
+                rest -= len(found)
+        return bytes(came)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+class _Server:
+    """The server's half for one broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        rates = Rates()
+        self.broker = broker
+        self.sessions = ClientChannels(broker, lambda *_: None)
+        self.pulling = Pulling(broker, rates, ends_holds=False)  # otherwise a test would never be idle
+        self.answers = FrameAnswers(broker, self.sessions, self.pulling, rates)
+
+
+class _TurnChannel(Channel):
+    """A channel that works in steps of the runner, and writes to a client in the same thread."""
+
+    def __init__(self, cable: _Cable, runner: Runner, label: str, endpoint: Endpoint) -> None:
+        super().__init__(cable.server, ("127.0.0.1", 0), ("127.0.0.1", 0), endpoint)
+        self._cable = cable
+        self._runner = runner
+        self._label = label
+        self.arrive: Callable[[bytes], None] = lambda raw: None
+        self.end: Callable[[], None] = lambda: None
+
+    def write(self, data: bytes | bytearray) -> None:
+        if self.is_open:
+            self.arrive(self._cable.carry(self._cable.server, self._cable.client, data))
+
+    def later(self, task: Callable[[], None]) -> None:
+        def run(now_ms: int) -> None:
+            if self.is_open:
+                task()
+
+        self._runner.wake(Step(self._label, run))
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.end()
+
+
+class _TurnTransport:
+    """A `Transport` whose requests are answered within the call."""
+
+    def __init__(
+        self,
+        cable: _Cable,
+        server: _Server,
+        channel: _TurnChannel,
+        requested: Requested,
+        lost: Callable[[Transport], None],
+    ) -> None:
+        self._cable = cable
+        self._server = server
+        self._channel = channel
+        self._requested = requested
+        self._lost = lost
+        self._number = 0
+        self._ended: dict[int, Ended] = {}
+        self._to_server, self._to_client = FrameReader(), FrameReader()
+        self.is_open = True
+        channel.arrive, channel.end = self._arrive, self.close
+
+    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+        found: list[object] = []
+        self.begin(frame, found.append)
+        if not found or not isinstance(found[0], Frame):
+            self._ended.pop(frame.opaque, None)
+            raise BrokerUnreachableError("no answer came")
+        return found[0]
+
+    def begin(self, frame: Frame, ended: Ended) -> None:
+        self._number = frame.opaque = self._number + 1
+        self._ended[frame.opaque] = ended
+        self._send(frame)
+
+    def tell(self, frame: Frame) -> None:
+        self._number = frame.one_way().opaque = self._number + 1
+        self._send(frame)
+
+    def answer(self, frame: Frame) -> None:
+        self._send(frame)
+
+    def _send(self, frame: Frame) -> None:
+        if not self.is_open:
+            raise BrokerUnreachableError("the connection has ended")
+        raw = self._cable.carry(self._cable.client, self._cable.server, encode(frame))
+        self._server.answers.write(self._channel, list(self._to_server.feed(raw)))
+
+    def _arrive(self, raw: bytes) -> None:
+        for frame in self._to_client.feed(raw):
+            if not frame.is_answer:
+                self._requested(self, frame)
+            elif (ended := self._ended.pop(frame.opaque, None)) is not None:
+                ended(frame)
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._channel.close()
+            outstanding, self._ended = list(self._ended.values()), {}
+            for ended in outstanding:
+                ended(BrokerUnreachableError("the connection has ended"))
+            self._lost(self)
+
+
+class FrameLinks:
+    """The links between processes and brokers of one test."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._cable = _Cable()
+        self._servers: dict[str, _Server] = {}
+        self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}
+
+    def endpoint(self, process: _Peer, broker: Broker) -> Endpoint:
+        """Return a broker as a process sees it through frames."""
+        server = self._servers.get(broker.name)
+        if server is None or server.broker is not broker:  # reopened
+            server = self._servers[broker.name] = _Server(broker)
+        key = process.label, broker.name
+        known = self._brokers.get(key)
+        if known is None or known[0] is not server:
+            known = self._brokers[key] = server, self._made(process, server)
+        return known[1]
+
+    def _made(self, process: _Peer, server: _Server) -> RemoteBroker:
+        broker, runner, label = server.broker, self._runner, f"{process.label} frames of {server.broker.name}"
+
+        def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
+            channel = _TurnChannel(self._cable, runner, label, broker)
+            return _TurnTransport(self._cable, server, channel, requested, lost)
+
+        def requested(address: str, client_id: str, transport: Transport, frame: Frame) -> None:
+            made.requested(client_id, transport, frame)
+
+        def lost(address: str, client_id: str, transport: Transport) -> None:
+            client = made.client(client_id)
+            if client is not None:
+                client.call(Forgotten(broker.name))
+
+        connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
+        later = partial(_run_locked, runner)
+        made = RemoteBroker(broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S)
+        return made
+
+    def close(self) -> None:
+        """End all connections."""
+        self._cable.close()
+
+
+def _run_locked(runner: Runner, call: Callable[[], None]) -> None:
+    with runner.lock:
+        call()

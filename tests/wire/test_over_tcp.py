@@ -1,0 +1,65 @@
+"""The kit's switch that lets requests cross a TCP connection, and the tests of clients with that switch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from librmq import BrokerError
+from librmq.protocol import Receive
+from librmq.testing import Kit
+from tests.over_tcp import NOT_OVER_TCP
+from tests.reference import CHECKOUT
+
+
+@pytest.mark.rmq(over_tcp=True)
+def test_a_kit_over_tcp(rmq: Kit) -> None:
+    got: list[bytes] = []
+    consumer = rmq.consumer("billing")
+    consumer.subscribe("orders", lambda message: got.append(message.body))
+    rmq.producer().send("orders", b"x" * 300_000)
+    rmq.faults.lose_answer("orders")
+    rmq.producer().send("orders", b"y")
+    rmq.advance(seconds=60)
+    assert sorted(map(len, got)) == [1, 1, 300_000]
+    with pytest.raises(BrokerError, match=r"4\.x can't be asked for Receive"):
+        rmq.route.endpoint("broker-a").call(Receive("c", "g", "orders"))
+
+
+@pytest.mark.rmq(over_tcp=True)
+def test_faults_over_tcp(rmq: Kit) -> None:
+    """A cut link, a slow one and a broker that dies lose no message."""
+    got: list[bytes] = []
+    consumer = rmq.consumer("billing")
+    consumer.subscribe("orders", lambda message: got.append(message.body))
+    rmq.producer().send("orders", b"1")
+    rmq.run_until_idle()
+    rmq.faults.cut("broker-a", "billing", seconds=40)
+    rmq.producer().send("orders", b"2")
+    rmq.advance(seconds=20)
+    assert got == [b"1"]
+    rmq.advance(seconds=60)
+    rmq.faults.delay("broker-a", "billing", 1)
+    rmq.producer().send("orders", b"3")
+    rmq.advance(seconds=10)
+    rmq.crash_broker(down=10)
+    rmq.advance(seconds=60)
+    rmq.producer().send("orders", b"4")
+    rmq.advance(seconds=60)
+    assert sorted(set(got)) == [b"1", b"2", b"3", b"4"]
+
+
+@pytest.mark.slow
+def test_the_tests_of_clients_pass_over_tcp() -> None:
+    """All of them but a named few; a name that is no longer there is a failure."""
+    words = ["-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "-rs", "--rmq-over-tcp", *NOT_OVER_TCP]
+    environment = {**os.environ, "PYTEST_ADDOPTS": "", "CI": ""}  # in CI no test may be skipped
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    left_out = sum(len(names) for names in NOT_OVER_TCP.values())
+    assert f" {left_out} skipped" in ran.stdout, ran.stdout[-2000:]
