@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from librmq.broker import Broker
-from librmq.cluster import RouteTable
+from librmq.client.producer import Producer
+from librmq.cluster import Cluster, RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files.memory import MemoryFiles
@@ -178,3 +179,29 @@ def test_values_that_are_not_routes() -> None:
         RouteTable(broker("a", runner), broker("a", runner))
     with pytest.raises(ConfigError, match="runner"):
         RouteTable(broker("a", runner), broker("b", ManualRunner()))
+
+
+def test_two_clusters_may_share_a_route_table() -> None:
+    """Messages carry the name of their cluster; a topic is on the brokers of both clusters if both have it."""
+    runner, files = ManualRunner(), MemoryFiles()
+    store = StoreConfig.tiny()
+    with (
+        Cluster.open("/1", ["a"], name="first", runner=runner, files=files, store_config=store) as first,
+        Cluster.open("/2", ["b"], name="second", runner=runner, files=files, store_config=store) as second,
+    ):
+        table = RouteTable(*first.brokers(), *second.brokers())
+        first.create_topic("shared", 1)
+        second.create_topic("shared", 1)
+        second.create_topic("own", 1)
+        producer = Producer(table, "p")
+        assert {producer.send("shared", b"x").queue.broker_name for _ in range(4)} == {"a", "b"}
+        assert {producer.send("own", b"x").queue.broker_name for _ in range(2)} == {"b"}
+        for cluster, broker in ((first, "a"), (second, "b")):
+            stored = cluster.broker(broker).messages("shared")
+            assert {message.properties["CLUSTER"] for message in stored} == {cluster.name}
+        first.crash("a")
+        assert {producer.send("shared", b"x").queue.broker_name for _ in range(4)} == {"b"}
+        table.add(first.reopen("a"))
+        runner.advance(60_000)
+        assert {producer.send("shared", b"x").queue.broker_name for _ in range(4)} == {"a", "b"}
+        producer.shutdown()
