@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import librmq
 from librmq.message.message import StoredMessage
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
@@ -165,3 +166,24 @@ def test_the_history_shows_pulls_and_progress(rmq_remoting: ServedKit, client: R
     lines = [line.what for line in rmq_remoting.kit.history()]
     wanted = ["sends t/0:0 b'a'", "gets t/0:0 b'a'", "is done (t/0:0)"]
     assert [line for line in lines if line in wanted] == wanted
+
+
+def test_librmqs_own_client_keeps_up_with_the_moved_clock(rmq_remoting: ServedKit) -> None:
+    """Over TCP, with a lost answer and a listener that fails: hours of retries pass, and nothing is lost."""
+    rmq_remoting.kit.broker.create_topic("t", 2)
+    seen: list[int] = []
+    with librmq.connect(rmq_remoting.address) as route:
+        consumer = librmq.PushConsumer(route, "g", consume_from=librmq.ConsumeFrom.FIRST)
+
+        @consumer.subscribe("t")
+        def fail(message: librmq.DeliveredMessage) -> None:
+            seen.append(message.reconsume_times)
+            raise librmq.ReconsumeLater
+
+        with consumer, librmq.Producer(route, "p") as producer:
+            rmq_remoting.kit.faults.lose_answer("t")
+            producer.send("t", b"x")
+            rmq_remoting.advance(hours=8)
+    assert sorted(seen) == sorted([*range(17)] * 2)
+    assert len({letter.unique_key for letter in rmq_remoting.kit.dead_letters("g")}) == 1
+    assert len(rmq_remoting.kit.dead_letters("g")) == 2
