@@ -27,7 +27,8 @@ from librmq.wire.remote import connect
 __all__ = ["replay_to_cluster"]
 
 _GROUP: Final = "librmq-replay"
-_SAVE_EVERY: Final = 200  # messages
+_TOGETHER: Final = 256  # messages
+_TOGETHER_BYTES: Final = 1 << 20
 
 
 def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
@@ -45,20 +46,20 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         if arguments.from_start:
             place.physical_offset = 0
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
-        send = None
+        lanes = None
         if not arguments.dry_run:
             opened.callback(place.save)  # also if it is interrupted
             route = opened.enter_context(connect(arguments.route))
-            send = opened.enter_context(Producer(route, _GROUP)).send
+            lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place)
         for message, end in _messages(store, selection, place.physical_offset):
-            if send is not None:
-                send(_again(message), selector=_same_queue, arg=message.queue_id)
-                place.passed(end)
+            if lanes is not None:
+                lanes.add(message, end)
             bar.to(end - store.log.begin)
             count = counted.setdefault(message.topic, [0, 0])
             count[0] += 1
             count[1] += len(message.body)
-        if not arguments.dry_run:
+        if lanes is not None:
+            lanes.send()
             place.physical_offset = store.log.end
     for topic, (messages, size) in sorted(counted.items()):
         output.row({"topic": topic, "messages": messages, "body_bytes": size, "dry_run": arguments.dry_run})
@@ -88,6 +89,50 @@ def _again(stored: StoredMessage) -> Message:
     return message
 
 
+class _Lanes:
+    """Messages that wait to be sent, by the queue that they come from: those of one queue go as batches."""
+
+    def __init__(self, producer: Producer, place: _Place) -> None:
+        self._producer = producer
+        self._place = place
+        self._lanes: dict[tuple[str, int], list[StoredMessage]] = {}
+        self._messages = self._bytes = 0
+        self._end = place.physical_offset
+
+    def add(self, message: StoredMessage, end: int) -> None:
+        """Add a message, and send all if they are many; ``end`` is where its record ends."""
+        self._lanes.setdefault((message.topic, message.queue_id), []).append(message)
+        self._messages += 1
+        self._bytes += len(message.body)
+        self._end = end
+        if self._messages >= _TOGETHER or self._bytes >= _TOGETHER_BYTES:
+            self.send()
+
+    def send(self) -> None:
+        """Send all, each queue in order, and note how far the cluster has them."""
+        try:
+            for lane, messages in list(self._lanes.items()):
+                self._send(lane[1], messages)
+                del self._lanes[lane]
+            self._messages = self._bytes = 0
+        finally:
+            waiting = [messages[0].physical_offset for messages in self._lanes.values()]
+            self._place.passed(min(waiting, default=self._end))
+
+    def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
+        topic = stored[0].topic
+        queues = self._producer.queues(topic) if _can_be_batch(stored) else ()
+        if queues:
+            self._producer.send_batch(map(_again, stored), queue=queues[queue_id % len(queues)])
+        else:  # the first message of an unknown topic makes it
+            for one in stored:
+                self._producer.send(_again(one), selector=_same_queue, arg=queue_id)
+
+
+def _can_be_batch(stored: Sequence[StoredMessage]) -> bool:
+    return len(stored) > 1 and sum(one.size for one in stored) < _TOGETHER_BYTES and is_user_topic(stored[0].topic)
+
+
 def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:
     assert isinstance(queue_id, int)
     return queues[queue_id % len(queues)]
@@ -104,7 +149,6 @@ class _Place:
         self._path = os.path.join(self._folder, "replay.json")
         self._files = DiskFiles()
         self.physical_offset = self._known().get(self._key, 0)
-        self._unsaved = 0
 
     def _known(self) -> dict[str, int]:
         if self._files.size(self._path) is None:
@@ -122,9 +166,7 @@ class _Place:
     def passed(self, physical_offset: int) -> None:
         """Note that everything before an offset was sent."""
         self.physical_offset = physical_offset
-        self._unsaved += 1
-        if self._unsaved >= _SAVE_EVERY:
-            self.save()
+        self.save()
 
     def save(self) -> None:
         """Write the file.
@@ -137,4 +179,3 @@ class _Place:
             self._files.make_folder(self._folder)
         self._files.write(f"{self._path}.new", json.dumps(known, indent=1).encode())
         self._files.rename(f"{self._path}.new", self._path)
-        self._unsaved = 0
