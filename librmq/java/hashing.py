@@ -161,7 +161,7 @@ def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32
     lengths = np.fromiter(map(len, keys), np.int64, len(keys))
     starts = np.cumsum(lengths) - lengths
     hashes = np.zeros(len(keys), np.uint32)
-    for length in np.unique(lengths[lengths > 0]).tolist():
+    for length in sorted({*lengths.tolist()} - {0}):  # numpy.unique would load numpy.ma
         same = np.flatnonzero(lengths == length)
         # In this view every byte begins an item of this length, so one gather takes all keys of the length.
         windows = np.ndarray((len(joined) - length + 1,), f"V{length}", characters, strides=(1,))

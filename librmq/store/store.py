@@ -334,6 +334,8 @@ class MessageStore:
             ConfigError: ``sql`` is given but ``enable_property_filter`` is off, or the group has no filter.
             FilterSyntaxError: The expression does not compile.
         """
+        if tags is None and sql is None and registration is None and predicate is None:
+            return None
         from librmq.store.engine.message_filters import message_filter  # loads a grammar
 
         return message_filter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from librmq.__main__ import main as started
 from librmq.cli import main
 from librmq.cli.output import Output
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
+from tests.cli.stand import Shell
 from tests.programs import environment, run_program
 
 COMMANDS = (
@@ -194,14 +196,26 @@ def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -
 # --- as a separate program
 
 
-def test_help_loads_nothing_slow() -> None:
+SLOW = ("lark", "mmh3", "rich", "pyarrow", "numpy.ma", "librmq.filter", "librmq.broker")
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["--help"], []),
+        (["lag", "store"], []),
+        (["show", "store", "--topic", "OrderTopic", "--limit", "10"], ["mmh3"]),
+    ],
+    ids=["help", "lag", "show"],
+)
+def test_a_short_answer_loads_nothing_slow(words: list[str], needed: list[str], shell: Shell) -> None:
     program = (
-        "import sys; from librmq.cli import main; main(['--help']);"
-        "print([name for name in ('lark', 'mmh3', 'rich', 'pyarrow') if name in sys.modules])"
+        f"import sys; from librmq.cli import main; main({words});"
+        f"print([name for name in {SLOW} if name in sys.modules])"
     )
     child = run_program(program, PATH="")
     assert child.stderr == ""
-    assert child.stdout.splitlines()[-1] == "[]"
+    assert ast.literal_eval(child.stdout.splitlines()[-1]) == needed
 
 
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
