@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import io
 import subprocess
 import sys
@@ -200,22 +199,18 @@ SLOW = ("lark", "mmh3", "rich", "pyarrow", "numpy.ma", "librmq.filter", "librmq.
 
 
 @pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        (["--help"], []),
-        (["lag", "store"], []),
-        (["show", "store", "--topic", "OrderTopic", "--limit", "10"], ["mmh3"]),
-    ],
+    "words",
+    [["--help"], ["lag", "store"], ["show", "store", "--topic", "OrderTopic", "--limit", "10"]],
     ids=["help", "lag", "show"],
 )
-def test_a_short_answer_loads_nothing_slow(words: list[str], needed: list[str], shell: Shell) -> None:
+def test_a_short_answer_loads_nothing_slow(words: list[str], shell: Shell) -> None:
     program = (
         f"import sys; from librmq.cli import main; main({words});"
         f"print([name for name in {SLOW} if name in sys.modules])"
     )
     child = run_program(program, PATH="")
     assert child.stderr == ""
-    assert ast.literal_eval(child.stdout.splitlines()[-1]) == needed
+    assert child.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
