@@ -182,7 +182,7 @@ def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
     pytester.makepyfile(test_tutorial="\n".join(blocks))
     result = run(pytester, "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=12)
+    result.assert_outcomes(passed=13)
     result.stdout.fnmatch_lines(["*test_orders_are_booked_once_by_the_database: 200 runs*"])
 
 

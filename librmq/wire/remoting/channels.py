@@ -6,13 +6,11 @@ Mirrors the server's half of ``NettyRemotingAbstract``.
 from __future__ import annotations
 
 import queue
-import selectors
 import socket
 import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Final
 
 from librmq.errors import BrokerUnreachableError
@@ -20,13 +18,11 @@ from librmq.message.hosts import Host
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.frames import Frame, encode
+from librmq.wire.remoting.sockets import FrameSocket
 
 __all__ = ["Channel"]
 
 _log = EventLog("librmq.wire")
-_IDLE_S: Final = 120
-_HANDSHAKE_S: Final = 30
-_SEND_S: Final = 30
 _MOST_TASKS: Final = 10_000
 _MOST_ASKED: Final = 1_000
 
@@ -36,7 +32,7 @@ class Channel:
 
     def __init__(self, connected: socket.socket, peer: Host, own: Host, endpoint: Endpoint) -> None:
         """``own`` is the address that the client has connected to; ``endpoint`` answers what clients ask the broker."""
-        self._socket = connected
+        self._stream = FrameSocket(connected)
         self.peer = peer
         self.own = own
         self.endpoint = endpoint
@@ -44,7 +40,6 @@ class Channel:
         """The client ids in its heartbeats, usually one."""
         self.reader: threading.Thread | None = None
         self.is_open = True
-        self._write_lock = threading.Lock()
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -58,35 +53,16 @@ class Channel:
 
     def begin_tls(self, context: ssl.SSLContext) -> None:
         """Let the client begin TLS."""
-        connected = context.wrap_socket(self._socket, server_side=True, do_handshake_on_connect=False)
-        self._socket = connected  # before the handshake, so that `close` can end it
-        if not self.is_open:
-            raise ConnectionAbortedError("closed before TLS began")
-        connected.settimeout(_HANDSHAKE_S)
-        connected.do_handshake()
-        connected.setblocking(False)  # otherwise OpenSSL waits for the rest of a record forever
+        self._stream.begin_tls(context)
 
     def receive(self, size: int) -> bytes:
         """Wait for bytes and return them; none at the end of the connection. Called by one thread only."""
-        connected = self._socket
-        if not isinstance(connected, ssl.SSLSocket):
-            return connected.recv(size)
-        while True:
-            try:
-                with self._write_lock:  # TLS cannot read and write at the same time
-                    return connected.recv(size)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
-                _wait(connected, want, _IDLE_S)
+        return self._stream.receive(size)
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes; a client that does not read them in time is cut off. Waits: never under a runner's lock."""
         try:
-            with self._write_lock:
-                connected = self._socket
-                if isinstance(connected, ssl.SSLSocket):
-                    _send_all(connected, data)
-                else:
-                    connected.sendall(data)
+            self._stream.write(data)
         except OSError:
             self.close()
 
@@ -157,15 +133,12 @@ class Channel:
         for waiting in asked:
             waiting.set_exception(BrokerUnreachableError(f"client {self.peer[0]} has gone"))
         self._tasks.put(None)
-        with suppress(OSError):
-            # Not `SSLSocket.shutdown`, after which a write under way would continue in plain text.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        self._stream.shut()
 
     def release(self) -> None:
         """Close the socket once nothing reads from it."""
         self.close()
-        with self._write_lock:
-            self._socket.close()
+        self._stream.release()
 
     def _numbered(self, frame: Frame) -> Frame:
         self._opaque = frame.opaque = (self._opaque + 1) & 0x7FFFFFFF
@@ -179,21 +152,3 @@ class Channel:
             except Exception as error:  # later tasks could no longer run in order
                 _log.exception("client %(client)s is cut off: %(error)s", client=self.peer[0], error=error)
                 self.close()
-
-
-def _send_all(connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[connected.send(rest) :]
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
-            _wait(connected, want, _SEND_S)
-
-
-def _wait(connected: ssl.SSLSocket, want: ssl.SSLError, timeout_s: int) -> None:
-    """Wait until a socket is ready for what it has to do first."""
-    event = selectors.EVENT_READ if isinstance(want, ssl.SSLWantReadError) else selectors.EVENT_WRITE
-    with selectors.DefaultSelector() as selector:
-        selector.register(connected, event)
-        if not selector.select(timeout_s):
-            raise TimeoutError(f"the client has been silent for {timeout_s} s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.frames import Frame, FrameReader
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.sockets import limit_time
 
 __all__ = ["RemotingServer"]
 
@@ -167,8 +167,8 @@ class RemotingServer:
 
     def _begin(self, connected: socket.socket, peer: Host) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _limit(connected, socket.SO_RCVTIMEO, _IDLE_S)
-        _limit(connected, socket.SO_SNDTIMEO, _SEND_S)
+        limit_time(connected, socket.SO_RCVTIMEO, _IDLE_S)
+        limit_time(connected, socket.SO_SNDTIMEO, _SEND_S)
         own = connected.getsockname()
         channel = Channel(connected, peer, _host(own), self._endpoints(format_host(peer)))
         with self._lock:
@@ -239,12 +239,6 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {format_host((host, port))}: {error}") from error
-
-
-def _limit(connected: socket.socket, option: int, seconds: int) -> None:
-    """Let blocking calls on a socket fail after some time."""
-    with suppress(OSError, struct.error):  # systems other than Linux and macOS expect another form
-        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _host(address: Any) -> Host:  # noqa: ANN401
