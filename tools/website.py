@@ -30,7 +30,7 @@ ROOMS = (
     *("commitlog", "consumequeue", "files", "errors"),
 )
 """Packages with a page in the reference."""
-LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json"}
+LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 

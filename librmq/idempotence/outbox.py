@@ -77,9 +77,14 @@ class Outbox:
         ``order_key`` are sent one after the other.
 
         Raises:
-            MessageIllegalError: No broker would accept the message.
+            MessageIllegalError: No broker would accept the message, or it has ``delay`` or ``deliver_at``.
         """
         validate_client_topic(message.topic)
+        if message.delay_s is not None or message.deliver_at_ms is not None:
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: an outbox does not keep delay or deliver_at: use a delay_level, or send the "
+                "message with its time from a listener"
+            )
         if message.topic in NOT_FOR_SENDING:
             raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
         if not 0 < len(message.body) <= _MAX_BODY:

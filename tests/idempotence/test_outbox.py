@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,12 @@ def test_messages_that_no_broker_accepts_are_refused(embedded: Post, topic: str,
     with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError):
         embedded.outbox.add(connection, message)
     assert embedded.rows(0) == 0
+
+
+@pytest.mark.parametrize("time", [{"delay": 90}, {"deliver_at": datetime(2030, 1, 1, tzinfo=UTC)}], ids=str)
+def test_a_time_that_would_be_lost_is_refused(embedded: Post, time: dict[str, Any]) -> None:
+    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="use a delay_level"):
+        Outbox().add(connection, Message("orders", b"x", **time))
 
 
 @pytest.mark.parametrize("order_key", ["", "k" * 256])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,7 +243,7 @@ def test_every_example_is_run() -> None:
     }
     by_tests_of_idempotence = {"exactly_once.py", "idempotence.py"}
     by_tests_of_the_wire = {"mail_worker.py", "test_mail_worker.py"}
-    by_test_examples |= {"order_service.py", "test_order_service.py"}
+    by_test_examples |= {"kill_proof_worker.py", "order_service.py", "test_order_service.py"}
     names = here | by_test_examples | by_tests_of_idempotence | by_tests_of_the_wire
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
@@ -305,6 +307,34 @@ def test_the_embedded_log_continues(folder: Path) -> None:
     first, second = (run(sys.executable, EXAMPLES / "embed_log.py", "log").stdout for _ in range(2))
     assert "invoice-1: 1 found, the last is number 1" in first
     assert "invoice-1: 2 found, the last is number 4" in second
+
+
+def cells(tag: str | None) -> list[str]:
+    """Return the code cells of the notebook, without those for Spark if ``tag`` is None, else up to those."""
+    notebook = json.loads((EXAMPLES / "investigation.ipynb").read_text("utf-8"))
+    of_code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in of_code if cell["metadata"].get("tags", [tag])[0] in (None, tag)]
+
+
+@ENGINES
+def test_the_notebook_finds_what_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for cell in cells(None):
+        exec(cell, names)
+    assert names["worst"][0][1] > 0
+    assert "CG_order has 276 messages left" in capsys.readouterr().out
+
+
+@ENGINES
+@pytest.mark.spark
+def test_the_notebook_asks_spark_the_same(folder: Path) -> None:
+    names: dict[str, Any] = {}
+    for cell in cells("spark"):
+        exec(cell, names)
+    by_topic = Counter({topic: 0 for _, topic, _, _ in names["by_second"]})
+    for _, topic, messages, _ in names["by_second"]:
+        by_topic[topic] += messages
+    assert {row.topic: row.messages for row in names["on_spark"]} == by_topic
 
 
 def test_a_message_is_found(folder: Path) -> None:

@@ -126,6 +126,11 @@ def test_the_order_service_passes_its_tests(pytester: pytest.Pytester, monkeypat
     result.assert_outcomes(passed=6, deselected=1)
 
 
+def test_a_killed_worker_books_each_order_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("kill_proof_worker").main(tmp_path, count=16, kills=2) == (16, 16)
+    assert capsys.readouterr().out.count("was killed") == 2
+
+
 def test_message_logic_is_tested_by_unittest() -> None:
     child = subprocess.run(
         [sys.executable, "-m", "unittest", EXAMPLES / "test_message_logic.py"],
