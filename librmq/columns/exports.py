@@ -48,7 +48,9 @@ _STATE: Final = "librmq_export.json"
 _VERSION: Final = 1
 _STEP_BYTES: Final = 256 << 20
 _GROUP_ROWS: Final = 1 << 16
+_GROUP_BYTES: Final = 64 << 20
 _AHEAD: Final = 16
+_AHEAD_BYTES: Final = 64 << 20
 _BODY: Final = ("body",)
 _PLACE: Final = ("topic", "queueId", "queueOffset")
 _DATE: Final = "date"
@@ -245,7 +247,7 @@ class _Steps:
         self._batches = batches
         self._pattern = pattern
         self._beside = ThreadPoolExecutor(1)
-        self._coming = deque(self._beside.submit(self._read) for _ in range(_AHEAD))
+        self._coming = deque([self._beside.submit(self._read)])
         self._following: tuple[pa.RecordBatch, list[dict[str, Any]]] | None = None
         self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
         self.rows = 0
@@ -255,7 +257,9 @@ class _Steps:
         """Return whether another step follows."""
         while self._following is None or not self._following[0].num_rows:
             self._following = self._coming.popleft().result()
-            self._coming.append(self._beside.submit(self._read))
+            size = 0 if self._following is None else self._following[0].nbytes
+            while len(self._coming) < max(1, min(_AHEAD, _AHEAD_BYTES // max(1, size))):
+                self._coming.append(self._beside.submit(self._read))
             if self._following is None:
                 return False
         return True
@@ -385,7 +389,8 @@ def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
     group: list[pa.RecordBatch] = []
     for batch in batches:
         group.append(batch)
-        if sum(each.num_rows for each in group) >= _GROUP_ROWS:
+        rows, size = (sum(getattr(each, name) for each in group) for name in ("num_rows", "nbytes"))
+        if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield group
             group = []
     if group:

@@ -124,8 +124,26 @@ def as_sql(tree: Any) -> str:
     return f"{name} {operator}" if value is None else f"{name} {operator} {literal(value)}"
 
 
+def names(tree: Any) -> set[str]:
+    """Return the columns of a filter."""
+    if tree[0] in ("and", "or", "not"):
+        return set().union(*map(names, tree[1:]))
+    return {tree[0]}
+
+
 def places(found: pa.Table) -> list[int]:
     return sorted(found.column("physicalOffset").to_pylist())
+
+
+@settings(max_examples=examples(30))
+@given(tree=TREES)
+def test_filters_of_other_views_select_the_same(path: Path, table: pa.Table, tree: Any) -> None:
+    assert places(reader(path, view="log", filter=as_arrow(tree)).read_all()) == places(table.filter(as_arrow(tree)))
+    entries = reader(path, view="queues").read_all()
+    if not {"storeTimestamp", "tags", "keys", "body"} & names(tree):
+        assert places(reader(path, view="queues", filter=as_arrow(tree)).read_all()) == places(
+            entries.filter(as_arrow(tree))
+        )
 
 
 @settings(max_examples=examples(30))

@@ -24,7 +24,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.budget import step
-from tests.programs import environment, start_program
+from tests.programs import environment, run_program, start_program
 from tests.stores import ROOT, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
@@ -378,6 +378,37 @@ def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
     one = list(reader(tmp_path / "s"))
     kept = [batch for _ in range(2) for batch in reader(tmp_path / "s", processes=2)]
     assert pa.Table.from_batches(kept).equals(pa.Table.from_batches(one * 2))
+
+
+PEAK = """
+import re, sys
+from librmq.columns import reader
+store = sys.argv[1]
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
+next(reader(store, columns=["queueOffset"]))
+before = peak()
+rows = sum(batch.num_rows for batch in reader(store))
+read = peak()
+rows += sum(batch.num_rows for batch in reader(store, processes=2))
+print(rows, read - before, peak() - before)
+"""
+
+
+@linux
+@pytest.mark.platform
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
+    """One process, and two, read 285 MiB of bodies; they hold about 85 and 100 MiB, as for a store of a third."""
+    with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=32 << 20)) as store:
+        for number in range(5000):
+            store.append(Message("T", bytes([number % 256]) * 60_000))
+    done = run_program(PEAK, tmp_path / "s")
+    assert not done.returncode, done.stderr
+    rows, read, by_two = map(int, done.stdout.split())
+    assert rows == 10_000
+    assert read < 150, "MiB"
+    assert by_two < 180, "MiB"
 
 
 # --------------------------------------------------------------------------------------------------------- the room

@@ -193,6 +193,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
 @pytest.mark.servers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(path: Path, endpoint: str) -> None:
     """PyArrow reads S3 by ranges."""
     bucket = f"http://{endpoint}/bucket"
