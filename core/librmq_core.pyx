@@ -37,7 +37,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 2
+API = 3
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0
@@ -58,6 +58,7 @@ cdef enum:
     MOST_PROPERTIES = 64
     MOST_PROPERTY_BYTES = 32767
     SCRATCH = 1 << 17
+    BATCH_SCRATCH = 1 << 20
     BATCH = 256
 
 rmq_crc32_init()
@@ -121,8 +122,9 @@ the place of its value in the dict. librmq fills and bounds it."""
 
 cdef dict _shapes = shapes
 cdef object _mmap = mmap.mmap
+# The records of the running append. The interpreter lock protects them, because nothing in between gives it up.
 cdef uint8_t scratch[SCRATCH]
-"""The record of the running append, which the interpreter lock protects: nothing in between gives it up."""
+cdef uint8_t batch_scratch[BATCH_SCRATCH]
 
 
 cdef class LogState:
@@ -157,7 +159,21 @@ cdef class AppendState:
     cdef public LogState log
     cdef public DispatchState dispatcher
     cdef public dict lanes
-    cdef public int64_t _max_body_size, _compress_from
+    cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
+
+    def append_batch_usual(self, messages, queue_id=0, *, wait=True, **fields):
+        """Append a usual batch here, any other by `Appender.append_batch`."""
+        if self.is_usual and not fields and type(messages) is list:
+            results = _append_batch(self, messages, queue_id)
+            if results is not None:
+                if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+                    self.write_due()
+                last = results[len(results) - 1]
+                end = last[0] + last[1]
+                if end >= self._housekeeping.alarm:
+                    self._acknowledge(end, wait)
+                return results
+        return self.append_batch(messages, queue_id, wait=wait, **fields)
 
     def append_usual(self, message, queue_id=0, *, wait=True, **fields):
         """Append a usual message here, any other by `Appender.append`."""
@@ -242,131 +258,245 @@ cdef Py_ssize_t put_properties(dict properties, uint8_t *at) except -2:
     return total
 
 
+cdef bint is_usual(AppendState self, object message, object topic):
+    """Return whether a message has the usual types and no delay; its topic must be ``topic`` unless that is None."""
+    if type(message) is not self.message_class:
+        return False
+    cdef object flag = message.flag, properties = message.properties, body = message.body
+    if (
+        message._delays is not None or not PyUnicode_CheckExact(message.topic) or not PyBytes_CheckExact(body)
+        or not PyDict_CheckExact(properties) or not PyLong_CheckExact(flag) or "DELAY" in <dict>properties
+        or not -0x80000000 <= flag <= 0x7FFFFFFF or PyBytes_GET_SIZE(body) > self._max_body_size
+    ):
+        return False
+    return topic is None or (message.topic == topic and "WAIT" not in <dict>properties)
+
+
+cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
+    """Return the lane of a queue, None if it is unusual or not open."""
+    if not PyLong_CheckExact(queue_id) or not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
+        return None
+    cdef LaneState lane = self.lanes.get((topic, queue_id))
+    if lane is None or lane.queue.ext is not None or PyUnicode_GET_LENGTH(topic) == SCHEDULE_TOPIC_SIZE:
+        return None
+    return lane
+
+
+cdef int64_t clock_ms(AppendState self) except -3:
+    """Return the time of a manual clock, -1 for the system's clock, -2 for any other clock."""
+    if self.now_ms is self.system_now_ms:
+        return -1
+    if self.now_ms is not self.manual_now_ms:
+        return -2
+    cdef int64_t now = self.now_ms()
+    return now if now >= 0 else -2
+
+
 cdef object _append(AppendState self, object message, object queue_id):
     """Append a usual message and return the result, or None before any effect."""
-    if type(message) is not self.message_class or not PyLong_CheckExact(queue_id):
+    if not is_usual(self, message, None):
         return None
-    cdef object topic = message.topic, body = message.body, found = message.properties, flag = message.flag
+    cdef LaneState lane = usual_lane(self, message.topic, queue_id)
+    cdef object body = message.body
+    cdef int64_t now = clock_ms(self), body_size = PyBytes_GET_SIZE(body)
     if (
-        message._delays is not None or not PyUnicode_CheckExact(topic) or not PyBytes_CheckExact(body)
-        or not PyDict_CheckExact(found) or not PyLong_CheckExact(flag)
-    ):
-        return None
-    cdef dict properties = found
-    cdef LaneState lane = self.lanes.get((topic, queue_id))
-    cdef int64_t body_size = PyBytes_GET_SIZE(body)
-    if (
-        lane is None or lane.queue.ext is not None or "DELAY" in properties
-        or body_size >= self._compress_from or body_size > self._max_body_size
+        lane is None or now == -2 or body_size >= self._compress_from
         or body_size > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
-        or PyUnicode_GET_LENGTH(topic) == SCHEDULE_TOPIC_SIZE or not -0x80000000 <= flag <= 0x7FFFFFFF
-        or not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8
     ):
         return None
-    cdef int64_t now = -1
-    if self.now_ms is not self.system_now_ms:
-        if self.now_ms is not self.manual_now_ms:
-            return None
-        now = self.now_ms()
-        if now < 0:
-            return None
     mutex = self.lock.mutex
     if not mutex.acquire(False):
         return None
     cdef int collects = PyGC_Disable()  # it could run Python code, which gives up the interpreter
     try:
-        return _write(self, lane, topic, body, properties, <int32_t>flag, <uint32_t>queue_id, now)
+        return _write(self, lane, body, message.properties, <int32_t>message.flag, <uint32_t>queue_id, now)
     finally:
         if collects:
             PyGC_Enable()
         mutex.release()
 
 
-cdef object _write(
-    AppendState self, LaneState lane, object topic, object body, dict properties, int32_t flag, uint32_t queue_id,
-    int64_t now
-):
-    """Write the record, and note its entry and keys, under the lock."""
-    cdef LogState log = self.log
-    cdef DispatchState dispatcher = self.dispatcher
+cdef object _append_batch(AppendState self, list messages, object queue_id):
+    """The same for a batch."""
+    if not messages:
+        return None
+    topic = getattr(messages[0], "topic", None)
+    if topic is None:
+        return None
+    for message in messages:
+        if not is_usual(self, message, topic):
+            return None
+    cdef LaneState lane = usual_lane(self, topic, queue_id)
+    cdef int64_t now = clock_ms(self)
+    if lane is None or now == -2:
+        return None
+    mutex = self.lock.mutex
+    if not mutex.acquire(False):
+        return None
+    cdef int collects = PyGC_Disable()
+    try:
+        result = _write_batch(self, lane, messages, <uint32_t>queue_id, now)
+    finally:
+        if collects:
+            PyGC_Enable()
+        mutex.release()
+    return result
+
+
+cdef int64_t encode(
+    AppendState self, LaneState lane, object body, dict properties, int32_t flag, uint32_t queue_id, uint8_t *record
+) except -2:
+    """Write a record without its place and times; return its size, -1 if its properties are unusual."""
     cdef Py_ssize_t body_size = PyBytes_GET_SIZE(body), topic_size = PyBytes_GET_SIZE(lane.topic_field), raw_size
-    cdef int64_t size, physical_offset, queue_offset, at
-    cdef timespec time
-    cdef Py_buffer view
-    cdef uint8_t *place = scratch + HEADER
-    cdef uint8_t *entry_at
-    cdef int64_t code = 0
-    global appended
-    if not self.accepts or type(log._buffer) is not _mmap:
-        return None
-    if PyList_GET_SIZE(dispatcher.records) >= BATCH or dispatcher.writing_at >= 0:
-        return None
+    cdef uint8_t *place = record + HEADER
     memcpy(place, PyBytes_AS_STRING(body), body_size)
     place += body_size
     memcpy(place, PyBytes_AS_STRING(lane.topic_field), topic_size)
     place += topic_size
     raw_size = put_properties(properties, place + 2)
     if raw_size < 0:
-        return None
+        return -1
     place[0], place[1] = raw_size >> 8, raw_size & 255
-    size = HEADER + body_size + topic_size + 2 + raw_size
-    physical_offset = log.end
-    at = physical_offset - log._file_start
-    if physical_offset + size > log.sure or at < 0:
-        return None
-    tags, unique_key, keys = properties.get("TAGS"), properties.get("UNIQ_KEY"), properties.get("KEYS")
-    if tags:
-        code = java_hash(tags)
-    if now < 0:
-        clock_gettime(CLOCK_REALTIME, &time)
-        now = <int64_t>time.tv_sec * 1000 + time.tv_nsec // 1000000
-    queue_offset = lane.next_queue_offset
+    put32(record, HEADER + body_size + topic_size + 2 + raw_size)
+    put32(record + 4, MAGIC)
+    put32(record + 8, rmq_crc32(record + HEADER, body_size, FOLDS) & 0x7FFFFFFF)
+    put32(record + 12, queue_id)
+    put32(record + 16, <uint32_t>flag)
+    put32(record + 36, 0)
+    memcpy(record + 48, PyBytes_AS_STRING(self._host), 8)
+    memcpy(record + 64, PyBytes_AS_STRING(self._host), 8)
+    put32(record + 72, 0)
+    put64(record + 76, 0)
+    put32(record + 84, body_size)
+    return HEADER + body_size + topic_size + 2 + raw_size
 
-    put32(scratch, size)
-    put32(scratch + 4, MAGIC)
-    put32(scratch + 8, rmq_crc32(scratch + HEADER, body_size, FOLDS) & 0x7FFFFFFF)
-    put32(scratch + 12, queue_id)
-    put32(scratch + 16, <uint32_t>flag)
-    put64(scratch + 20, queue_offset)
-    put64(scratch + 28, physical_offset)
-    put32(scratch + 36, 0)
-    put64(scratch + 40, now)
-    memcpy(scratch + 48, PyBytes_AS_STRING(self._host), 8)
-    put64(scratch + 56, now)
-    memcpy(scratch + 64, PyBytes_AS_STRING(self._host), 8)
-    put32(scratch + 72, 0)
-    put64(scratch + 76, 0)
-    put32(scratch + 84, body_size)
 
-    # First everything that can fail.
-    entry = PyBytes_FromStringAndSize(NULL, 20)
-    entry_at = <uint8_t *>PyBytes_AS_STRING(entry)
-    put64(entry_at, physical_offset)
-    put32(entry_at + 8, size)
-    put64(entry_at + 12, code)
-    py_offset, py_now = physical_offset, now
-    record = (py_offset, py_now, lane.prefix_hash, unique_key, keys)
-    result = new_result(self.result_class, (py_offset, size, queue_offset, py_now, self._host))
-    pending = lane.pending
+cdef void put_place(uint8_t *record, int64_t queue_offset, int64_t physical_offset, int64_t now) noexcept:
+    put64(record + 20, queue_offset)
+    put64(record + 28, physical_offset)
+    put64(record + 40, now)
+    put64(record + 56, now)
+
+
+cdef bytes new_entry(int64_t physical_offset, int64_t size, object tags):
+    """Return the queue entry of a record."""
+    cdef bytes entry = PyBytes_FromStringAndSize(NULL, 20)
+    cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(entry)
+    put64(at, physical_offset)
+    put32(at + 8, size)
+    put64(at + 12, <uint64_t><int64_t>(java_hash(tags) if tags else 0))
+    return entry
+
+
+cdef int64_t system_ms() noexcept:
+    cdef timespec time
+    clock_gettime(CLOCK_REALTIME, &time)
+    return <int64_t>time.tv_sec * 1000 + time.tv_nsec // 1000000
+
+
+cdef bint can_write(AppendState self, int64_t size):
+    """Return whether ``size`` bytes can just be copied to the log's end, and noted."""
+    cdef LogState log = self.log
+    cdef DispatchState dispatcher = self.dispatcher
+    return (
+        self.accepts and type(log._buffer) is _mmap and log.end + size <= log.sure and log.end >= log._file_start
+        and PyList_GET_SIZE(dispatcher.records) < BATCH and dispatcher.writing_at < 0
+    )
+
+
+cdef object copy_in(LogState log, const uint8_t *data, int64_t size):
+    """Copy records to the end of the log, which `can_write` allowed."""
+    cdef Py_buffer view
+    cdef int64_t at = log.end - log._file_start
+    begin = log.end
     PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
     if at + size > view.len:
         PyBuffer_Release(&view)
-        return None
-
-    dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
-    memcpy(<uint8_t *>view.buf + at, scratch, size)
+        raise ValueError("log: expected room in its file")
+    memcpy(<uint8_t *>view.buf + at, data, size)
     PyBuffer_Release(&view)
-    log.last_write = py_offset
-    log.end = physical_offset + size
+    log.last_write = begin
+    log.end += size
+
+
+cdef object _write(
+    AppendState self, LaneState lane, object body, dict properties, int32_t flag, uint32_t queue_id, int64_t now
+):
+    """Write the record, and note its entry and keys, under the lock."""
+    cdef DispatchState dispatcher = self.dispatcher
+    cdef int64_t size = encode(self, lane, body, properties, flag, queue_id, scratch), physical_offset, queue_offset
+    global appended
+    if size < 0 or not can_write(self, size):
+        return None
+    now = system_ms() if now < 0 else now
+    physical_offset, queue_offset = self.log.end, lane.next_queue_offset
+    put_place(scratch, queue_offset, physical_offset, now)
+    # First everything that can fail.
+    entry = new_entry(physical_offset, size, properties.get("TAGS"))
+    py_offset, py_now = physical_offset, now
+    record = (py_offset, py_now, lane.prefix_hash, properties.get("UNIQ_KEY"), properties.get("KEYS"))
+    result = new_result(self.result_class, (py_offset, size, queue_offset, py_now, self._host))
+    dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
+    copy_in(self.log, scratch, size)
     lane.next_queue_offset = queue_offset + 1
-    if not pending:
+    if not lane.pending:
         lane.pending_from = queue_offset
         dispatcher.lanes.append(lane)
-    pending.append(entry)
+    lane.pending.append(entry)
     dispatcher.records.append(record)
     dispatcher.writing_at = -1
     appended += 1
     return result
+
+
+cdef object _write_batch(
+    AppendState self, LaneState lane, list messages, uint32_t queue_id, int64_t now
+):
+    """Write the records side by side, and note their entries and keys, under the lock."""
+    cdef DispatchState dispatcher = self.dispatcher
+    cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset
+    cdef Py_ssize_t number, count = PyList_GET_SIZE(messages)
+    cdef list sizes = [], entries = [], records = [], results = []
+    cdef dict properties
+    global appended
+    for message in messages:
+        body = message.body
+        if PyBytes_GET_SIZE(body) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total:
+            return None
+        size = encode(self, lane, body, message.properties, <int32_t>message.flag, queue_id, batch_scratch + total)
+        if size < 0:
+            return None
+        encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
+        sizes.append(size)
+        total += size
+    if encoded > self._max_body_size or not can_write(self, total):
+        return None
+    now = system_ms() if now < 0 else now
+    py_now = now
+    prefix_hash = lane.prefix_hash
+    total = 0
+    for number in range(count):
+        size, properties = sizes[number], messages[number].properties
+        physical_offset = self.log.end + total
+        put_place(batch_scratch + total, queue_offset + number, physical_offset, now)
+        entries.append(new_entry(physical_offset, size, properties.get("TAGS")))
+        py_offset = physical_offset
+        records.append((py_offset, py_now, prefix_hash, properties.get("UNIQ_KEY"), properties.get("KEYS")))
+        results.append(
+            new_result(self.result_class, (py_offset, sizes[number], queue_offset + number, py_now, self._host))
+        )
+        total += size
+    dispatcher.writing_at = self.log.end
+    copy_in(self.log, batch_scratch, total)
+    lane.next_queue_offset = queue_offset + count
+    if not lane.pending:
+        lane.pending_from = queue_offset
+        dispatcher.lanes.append(lane)
+    lane.pending.extend(entries)
+    dispatcher.records.extend(records)
+    dispatcher.writing_at = -1
+    appended += count
+    return results
 
 
 cdef object new_result(object result_class, tuple fields):

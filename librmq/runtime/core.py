@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["CORE", "CORE_STATE", "AppendState", "DispatchState", "LaneState", "LogState"]
 
-_API: Final = 2
+_API: Final = 3
 _SWITCH: Final = "LIBRMQ_CORE"
 
 

@@ -135,7 +135,9 @@ class MessageStore:
         )
         store.appender = handle.appender
         # Without a call more for each message.
-        store.append = getattr(handle.appender, "append_usual", handle.appender.append)  # type: ignore[method-assign]
+        appender = handle.appender
+        store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]
+        store.append_batch = getattr(appender, "append_batch_usual", appender.append_batch)  # type: ignore[method-assign]
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError, RmqError
+from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.java.hashing import string_hash
 from librmq.message.message import Message
@@ -141,14 +141,17 @@ USUAL: st.SearchStrategy[dict[str, Any]] = st.builds(
     options=st.sampled_from([{}, {}, {}, {"delay_level": 2}, {"flag": -7}, {"unique_key": "U1"}]),
     fields=st.sampled_from([{}, {}, {}, {"sys_flag": 8}, {"born_host": ("::1", 1)}, {"reconsume_times": 3}]),
     times=st.sampled_from([1, 1, 5, 150]),
+    batch=st.booleans(),
 )
 
 
-def folder_after(steps: list[dict[str, Any]], compiled: bool) -> dict[str, bytes]:
-    """Return all files of a store after these appends, in ``compiled`` or in Python code."""
+def folder_after(steps: list[dict[str, Any]], compiled: bool) -> tuple[dict[str, bytes], list[Any]]:
+    """Return all files of a store, and all results, after these appends, in ``compiled`` or in Python code."""
     files, clock = MemoryFiles(), ManualClock()
+    results: list[Any] = []
     with MessageStore.open("/store", StoreConfig.tiny(), files=files, clock=clock, background=False) as store:
         append = store.append if compiled else store.appender.append
+        append_batch = store.append_batch if compiled else store.appender.append_batch
         for step in steps:
             message = Message(
                 step["topic"],
@@ -158,12 +161,19 @@ def folder_after(steps: list[dict[str, Any]], compiled: bool) -> dict[str, bytes
                 properties=step["properties"],
                 **step["options"],
             )
+            if step["batch"]:
+                try:
+                    results += append_batch([message] * step["times"], step["queue_id"])
+                except MessageIllegalError as error:
+                    results.append(str(error))
+                continue
             for _ in range(step["times"]):
                 result = append(message, step["queue_id"], **step["fields"])
+                results.append(result)
                 assert type(result) is AppendResult
                 clock.advance(ms=1)
             assert store.message_at(result.physical_offset) is not None
-    return contents(files, "/store")
+    return contents(files, "/store"), results
 
 
 def contents(files: MemoryFiles, folder: str) -> dict[str, bytes]:
@@ -191,6 +201,16 @@ def test_usual_appends_are_compiled(tmp_path: Path) -> None:
             store.append(Message("T", b"x" * 100, tags="a", keys=f"k{number}", properties={"p": "q"}))
         assert CORE.counts()["append"] - before > 9_700
         assert [store.read("T", 0, at, 1).messages[0].keys for at in (0, 9_999)] == [("k0",), ("k9999",)]
+
+
+@needs_core
+def test_usual_batches_are_compiled(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store") as store:
+        before = CORE.counts()["append"]
+        for _ in range(100):
+            store.append_batch([Message("T", b"x" * 100, tags="a", keys=f"k{number}") for number in range(100)])
+        assert CORE.counts()["append"] - before > 9_000
+        assert store.queues["T", 0].max_offset == 10_000
 
 
 @needs_core

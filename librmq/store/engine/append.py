@@ -20,7 +20,7 @@ from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
-from librmq.message.batch import check_batch
+from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.checksum import crc32
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
@@ -82,7 +82,7 @@ class Appender(AppendState):
         # The compiled append makes results and reads these two clocks itself.
         self.system_now_ms = self.now_ms if type(clock) is SystemClock else None
         self.manual_now_ms = self.now_ms if type(clock) is ManualClock else None
-        self.message_class, self.result_class = Message, AppendResult
+        self.message_class, self.result_class, self.batch_fixed_size = Message, AppendResult, BATCH_FIXED_SIZE
         self.refusal = refusal
         self._wake = wake
         self._watchers: list[Callable[[], None]] = []
@@ -528,6 +528,11 @@ class Appender(AppendState):
                 lock_holder = self.lock
                 self.catch_up()
                 del lock_holder  # `check_reentry` looks for it
+
+    def write_due(self) -> None:
+        """Write the entries and keys of a compiled batch."""
+        with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
+            self.drain()
 
     def write_entries(self) -> None:
         """Write the entries that are due, for readers of queues."""
