@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from librmq.clock import SystemClock
+from librmq.columns.parts import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
@@ -147,7 +148,7 @@ def run_incrementally(
         _delete_others(os.path.join(out, "messages"), "", before.parts)
         _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
         read = pipeline.source.reads(given)
-        starting, ending = _range(read, inputs.paths, before.ends)
+        starting, ending = _range(read, inputs.paths, before.ends, strict=given.get("damaged") != "skip")
         run, parts, count = before.run + 1, before.parts, _count(starting, ending)
         if count or not parts:
             fresh = read.of(
@@ -192,7 +193,7 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
     return state
 
 
-def _range(read: MessageRead, paths: Sequence[str], ends: Ends) -> tuple[Ends, Ends]:
+def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool) -> tuple[Ends, Ends]:
     """Return the first offset to read of each wanted queue, and its present end."""
     starting: Ends = {}
     ending: Ends = {}
@@ -202,6 +203,11 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends) -> tuple[Ends, E
         with PlannedStore.open(path, options.wanted, options.mode) as store:
             for (topic, queue_id), queue in store.queues.items():
                 known = ends.get(path, {}).get(topic, {}).get(str(queue_id))
+                if strict and known is not None and not queue.begin <= known <= queue.end:
+                    raise DataLossError(
+                        f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {known}, but the "
+                        f"queue holds {queue.begin} to {queue.end} (setting damaged=skip continues with these)"
+                    )
                 starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = (
                     queue.begin if known is None else known
                 )

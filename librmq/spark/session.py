@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,17 +111,37 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     return builder.getOrCreate()
 
 
-def register(spark: SparkSession) -> None:
+def register(spark: SparkSession, *, ship: bool = False) -> None:
     """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` in ``spark``.
 
     A session finds the data source automatically if librmq is installed in the same environment as PySpark; this call
-    is for all other cases. The functions are registered only for this session.
+    is for all other cases. The functions are registered only for this session. With ``ship`` the workers get the
+    driver's librmq, so it need not be installed there; its dependencies and pyarrow must be.
     """
+    if ship:
+        _ship(spark)
     from librmq.spark.functions import register_functions
     from librmq.spark.source import RocketMQDataSource
 
     spark.dataSource.register(RocketMQDataSource)
     register_functions(spark)
+
+
+def _ship(spark: SparkSession) -> None:
+    """Send librmq as a zip to the workers of ``spark``."""
+    packed = _own_folder() / "librmq.zip"  # the workers fetch it from there
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in map(find_spec, ("librmq", "pyspark_librmq")):
+            assert package is not None
+            assert package.submodule_search_locations
+            home = Path(package.submodule_search_locations[0])
+            for path in sorted(home.rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, path.relative_to(home.parent))
+    if hasattr(spark, "_jsparkSession"):
+        spark.sparkContext.addPyFile(str(packed))
+    else:  # Spark Connect
+        spark.addArtifacts(str(packed), pyfile=True)
 
 
 def require() -> None:
@@ -177,10 +198,15 @@ def _python(master: str) -> str:
 
 def _script(name: str, text: str) -> Path:
     """Return an executable file in a folder of its own, which is removed at the end of the process."""
-    home = Path(tempfile.mkdtemp(prefix="librmq-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    script = home / name
+    script = _own_folder() / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(text)
     script.chmod(0o755)
     return script
+
+
+def _own_folder() -> Path:
+    """Return a new folder, which is removed at the end of the process."""
+    home = Path(tempfile.mkdtemp(prefix="librmq-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home

@@ -198,9 +198,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return False
 
     def _within(self, lags: Mapping[Key, int], most: int, begins: Mapping[Key, int]) -> dict[Key, int]:
-        """Return as many messages of each queue as have at most ``most`` bytes in all, and at least one message.
+        """Return as many messages of each queue as have at most ``most`` bytes in all.
 
-        A queue gets bytes in proportion to its messages; what it leaves goes to the queues with more messages.
+        A queue gets bytes in proportion to its messages; what it leaves goes to the queues with more messages. The
+        queue with the most messages gives at least one, so that a large record does not stop a queue forever.
         """
         left, behind = most, sum(lags.values())
         taken: dict[Key, int] = {}
@@ -214,8 +215,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             taken[key] = int(np.searchsorted(sums, share_, "right"))
             left -= int(sums[taken[key] - 1]) if taken[key] else 0
             behind -= lags[key]
-        if order and not any(taken.values()):
-            taken[order[-1]] = 1
+        if order:
+            taken[order[-1]] = max(taken[order[-1]], 1)
         return taken
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:

@@ -14,6 +14,7 @@ from tests.reference import CHECKOUT
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from librmq.columns.parts import DataLossError  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark.pipelines import PIPELINES, run  # noqa: E402
 from librmq.spark.results import run_incrementally, write_result  # noqa: E402
@@ -111,6 +112,11 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="present state"):
         run_incrementally(spark, "backlog", str(path), str(tmp_path / "o2"))
     assert len(list((tmp_path / "out" / "runs").iterdir())) <= 2
+    add(path, 54, 100)
+    for file in sorted((path / "commitlog").iterdir())[:-1]:
+        file.unlink()
+    with pytest.raises(DataLossError, match="damaged=skip"):
+        incremental(path, other)
 
 
 @pytest.mark.slow

@@ -20,10 +20,11 @@ import pytest
 import librmq
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
-pytest.importorskip("pyspark")
+pyspark = pytest.importorskip("pyspark")
 pytest.importorskip("grpc")
 
 import pyspark_librmq  # noqa: E402
+from librmq.spark.session import java_home  # noqa: E402
 from tests.reference import CHECKOUT  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
@@ -89,14 +90,7 @@ steps(spark, sys.argv[1])
 spark.stop()
 """
 
-CLUSTER = """
-import sys
-from librmq.spark import register, session
-settings = {"spark.submit.pyFiles": sys.argv[2], "spark.sql.shuffle.partitions": "2"}
-spark = session("librmq", "local-cluster[1,2,768]", settings | {"spark.executor.memory": "768m"})
-register(spark)
-
-
+WHERE = """
 def where(batches):
     import librmq
     import pyarrow as pa
@@ -108,6 +102,57 @@ def where(batches):
 (row,) = spark.range(1, numPartitions=1).mapInArrow(where, "file string").collect()
 assert ".zip" in row["file"], row
 steps(spark, sys.argv[1])
+"""
+
+SHIPPED = (
+    """
+import sys
+from librmq.spark import register, session
+settings = {"spark.executor.memory": "768m", "spark.sql.shuffle.partitions": "2"}
+spark = session("librmq", "local-cluster[1,2,768]", settings)
+register(spark, ship=True)
+"""
+    + WHERE
+)
+
+SUBMITTED = (
+    """
+import sys
+import librmq
+from librmq.spark import register
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
+register(spark)
+assert ".zip" in librmq.__file__, librmq.__file__
+"""
+    + WHERE
+)
+
+LARGE = """
+import sys
+from librmq import Message, MessageStore, StoreConfig
+from librmq.spark import register, session
+EXECUTOR, BODY = 128 << 20, 256 << 10
+count = 10 * EXECUTOR // BODY
+path = sys.argv[1] + "/store"
+with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20)) as store:
+    for number in range(count):
+        store.append(Message("T", number.to_bytes(4, "big") + bytes(BODY - 4), keys=f"k{number}"), number % 4)
+settings = {
+    "spark.executor.memory": f"{EXECUTOR >> 20}m",
+    "spark.testing.reservedMemory": str(32 << 20),
+    "spark.network.maxRemoteBlockSizeFetchToMem": "32m",
+}
+spark = session("librmq", "local-cluster[1,1,1024]", settings | {"spark.sql.shuffle.partitions": "2"})
+register(spark)
+frame = spark.read.format("rocketmq").load(path)
+rows = frame.groupBy("queueId").agg({"*": "count", "queueOffset": "max"}).collect()
+assert sorted((row[0], row["count(1)"], row["max(queueOffset)"]) for row in rows) == [
+    (number, count // 4, count // 4 - 1) for number in range(4)
+]
+whole = frame.selectExpr("sum(length(body))", "count(DISTINCT substr(body, 1, 4))").first()
+assert tuple(whole) == (count * BODY, count), whole
+spark.stop()
 """
 
 
@@ -142,7 +187,26 @@ assert spark.read.format("rocketmq").load(path).count() == 1
 
 def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
     """The session finds the data source and prints nothing, neither when a LIMIT ends a task nor at its own end."""
-    assert "Traceback" not in run(tmp_path, QUIET, PATH=os.defpath)
+    assert run(tmp_path, QUIET, PATH=os.defpath) == ""
+
+
+CAUSE = """
+from librmq.spark import session
+session("librmq", "local[1]").read.format("rocketmq").option("topics", "x").load(sys.argv[1])
+"""
+
+
+def test_the_cause_comes_before_the_traceback_of_spark(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + CAUSE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, second, *_ = done.stderr.splitlines()
+    assert first == "librmq: unknown option 'topics' for format rocketmq: did you mean topic?"
+    assert second.startswith("Traceback")
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
@@ -174,7 +238,15 @@ def test_through_spark_connect(tmp_path: Path) -> None:
     run(tmp_path, CONNECT)
 
 
-def test_on_a_cluster_that_gets_the_wheel(tmp_path: Path) -> None:
+def test_on_a_cluster_that_gets_librmq(tmp_path: Path) -> None:
+    run(tmp_path, SHIPPED)
+
+
+def test_a_store_of_ten_times_the_memory_of_an_executor(tmp_path: Path) -> None:
+    run(tmp_path, LARGE)
+
+
+def test_spark_submit_with_the_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "librmq.zip"
     with zipfile.ZipFile(wheel, "w") as archive:
         for package in (librmq, pyspark_librmq):
@@ -182,4 +254,26 @@ def test_on_a_cluster_that_gets_the_wheel(tmp_path: Path) -> None:
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(folder.parent))
-    run(tmp_path, CLUSTER, str(wheel))
+    script = tmp_path / "job.py"
+    script.write_text(STEPS + SUBMITTED)
+    submit = Path(pyspark.__file__ or "").parent / "bin" / "spark-submit"
+    done = subprocess.run(
+        [
+            submit,
+            "--master",
+            "local-cluster[1,2,768]",
+            "--conf",
+            "spark.executor.memory=768m",
+            "--py-files",
+            wheel,
+            script,
+            tmp_path,
+        ],
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        | {"JAVA_HOME": str(java_home()), "PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-4000:]
