@@ -137,8 +137,8 @@ def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
         writer, follower = start(WRITER, master, MODES[seed % 3], life, 2), start(FOLLOWER, master, copy)
         for _ in range(kills):
             writer.read(until=len(writer.lines) + rng.choice([1, 20, 200]))
-            if rng.random() < 0.5:
-                follower.read(until=len(follower.lines) + rng.choice([1, 3]))
+            if rng.random() < 0.5:  # of what the writer has, because a full pipe may keep it from more
+                follower.read(at_end=rng.choice(writer.lines)[2])
             if rng.random() < 0.5:
                 writer.kill()
                 for thread, number, place in writer.lines:
