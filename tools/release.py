@@ -44,6 +44,7 @@ USES = {
     "metrics": "from librmq.metrics import Metrics, export_to_opentelemetry, export_to_prometheus\n"
     "export_to_prometheus(Metrics())\nexport_to_opentelemetry(Metrics())",
     "redis": "from librmq.idempotence import RedisDedupStore",
+    "remote": "import fsspec\nfrom librmq import columns\nassert fsspec.filesystem('memory') and columns.reader",
     "report": "from librmq import MessageStore\nfrom librmq.diagnosis import render_page, report\n"
     "MessageStore.open('s').close()\nassert render_page(report(['s']))",
     "spark": "from librmq.spark import register, session",
