@@ -34,7 +34,7 @@ def settings_of(folder: Path) -> TimerConfig:
 
 
 def store_config(folder: Path) -> StoreConfig:
-    folder_of_log = next((folder / "store" / "commitlog").iterdir())
+    folder_of_log = min((folder / "store" / "commitlog").iterdir())
     return StoreConfig(
         commitlog_file_size=folder_of_log.stat().st_size, consumequeue_file_size=4000,
         max_hash_slot_num=64, max_index_num=256,
