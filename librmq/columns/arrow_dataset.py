@@ -6,8 +6,11 @@ with a read of the store that is planned by that filter.
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any, NoReturn, Unpack
+from typing import Any, Final, NoReturn, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -41,7 +44,8 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
             # A batch without columns loses its number of rows, so read a cheap column, which the scanner drops.
             schema = pa.schema([schema.field(name) for name in columns or schema.names[:1]])
         known = {name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings}
-        return ds.Scanner.from_batches(batches_of(options, schema, processes, files), columns=columns, **known)
+        scan = _Scan(batches_of(options, schema, processes, files))
+        return ds.Scanner.from_batches(scan, schema=schema, columns=columns, **known)
 
     def _both(self, expression: pc.Expression | None) -> ReaderKeywords:
         own = self._settings.get("filter")
@@ -79,6 +83,45 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
     @staticmethod
     def _refuse(what: str) -> NoReturn:
         raise NotImplementedError(f"the dataset of a store has no {what}; use to_table() first, or DuckDB or Polars")
+
+
+class _Scan:
+    """The batches of a scan, which end early when Python exits.
+
+    A query with a limit leaves Arrow's threads reading ahead. A thread that runs Python code while the interpreter is
+    finalized would abort the process.
+    """
+
+    _EXIT_S: Final = 1.0
+    _LEAVE_S: Final = 0.2
+    """Seconds in which Arrow's threads leave the interpreter after the last batch."""
+    _unfinished: Final[weakref.WeakSet[_Scan]] = weakref.WeakSet()
+    _exiting: Final = threading.Event()
+
+    def __init__(self, batches: pa.RecordBatchReader) -> None:
+        self._batches = batches
+        self._finished = threading.Event()
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        self._unfinished.add(self)
+        try:
+            while not self._exiting.is_set() and (batch := next(self._batches, None)) is not None:
+                yield batch
+        finally:
+            self._finished.set()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End all scans, and wait for those that are being read."""
+        cls._exiting.set()
+        unfinished = [scan for scan in cls._unfinished if not scan._finished.is_set()]
+        for scan in unfinished:
+            scan._finished.wait(cls._EXIT_S)
+        if unfinished:
+            threading.Event().wait(cls._LEAVE_S)
+
+
+atexit.register(_Scan.end_all)
 
 
 def dataset(store: Stores, **settings: Unpack[ReaderKeywords]) -> StoreDataset:

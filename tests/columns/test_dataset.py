@@ -22,6 +22,7 @@ import pyarrow.dataset as ds
 
 from librmq.columns import dataset, reader
 from tests.budget import examples
+from tests.programs import run_program
 
 START_MS = 1_700_000_000_000
 COUNT = 900
@@ -213,6 +214,24 @@ def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> N
     assert shared.to_table().equals(table)
     duckdb = pytest.importorskip("duckdb")
     assert duckdb.sql("SELECT count(*) FROM shared").fetchall() == [(table.num_rows,)]
+
+
+ENDS_EARLY = """
+import sys
+import duckdb
+from librmq import columns
+store = columns.dataset(sys.argv[1])
+print(duckdb.sql("SELECT topic FROM store LIMIT 3").fetchall())
+"""
+
+
+def test_a_process_ends_after_a_query_with_a_limit(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    with MessageStore.open(tmp_path / "s", StoreConfig.tiny()) as store:
+        for number in range(5_000):
+            store.append(Message("T", bytes(3_000)), number % 4)
+    run = run_program(ENDS_EARLY, tmp_path / "s")
+    assert (run.returncode, run.stdout.split()) == (0, ["[('T',),", "('T',),", "('T',)]"])
 
 
 def test_filters_of_a_dataset_add_up(path: Path, table: pa.Table) -> None:
