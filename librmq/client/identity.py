@@ -105,8 +105,11 @@ def _check_route(route: object, user: str) -> None:
         TypeError: ``route`` is not a `Route`.
     """
     if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
-        opened = f": open it with Broker.open({os.fspath(route)!r})" if isinstance(route, str | os.PathLike) else ""
-        raise TypeError(f"{user}: expected a route, which is a Broker or a RouteTable, found {route!r:.80}{opened}")
+        advice = ""
+        if isinstance(route, str | os.PathLike):
+            place = os.fspath(route)
+            advice = f": open a folder with Broker.open({place!r}), reach a name server with librmq.connect({place!r})"
+        raise TypeError(f"{user}: expected a route, such as a Broker or a RouteTable, found {route!r:.80}{advice}")
 
 
 def client_of(route: Route, user: str, client: Client | None, instance_name: str | None) -> Client:

@@ -420,7 +420,7 @@ def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
 
 
 def test_a_path_is_not_a_route() -> None:
-    with pytest.raises(TypeError, match=r"Producer: expected a route, which is a Broker .* Broker\.open\('data'\)"):
+    with pytest.raises(TypeError, match=r"Producer: expected a route, such as a Broker .* Broker\.open\('data'\)"):
         Producer("data", "shop")  # type: ignore[arg-type]
 
 

@@ -180,7 +180,7 @@ def test_redeliveries_of_several_topics_keep_to_their_listeners(one_queue: Kit) 
 
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
 def test_a_path_is_not_a_route(kind: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected a route, which is a Broker .* Broker\.open\('data'\)"):
+    with pytest.raises(TypeError, match=r"expected a route, such as a Broker .* Broker\.open\('data'\)"):
         kind("data", "g")
     with pytest.raises(TypeError, match="expected a route"):
         kind(3, "g")

@@ -128,6 +128,7 @@ ERRORS: list[Callable[[Path], object]] = [
     with_broker(a_second_start),
     with_broker(lambda broker: PushConsumer(broker, "billing", thread=3)),  # type: ignore[call-arg]
     lambda folder: PushConsumer("data", "billing"),  # type: ignore[arg-type]
+    lambda folder: librmq.connect("127.0.0.1:1"),
     with_broker(lambda broker: PushConsumer(broker, "billing").subscribe("orders", ignore, sql="amount >> 5")),
     with_broker(a_group_that_is_behind),
     an_extra,
