@@ -129,7 +129,7 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
     if "\1" in text or "\2" in text:
         raise _unwritable(dict.fromkeys(names, ""))
     ordered = [names[at] for at in hash_map_order(names)]
-    befores = [f"\2{name}\1" for name in ordered]
+    befores = ["".join(("\2", name, "\1")) for name in ordered]  # a format would write the name of an enum's member
     befores[0] = befores[0][1:]
     if len(names) > _LARGEST_SHAPE_KEPT:
         return lambda properties: "".join(

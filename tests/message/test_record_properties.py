@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import zlib
 from contextlib import suppress
@@ -370,3 +371,10 @@ def test_rubbish_is_not_json(text: str | bytes) -> None:
     except MalformedError:
         return
     assert same(loads(dumps(value)), value)
+
+
+def test_members_of_an_enum_are_names_by_their_text() -> None:
+    """And plain texts that equal them are stored alike afterwards, because the function for a set of names is kept."""
+    kind: Any = enum.Enum
+    for properties in ({kind("Name", {"CITY": "a city's name"}, type=str).CITY: "Bonn"}, {"a city's name": "Bonn"}):
+        assert encode_properties(properties) == b"a city's name\1Bonn"
