@@ -4,9 +4,10 @@
     pytest examples/test_order_service.py                          tests it, half hours of waiting included
 
 A placed order is written together with two messages about it: one for other services, and one that comes back after
-half an hour and cancels the order if it is unpaid. Another program sends payments, with this library or with an
-official client. Each payment counts once, however often it is delivered. A payment that can't be right is a dead
-letter, which a person sees at ``/dead-letters`` and can send again.
+half an hour and cancels the order if it is unpaid. Payments are messages of the topic ``payments``. The tests send them
+with this library and with an official client. The application opens no port for them: add a `GrpcServer` or a
+`RemotingServer` if other programs are to send payments. Each payment counts once, however often it is delivered. A
+payment that can't be right is a dead letter, which a person sees at ``/dead-letters`` and can send again.
 
 Needs ``pip install 'librmq[sql,metrics]' fastapi uvicorn``.
 """

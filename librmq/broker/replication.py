@@ -108,7 +108,7 @@ class Replication:
             return follower
 
     def _watch(self, follower: _Follower, request: FollowLog) -> None:
-        """Let the next append notify a replica, once however often it has asked."""
+        """Let the next append notify a replica, only once if it has asked several times."""
         with self._guard:
             follower.notify = request.notify
             is_watched, self._is_watched = self._is_watched, True

@@ -18,7 +18,10 @@ __all__ = ["reset_in_cluster"]
 
 
 def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
-    """Set a group's progress, also that of its running consumers; of one queue or to an offset only without them."""
+    """Set a group's progress.
+
+    With running consumers only the progress of a whole topic can be set, and only to a time.
+    """
     group, topic = arguments.group, arguments.topic
     at_ms = None if arguments.to is None else _time_ms(arguments.to)
     with open_cluster(arguments) as cluster:
@@ -31,7 +34,7 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
             elif cluster.admin.clients(group) is not None:
                 raise InputError(
                     f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
-                    "them first, or reset the whole topic to a time, which they learn"
+                    "them first, or reset the whole topic to a time, of which the broker notifies them"
                 )
             else:
                 for queue, offset in after.items():
@@ -56,7 +59,7 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _time_ms(to: str) -> int:
-    """Return a time as brokers take it: 0 is the begin of each queue, -1 its end."""
+    """Return a time as brokers take it: 0 is the beginning of each queue, -1 its end."""
     return {"begin": 0, "end": -1}[to] if to in ("begin", "end") else parse_time(to, SystemClock())
 
 

@@ -34,7 +34,7 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.cli.cluster_source import open_cluster
 
     if arguments.resend:
-        raise InputError("--resend works on the folder of a store: a broker of 4.x sends no dead letters again")
+        raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
     with open_cluster(arguments) as cluster:
         _print(_chosen(cluster.dead_letters(arguments.group), arguments), arguments, output)
     return 0

@@ -421,7 +421,7 @@ def _beyond(row: QueueLag) -> Finding:
         f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
         {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
         "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: librmq "
-        f"reset STORE --group {row.group} --topic {row.topic} --queue {row.queue_id} --to end, or Broker.open.",
+        f"reset STORE --group {row.group} --topic {row.topic} --queue {row.queue_id} --to end. Broker.open does it.",
     )
 
 

@@ -134,7 +134,7 @@ class MessageStore:
             replica_of=replica_of,
         )
         store.appender = handle.appender
-        # Without a call more for each message.
+        # Directly, which saves one call for each message.
         appender = handle.appender
         store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]
         store.append_batch = getattr(appender, "append_batch_usual", appender.append_batch)  # type: ignore[method-assign]

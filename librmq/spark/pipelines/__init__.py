@@ -337,7 +337,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         {"window": "seconds between the two (3600)"} | MESSAGES,
     ),
     "duplicates-approximate": Pipeline(
-        "the same with bloom filters, whenever",
+        "messages whose business key probably came before, at any time, by Bloom filters",
         OfMessages(_reads_keys(_APPROXIMATE_COLUMNS), _approximate),
         _APPROXIMATE_COLUMNS.replace("keys", "key"),
         ("topic", "key", "store", "queueId", "queueOffset"),

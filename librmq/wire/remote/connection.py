@@ -110,7 +110,9 @@ class _Connection:
             if not self._is_open:
                 raise self._has_ended()
             if len(self._outstanding) >= _MOST_OUTSTANDING:
-                raise BrokerUnreachableError(f"{self.address} owes {_MOST_OUTSTANDING:,} answers: nothing more is sent")
+                raise BrokerUnreachableError(
+                    f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
+                )
             self._outstanding[number] = ended
         try:
             self._write(raw)

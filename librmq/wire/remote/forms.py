@@ -74,7 +74,7 @@ _LONGEST_TIME_MS: Final = (1 << 63) - 1
 
 
 def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Frame:
-    """Return a request."""
+    """Return the frame of a request."""
     fields = {} if header is None else to_fields(header, by_letters=REQUESTS[code].by_letters)
     return Frame(code, fields, body)
 
@@ -86,10 +86,10 @@ def refusal(answer: Frame) -> BrokerError:
 
 
 def check(answer: Frame) -> Frame:
-    """Return an answer that says success.
+    """Return the answer to a request that succeeded.
 
     Raises:
-        BrokerError: It says something else.
+        BrokerError: The request was refused.
     """
     if answer.code:
         raise refusal(answer)

@@ -353,7 +353,7 @@ class RemoteBroker:
         return CheckTransaction(group, half, header.transaction_id or half.message_id, self.name)
 
     def close(self) -> None:
-        """Take leave of the broker for all clients that have not done so."""
+        """Unregister all clients that have not left the broker."""
         with self._lock:
             beats, self._beats = list(self._beats.values()), {}
             self._knows.clear()
