@@ -32,6 +32,16 @@ cdef extern from "Python.h":
     int PyGC_Enable()
     char *PyByteArray_AS_STRING(object data)
 
+cdef extern from *:
+    """
+    #if PY_VERSION_HEX >= 0x030E0000  /* a tuple keeps its hash, and -1 is none */
+    #define rmq_forget_hash(made) (((PyTupleObject *)(made))->ob_hash = -1)
+    #else
+    #define rmq_forget_hash(made) ((void)(made))
+    #endif
+    """
+    void rmq_forget_hash(object made)
+
 cdef extern from "crc32.h":
     void rmq_crc32_init()
     int rmq_can_fold()
@@ -222,7 +232,6 @@ def string_hash(str text not None):
 
 cdef Py_ssize_t put_properties(dict properties, uint8_t *at) except -2:
     """Write properties in stored form; return their size, -1 if they are unusual."""
-    cdef PyObject *names[MOST_PROPERTIES]
     cdef PyObject *values[MOST_PROPERTIES]
     cdef PyObject *name
     cdef PyObject *value
@@ -233,14 +242,15 @@ cdef Py_ssize_t put_properties(dict properties, uint8_t *at) except -2:
         return 0
     if count > MOST_PROPERTIES:
         return -1
-    shape = _shapes.get(tuple(properties))
-    if shape is None:
-        return -1
     while PyDict_Next(properties, &place, &name, &value):
-        if not PyUnicode_CheckExact(<object>value):
+        # Names of another type could run Python code when they are compared.
+        if not PyUnicode_CheckExact(<object>name) or not PyUnicode_CheckExact(<object>value):
             return -1
         values[number] = value
         number += 1
+    shape = _shapes.get(tuple(properties))
+    if shape is None:
+        return -1
     for before, number in <list>shape:
         size = PyBytes_GET_SIZE(before)
         if total + size > MOST_PROPERTY_BYTES:
@@ -277,7 +287,10 @@ cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
     if not PyLong_CheckExact(queue_id) or not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
         return None
     cdef LaneState lane = self.lanes.get((topic, queue_id))
-    if lane is None or lane.queue.ext is not None or PyUnicode_GET_LENGTH(topic) == SCHEDULE_TOPIC_SIZE:
+    if (
+        lane is None or lane.queue.ext is not None or PyUnicode_GET_LENGTH(topic) == SCHEDULE_TOPIC_SIZE
+        or PyBytes_GET_SIZE(lane.topic_field) > 128
+    ):
         return None
     return lane
 
@@ -297,11 +310,11 @@ cdef object _append(AppendState self, object message, object queue_id):
     if not is_usual(self, message, None):
         return None
     cdef LaneState lane = usual_lane(self, message.topic, queue_id)
-    cdef object body = message.body
-    cdef int64_t now = clock_ms(self), body_size = PyBytes_GET_SIZE(body)
+    cdef int64_t now = clock_ms(self)
+    cdef object body = message.body  # again, because Python code ran since the last look
     if (
-        lane is None or now == -2 or body_size >= self._compress_from
-        or body_size > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
+        lane is None or now == -2 or not PyBytes_CheckExact(body) or PyBytes_GET_SIZE(body) >= self._compress_from
+        or PyBytes_GET_SIZE(body) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
     ):
         return None
     mutex = self.lock.mutex
@@ -460,6 +473,8 @@ cdef object _write_batch(
     cdef dict properties
     global appended
     for message in messages:
+        if type(message) is not self.message_class or not PyBytes_CheckExact(message.body):
+            return None  # it was changed since the last look
         body = message.body
         if PyBytes_GET_SIZE(body) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total:
             return None
@@ -503,6 +518,7 @@ cdef object new_result(object result_class, tuple fields):
     """Return a named tuple of these fields, without a call of its class."""
     cdef object result = (<PyTypeObject *>result_class).tp_alloc(<type>result_class, 5)
     cdef int number
+    rmq_forget_hash(result)
     for number in range(5):
         Py_INCREF(fields[number])
         PyTuple_SET_ITEM(result, number, fields[number])

@@ -247,6 +247,50 @@ def test_what_is_refused_is_refused_alike(changed: dict[str, Any]) -> None:
         assert store.log.end == end
 
 
+@needs_core
+def test_a_message_that_changes_meanwhile_is_looked_at_again() -> None:
+    """As by another thread, while the clock runs Python code."""
+    with MessageStore.open(
+        "/store", StoreConfig.tiny(), files=MemoryFiles(), clock=ManualClock(), background=False
+    ) as store:
+        for append in (store.append, lambda message: store.append_batch([message])):
+            message: Any = Message("T", b"sound")
+            append(message)
+
+            def change(frame: Any, event: str, _: object, message: Any = message) -> None:
+                if event == "call" and frame.f_code.co_name == "now_ms":
+                    message.body = "no bytes"
+
+            end = store.log.end
+            before = sys.getprofile()
+            sys.setprofile(change)
+            try:
+                with pytest.raises(TypeError):
+                    append(message)
+            finally:
+                sys.setprofile(before)
+            assert store.log.end == end
+
+
+@needs_core
+def test_names_of_another_type_are_unusual() -> None:
+    """Comparing them could run Python code."""
+
+    class Name(str):
+        __slots__ = ()
+
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        appended = []
+        for name in ("p", "p", Name("p"), "p"):
+            before = CORE.counts()["append"]
+            result = store.append(Message("T", b"x", properties={name: "q"}))
+            appended.append(CORE.counts()["append"] - before)
+            assert hash(result) == hash(tuple(result))
+        assert appended == [0, 1, 0, 1]
+        messages = store.read("T", 0, 0, 4).messages
+        assert [message.properties for message in messages] == [{"p": "q"}] * 4
+
+
 KEYS = st.none() | st.sampled_from(["", "k", "k1 k2", " a  b ", "ключ", "\U0001f600", "x" * 200])
 
 
