@@ -22,6 +22,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 CHANGELOG = CHECKOUT / "CHANGELOG.md"
 VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+CORE_FILE = CHECKOUT / "core" / "pyproject.toml"
+CORE_VERSION = re.compile(r'^version = "([^"]+)"', re.MULTILINE)
 UNRELEASED = "## [Unreleased]\n"
 IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
 IN_SDIST = (
@@ -141,11 +143,12 @@ def release(version: str, dist: Path) -> None:
     """Cut a version in a clean clone: change the files, build, check, install, commit and tag."""
     if run(["git", "status", "--porcelain"]).strip():
         raise ReleaseError("The clone has changes: commit them first.")
-    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE)}
+    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE)}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         CHANGELOG.write_text(cut_changelog(old[CHANGELOG], version, today), "utf-8")
         VERSION_FILE.write_text(VERSION.sub(f'__version__ = "{version}"', old[VERSION_FILE]), "utf-8")
+        CORE_FILE.write_text(CORE_VERSION.sub(f'version = "{version}"', old[CORE_FILE]), "utf-8")
         run([sys.executable, "-m", "build", "--outdir", dist, CHECKOUT])
         check_files(dist)
         (wheel,) = dist.glob("*.whl")

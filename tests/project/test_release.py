@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,27 @@ def test_a_source_distribution_has_what_the_check_needs(release: ModuleType) -> 
 
 def test_every_extra_is_installed_and_used(release: ModuleType) -> None:
     assert set(release.USES) - {""} == release.extras()
+
+
+def test_the_core_has_the_version_of_librmq(release: ModuleType) -> None:
+    (core,) = release.CORE_VERSION.findall(release.CORE_FILE.read_text("utf-8"))
+    (librmq,) = release.VERSION.findall(release.VERSION_FILE.read_text("utf-8"))
+    assert core == librmq
+
+
+def test_a_release_changes_every_version(release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CHANGELOG", "VERSION_FILE", "CORE_FILE"):
+        monkeypatch.setattr(release, name, shutil.copy(getattr(release, name), tmp_path / name))
+    for name in ("check_files", "install"):
+        monkeypatch.setattr(release, name, lambda *_: None)
+    monkeypatch.setattr(release, "run", lambda _: "")
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    (dist / "librmq.whl").touch()
+    release.release("9.8.7", dist)
+    assert release.VERSION.findall(release.VERSION_FILE.read_text("utf-8")) == ["9.8.7"]
+    assert release.CORE_VERSION.findall(release.CORE_FILE.read_text("utf-8")) == ["9.8.7"]
+    assert "## [9.8.7]" in release.CHANGELOG.read_text("utf-8")
 
 
 def test_a_clone_with_changes_is_not_released(
