@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final
 
 from librmq.cli.output import Output
@@ -29,6 +30,7 @@ __all__ = ["replay_to_cluster"]
 _GROUP: Final = "librmq-replay"
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20
+_LARGEST: Final = (1 << 63) - 1
 
 
 def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
@@ -42,16 +44,14 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     counted: dict[str, list[int]] = {}
     with ExitStack() as opened:
         store = opened.enter_context(open_store(arguments))
-        place = _Place(arguments, store)
-        if arguments.from_start:
-            place.physical_offset = 0
+        place = _Place(arguments, store, selection)
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
         lanes = None
         if not arguments.dry_run:
             opened.callback(place.save)  # also if it is interrupted
             route = opened.enter_context(connect(arguments.route))
             lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place)
-        for message, end in _messages(store, selection, place.physical_offset):
+        for message, end in _messages(store, place):
             if lanes is not None:
                 lanes.add(message, end)
             bar.to(end - store.log.begin)
@@ -60,19 +60,23 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
             count[1] += len(message.body)
         if lanes is not None:
             lanes.send()
-            place.physical_offset = store.log.end
+            place.finished(store.log.end)
     for topic, (messages, size) in sorted(counted.items()):
         output.row({"topic": topic, "messages": messages, "body_bytes": size, "dry_run": arguments.dry_run})
     return 0
 
 
-def _messages(store: MessageStore, selection: MessageQuery, begin: int) -> Iterator[tuple[StoredMessage, int]]:
-    """Yield the selected messages from a physical offset on, each with that of the next record."""
+def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessage, int]]:
+    """Yield the selected messages from a place on, each with the physical offset of the next record."""
+    selection = place.selection
     test = selection.test()
-    for physical_offset, size, raw in store.log.scan(max(begin, store.log.begin)):
+    for physical_offset, size, raw in store.log.scan(max(place.physical_offset, store.log.begin)):
         if raw is None:
             continue
         message = StoredMessage(raw)
+        if message.store_timestamp_ms >= selection.end_ms:
+            place.stay_before(physical_offset)
+            continue
         wanted = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
         if wanted and has_queue_entry(message.sys_flag) and test(message):
             yield message, physical_offset + size
@@ -141,32 +145,50 @@ def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: obje
 class _Place:
     """How far a selection was sent to a cluster, in a file of the store."""
 
-    def __init__(self, arguments: argparse.Namespace, store: MessageStore) -> None:
+    def __init__(self, arguments: argparse.Namespace, store: MessageStore, selection: MessageQuery) -> None:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until")
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
         self._key = json.dumps({"route": arguments.route, **chosen}, sort_keys=True)
         self._folder = os.path.join(store.path, "librmq")
         self._path = os.path.join(self._folder, "replay.json")
         self._files = DiskFiles()
-        self.physical_offset = self._known().get(self._key, 0)
+        self._is_finished = False
+        self._most = _LARGEST
+        known = self._known().get(self._key)
+        self.physical_offset = 0
+        self.selection = selection
+        """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
+        if known is not None and not arguments.from_start:
+            self.physical_offset, since_ms = known if isinstance(known, list) else (known, selection.begin_ms)
+            self.selection = replace(selection, begin_ms=min(selection.begin_ms, since_ms))
 
-    def _known(self) -> dict[str, int]:
+    def _known(self) -> dict[str, int | list[int]]:
+        """Return a physical offset for each selection, for an unfinished one with the time of its ``--since``."""
         if self._files.size(self._path) is None:
             return {}
         try:
             found = json.loads(self._files.read(self._path))
         except ValueError:
             found = None
-        if not isinstance(found, dict) or not all(type(offset) is int for offset in found.values()):
+        if not isinstance(found, dict) or not all(map(_is_place, found.values())):
             raise InputError(
                 f"{self._path}: it does not say how far a replay has come; delete it to begin at the start"
             )
         return found
 
+    def stay_before(self, physical_offset: int) -> None:
+        """Note that a message here was too new: a later call with the same age in ``--until`` can select it."""
+        self._most = min(self._most, physical_offset)
+
     def passed(self, physical_offset: int) -> None:
         """Note that everything before an offset was sent."""
-        self.physical_offset = physical_offset
+        self.physical_offset = min(physical_offset, self._most)
         self.save()
+
+    def finished(self, end: int) -> None:
+        """Note that everything was sent; ``end`` is that of the log."""
+        self._is_finished = True
+        self.passed(end)
 
     def save(self) -> None:
         """Write the file.
@@ -174,8 +196,14 @@ class _Place:
         Raises:
             StoreIOError: It can't be written.
         """
-        known = self._known() | {self._key: self.physical_offset}
+        has_age = not self._is_finished and self.selection.begin_ms >= 0
+        now = [self.physical_offset, self.selection.begin_ms] if has_age else self.physical_offset
+        known = self._known() | {self._key: now}
         if not self._files.is_folder(self._folder):
             self._files.make_folder(self._folder)
         self._files.write(f"{self._path}.new", json.dumps(known, indent=1).encode())
         self._files.rename(f"{self._path}.new", self._path)
+
+
+def _is_place(found: object) -> bool:
+    return type(found) is int or (isinstance(found, list) and [type(one) for one in found] == [int, int])

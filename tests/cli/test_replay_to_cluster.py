@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from librmq import Broker, BrokerConfig, MessageStore, Producer
+from librmq import Broker, BrokerConfig, Message, MessageStore, Producer
+from librmq.clock import ManualClock
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
+
+BEGIN_MS = 1_700_000_000_000
 
 
 @pytest.fixture
@@ -86,6 +89,46 @@ def test_a_failed_call_continues_where_it_ended(filled: Shell) -> None:
         rows = filled("replay", "full", "--route", server.address).rows
         assert [(row["topic"], row["messages"]) for row in rows] == [("bills", 1)]
         assert len(bodies(cluster, "orders")) == 12
+
+
+@pytest.fixture
+def aged(shell: Shell) -> Shell:
+    """The folder ``full``: a message of ``orders`` at minute 0, and one of ``bills`` at minute 10."""
+    clock = ManualClock(BEGIN_MS)
+    with MessageStore.open("full", clock=clock) as store:
+        store.append(Message("orders", b"first"))
+        clock.advance(minutes=10)
+        store.append(Message("bills", b"second"))
+    return shell
+
+
+def at_minute(monkeypatch: pytest.MonkeyPatch, minute: int) -> None:
+    """Set the time from which commands count ages."""
+    monkeypatch.setattr("librmq.cli.selection.SystemClock", lambda: ManualClock(BEGIN_MS + 60_000 * minute))
+
+
+def test_what_was_too_new_is_sent_by_a_later_call(
+    aged: Shell, cluster: Broker, server: RemotingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("replay", "full", "--route", server.address, "--until", "15m")
+    at_minute(monkeypatch, 20)
+    assert [row["topic"] for row in aged(*words).rows] == ["orders"]
+    at_minute(monkeypatch, 30)
+    assert [row["topic"] for row in aged(*words).rows] == ["bills"]
+    assert aged(*words).rows == []
+
+
+def test_an_age_counts_from_the_call_that_failed(aged: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster takes the second message when it is older than the age."""
+    with Broker.temporary(BrokerConfig(auto_create_topic=False)) as cluster, RemotingServer(cluster) as server:
+        cluster.create_topic("orders", 1)
+        words = ("replay", "full", "--route", server.address, "--since", "1h")
+        at_minute(monkeypatch, 30)
+        assert aged(*words).status == 2
+        cluster.create_topic("bills", 1)
+        at_minute(monkeypatch, 100)
+        assert [row["topic"] for row in aged(*words).rows] == ["bills"]
+        assert aged(*words, "--from-start").rows == []
 
 
 def test_a_dry_run_sends_and_notes_nothing(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
