@@ -38,7 +38,7 @@ class _Waiter:
         self.outcome = outcome
         self._turn.release()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
         return self._turn.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
 
 
@@ -84,7 +84,7 @@ class _Connection:
                 if self._received == received and timeout_s >= self._silent_s:  # it may be half open
                     self._end("the server is silent")
                 raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
-            waiter.wait(timeout_s)
+            waiter.wait()  # another thread is about to tell the outcome
         if isinstance(waiter.outcome, Frame):
             return waiter.outcome
         assert waiter.outcome is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
 from librmq.wire.remote.transport import Dial, Requested, Transport
@@ -22,14 +22,22 @@ _Key = tuple[str, str]
 class _Line:
     """What is known of one connection, open or not."""
 
-    __slots__ = ("back_off_s", "closed_until", "lock", "opened_at", "transport", "why")
+    __slots__ = ("is_dropped", "lock", "opened_at", "rest", "transport")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held while the connection is opened
         self.transport: Transport | None = None
-        self.opened_at = self.closed_until = 0.0
-        self.back_off_s = 0.0
-        self.why: BrokerUnreachableError | None = None
+        self.opened_at = 0.0
+        self.is_dropped = False
+        self.rest: _Rest | None = None
+
+
+class _Rest(NamedTuple):
+    """A time without a try after a connection that failed."""
+
+    until: float
+    back_off_s: float
+    why: BrokerUnreachableError
 
 
 class Connections:
@@ -59,6 +67,7 @@ class Connections:
         self._back_off_s = back_off_s
         self._lock = threading.Lock()
         self._lines: dict[_Key, _Line] = {}
+        self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
         self._is_closed = False
 
     def get(self, address: str, client_id: str = "") -> Transport:
@@ -78,44 +87,48 @@ class Connections:
         with line.lock:
             if line.transport is not None and line.transport.is_open:
                 return line.transport
-            if line.why is not None and self._monotonic() < line.closed_until:
-                raise BrokerUnreachableError(str(line.why))
+            for rest in (line.rest, self._rests.get(address)):
+                if rest is not None and self._monotonic() < rest.until:
+                    raise BrokerUnreachableError(str(rest.why))
             line.transport = self._open(key, line)
-        if self._is_closed:
+        if line.is_dropped or self._is_closed:
             line.transport.close()
         return line.transport
 
     def _open(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key
+        first_s, most_s = self._back_off_s
 
         def requested(transport: Transport, frame: Frame) -> None:
             self._requested(address, client_id, transport, frame)
 
         def lost(transport: Transport) -> None:
             if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
-                line.closed_until = self._monotonic() + self._back_off_s[0]
-                line.why = BrokerUnreachableError(f"the connection to {address} ended soon after it was opened")
+                why = BrokerUnreachableError(f"the connection to {address} ended soon after it was opened")
+                line.rest = _Rest(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)
 
         handler: Requested = requested
-        line.opened_at, line.why = self._monotonic(), None
+        line.opened_at, line.rest = self._monotonic(), None
         try:
             opened = self._dial(address, handler, lost)
         except BrokerUnreachableError as error:
-            first_s, most_s = self._back_off_s
-            line.back_off_s = min(most_s, 2 * line.back_off_s or first_s)
-            line.closed_until = self._monotonic() + line.back_off_s
-            line.why = error
+            before, now = self._rests.get(address), self._monotonic()
+            if before is None or now >= before.until:  # otherwise another client's try has failed meanwhile
+                back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
+                self._rests[address] = _Rest(now + back_off_s, back_off_s, error)
             raise
-        line.back_off_s = 0.0
+        self._rests.pop(address, None)
         return opened
 
     def drop(self, client_id: str, address: str) -> None:
         """Close the connection of a client."""
         with self._lock:
             line = self._lines.pop((address, client_id), None)
-        if line is not None and line.transport is not None:
-            line.transport.close()
+        if line is not None:
+            line.is_dropped = True  # it can be opened at this moment
+            if line.transport is not None:
+                line.transport.close()
 
     def close(self) -> None:
         """Close all connections; no new one is opened."""

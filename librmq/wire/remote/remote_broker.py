@@ -201,6 +201,8 @@ class RemoteBroker:
             self._knows.clear()
         all_arrived = True
         for client_id in ids:
+            if not self.has_client(client_id):
+                continue
             try:
                 self._of_client(client_id)
             except ClientError as error:
