@@ -413,9 +413,8 @@ class CommitLog(LogState):
 
     def data_at(self, physical_offset: int, size: int) -> bytes:
         """Return bytes of the log, records or not, within one file; empty if there is no file."""
+        file = self._sequence.file_at(physical_offset)  # not a mapping of a file that a recovery has deleted
         at = physical_offset % self.file_size
-        start = physical_offset - at
-        file = self._mapped.get(start) or self._sequence.file_at(start)
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
