@@ -135,6 +135,24 @@ def test_a_small_demo_needs_no_spark(tools: Callable[[str], ModuleType], monkeyp
     assert "spark" not in project.SMALL_DEMO_EXTRAS
 
 
+@pytest.mark.parametrize(("extras", "times"), [({"cli", "report"}, 0), ({"cli", "test"}, 1)])
+def test_a_demo_waits_for_no_compiler(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extras: set[str], times: int
+) -> None:
+    environment, screen = tools("environment"), tools("screen")
+    commands: list[list[object]] = []
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, ""
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment.shutil, "which", lambda _: "/usr/bin/cc")
+    place = environment.Environment(tmp_path / "venv")
+    place.prepare(frozenset(extras), screen.Screen(io.StringIO(), live=False))
+    assert sum(environment.CORE in command for command in commands) == times
+
+
 def test_check_prints_its_arguments() -> None:
     done = run_check("--help")
     assert done.returncode == 0
