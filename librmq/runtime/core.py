@@ -24,10 +24,12 @@ def _load() -> tuple[Any, str]:
         return None, "pure Python, because the compiled core needs the interpreter lock"
     try:
         import librmq_core
-    except ImportError:
+    except ModuleNotFoundError:
         return None, "pure Python, because librmq-core is not installed"
-    if librmq_core.API != _API:
-        return None, f"pure Python, because librmq-core has API {librmq_core.API}, and not {_API}: install it again"
+    except ImportError as error:
+        return None, f"pure Python, because librmq-core can't be loaded: {error}"
+    if (found := getattr(librmq_core, "API", None)) != _API:
+        return None, f"pure Python, because librmq-core has API {found}, and not {_API}: install it again"
     return librmq_core, "compiled core"
 
 

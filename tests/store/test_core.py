@@ -122,10 +122,18 @@ def test_a_variable_switches_the_core_off() -> None:
     assert said_with("off") == "pure Python, because LIBRMQ_CORE is off\n"
 
 
-def test_another_api_is_refused(tmp_path: Path) -> None:
-    """As after librmq was updated and librmq-core was not."""
-    (tmp_path / "librmq_core.py").write_text("API = 0\n", "utf-8")
-    assert "has API 0" in said_with("on", f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("API = 0", "has API 0"),
+        ("", "has API None"),
+        ("raise ImportError('undefined symbol: x')", "can't be loaded: undefined symbol: x"),
+    ],
+)
+def test_another_api_is_refused(tmp_path: Path, module: str, said: str) -> None:
+    """As after librmq was updated and librmq-core was not, or where it was built for another machine."""
+    (tmp_path / "librmq_core.py").write_text(module, "utf-8")
+    assert said in said_with("on", f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
 
 
 TEXTS = st.sampled_from(["a", "b c", "é", "日本", "\U0001f600x", "x" * 40])
