@@ -21,6 +21,8 @@ class _Listener:
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
+        self.connections = 0
+        """Those that are open."""
         self.address = "{}:{}".format(*self._listening.getsockname())
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -32,6 +34,7 @@ class _Listener:
                 connected, _ = self._listening.accept()
                 with self._lock:
                     self._open.add(connected)
+                    self.connections = len(self._open)
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
@@ -49,6 +52,7 @@ class _Listener:
         connected.close()
         with self._lock:
             self._open.discard(connected)
+            self.connections = len(self._open)
 
     def cut(self) -> None:
         """End all connections."""
@@ -78,6 +82,8 @@ class FakeServer(_Listener):
         self._answer = answer
         self.asked: list[Frame] = []
         super().__init__()
+        self.broker: str | None = self.address
+        """The address of the broker in routes; None as from a name server that has just started."""
 
     def serve(self, connected: socket.socket) -> None:
         reader = FrameReader()
@@ -89,7 +95,9 @@ class FakeServer(_Listener):
                     connected.sendall(found if isinstance(found, bytes) else encode(found))
 
     def _usual(self, frame: Frame) -> Frame | None:
-        data = {"brokerAddrs": {"0": self.address}, "brokerName": "fake", "cluster": "c"}
+        data = {"brokerAddrs": {"0": self.broker}, "brokerName": "fake", "cluster": "c"}
+        if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO and self.broker is None:
+            return answer_to(frame, body=write_body({"brokerAddrTable": {}, "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
             return answer_to(frame, body=write_body({"brokerAddrTable": {"fake": data}, "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:

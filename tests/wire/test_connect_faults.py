@@ -18,9 +18,18 @@ import pytest
 import librmq
 from librmq import Broker, BrokerUnreachableError, ClientStateError, ConsumeFrom, Message, TransactionState
 from librmq.errors import ClientError
-from librmq.protocol import ConsumerIds, LockQueues, MaxOffset, PullMessage, QueryMessages, QueryOffset, ViewMessage
+from librmq.protocol import (
+    ConsumerIds,
+    LockQueues,
+    MaxOffset,
+    PullMessage,
+    QueryMessages,
+    QueryOffset,
+    TopicGroups,
+    ViewMessage,
+)
 from librmq.wire.certificates import self_signed
-from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to
@@ -206,6 +215,28 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
                 for call in calls:
                     with suppress(ClientError):
                         call()
+
+
+@pytest.mark.parametrize(
+    ("ask", "body"),
+    [
+        (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b'{"groupList":7}'),
+        (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b"{"),
+        (lambda route: ClusterAdmin(route).groups_of("orders"), b'{"groupList":7}'),
+        (lambda route: ClusterAdmin(route).find_by_key("orders", "k"), b"no records"),
+        (
+            lambda route: ClusterAdmin(route).clients("g"),
+            b'{"subscriptionTable":{"t":{"topic":"t","subVersion":1e999}}}',
+        ),
+    ],
+)
+def test_lists_that_are_none_are_clear_errors(ask: Callable[[RemoteRoute], object], body: bytes) -> None:
+    with (
+        FakeServer(lambda frame: answer_to(frame, body=body)) as server,
+        librmq.connect(server.address) as route,
+        pytest.raises(BrokerUnreachableError, match="can't be read"),
+    ):
+        ask(route)
 
 
 @pytest.mark.parametrize("raw", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\0" * 64])

@@ -7,11 +7,17 @@ from contextlib import suppress
 
 import pytest
 
+import librmq
 from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
+from librmq.runtime.threads import ThreadRunner
+from librmq.wire.remote.connection import dial_by_tcp
 from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.transport import Requested, Transport
 from librmq.wire.remoting.frames import Frame
+from tests.wire.fake_servers import FakeServer
+from tests.wire.test_connect import until
 
 
 class Line:
@@ -76,3 +82,52 @@ def test_a_client_that_leaves_while_it_dials_is_closed() -> None:
     made = connections(leave, ManualClock())
     assert made.get("h:1", "a") is line
     assert not line.is_open
+
+
+def test_short_time_outs_end_a_silent_connection() -> None:
+    """A network that has forgotten a connection says nothing; requests with little time notice it together."""
+    with FakeServer(lambda frame: None) as server:
+        opened = dial_by_tcp(None, None, 0.2)(server.address, lambda *_: None, lambda _: None)
+        for is_open in (True, False):
+            with pytest.raises(BrokerUnreachableError, match="has not answered"):
+                opened.ask(Frame(999), 0.1)
+            assert opened.is_open == is_open
+
+
+def test_brokers_stay_when_a_name_server_has_just_started() -> None:
+    with FakeServer(lambda frame: None) as server, librmq.connect(server.address) as route:
+        queues = route.topic_route("orders")
+        server.broker = None
+        with pytest.raises(BrokerUnreachableError, match="knows no broker yet"):
+            route.refresh()
+        assert route.broker_names() == ("fake",)
+        assert route.topic_route("orders") == queues != ()
+
+
+def test_connections_end_when_a_broker_moves() -> None:
+    with FakeServer(lambda frame: None) as old, FakeServer(lambda frame: None) as server:
+        server.broker = old.address
+        with librmq.connect(server.address) as route, librmq.Producer(route, "shop"):
+            route.refresh()
+            until(lambda: old.connections == 1)
+            server.broker = server.address
+            route.refresh()
+            until(lambda: old.connections == 0)
+
+
+def test_a_flood_of_requests_ends_the_connection() -> None:
+    """A broker that asks faster than clients answer would fill the memory."""
+    runner, line, waiting = ThreadRunner(), Line(), list[Callable[[], None]]()
+    try:
+        made = connections(lambda _: line, ManualClock())
+        broker = RemoteBroker("b", "h:1", made, runner, waiting.append, lambda _: None, 1)
+        frame = Frame(40, body=bytes(16 << 20)).one_way()
+        for _ in range(40):
+            broker.requested("a", line, frame)
+        assert (line.is_open, len(waiting)) == (False, 15)
+        for call in waiting:
+            call()
+        broker.requested("a", line, frame)
+        assert len(waiting) == 16
+    finally:
+        runner.shutdown()

@@ -172,8 +172,7 @@ class ClusterAdmin:
         """Return the groups that consume a topic or have progress in it, sorted."""
         found: set[str] = set()
         for broker in self._brokers():
-            frame = frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))
-            found.update(self._read(broker, frame, "the groups of a topic", lambda body: _names(body, "groupList")))
+            found.update(broker.groups_of(topic))
         return tuple(sorted(found))
 
     def reset(self, group: str, topic: str, timestamp_ms: int, *, force: bool = True) -> dict[MessageQueue, int]:
@@ -234,7 +233,10 @@ class ClusterAdmin:
             if is_unique:
                 frame.fields["_UNIQUE_KEY_QUERY"] = "true"
             answer = broker.ask(frame)
-            found += FORMS[QueryMessages].read(request, answer)
+            try:
+                found += FORMS[QueryMessages].read(request, answer)
+            except MalformedError as error:
+                raise BrokerUnreachableError(f"{broker.name}: the messages can't be read: {error}") from error
         return sorted(found, key=lambda message: message.store_timestamp_ms)[:max_messages]
 
 
@@ -256,13 +258,6 @@ def _queue_rows(body: Mapping[str, Any]) -> list[tuple[MessageQueue, Mapping[str
             raise MalformedError(f"offsetTable: {queue}: expected an object, found {row!r:.80}")
         found.append((queue, row))
     return found
-
-
-def _names(body: Mapping[str, Any], name: str) -> list[str]:
-    found = body.get(name) or []
-    if not isinstance(found, list):
-        raise MalformedError(f"{name}: expected a list, found {found!r:.80}")
-    return [str(one) for one in found]
 
 
 def _whole(row: Mapping[str, Any], name: str) -> int:

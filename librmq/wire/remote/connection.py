@@ -65,6 +65,9 @@ class _Connection:
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Ended] = {}
         self._received = 0
+        self._latest = 0
+        self._silence = 0, 0, 0.0
+        """`_received`, the latest request, and seconds without an answer, at the last time-out."""
         self._is_open = True
         self._why = "it was closed"
 
@@ -81,7 +84,7 @@ class _Connection:
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
             if is_late:
-                if self._received == received and timeout_s >= self._silent_s:  # it may be half open
+                if self._is_silent(number, received, timeout_s):  # it may be half open
                     self._end("the server is silent")
                 raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
             waiter.wait()  # another thread is about to tell the outcome
@@ -89,6 +92,18 @@ class _Connection:
             return waiter.outcome
         assert waiter.outcome is not None
         raise waiter.outcome
+
+    def _is_silent(self, number: int, received: int, timeout_s: float) -> bool:
+        """Return whether requests one after the other have waited long enough, and nothing came meanwhile."""
+        with self._lock:
+            if self._received != received:
+                return False
+            before, latest, waited_s = self._silence
+            if before != received:
+                latest, waited_s = 0, 0.0
+            if number > latest:  # otherwise its time is that of another one
+                self._silence = received, self._latest, waited_s + timeout_s
+            return self._silence[2] >= self._silent_s
 
     def begin(self, frame: Frame, ended: Ended) -> None:
         self._send(frame, ended)
@@ -124,7 +139,8 @@ class _Connection:
         return number
 
     def _next_number(self) -> int:
-        return next(self._numbers) & 0x7FFFFFFF
+        number = self._latest = next(self._numbers) & 0x7FFFFFFF
+        return number
 
     def _encode(self, frame: Frame) -> bytes:
         if self._keys is not None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from librmq.errors import MalformedError
-from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel, Subscription
-from librmq.wire.remoting.bodies import subscription_of
+from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel
+from librmq.wire.remoting.bodies import read_body, subscription_of
 
-__all__ = ["consumer_data", "subscriptions_by_client"]
+__all__ = ["consumer_data", "group_names"]
 
 
 def consumer_data(group: str, found: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
@@ -36,7 +36,13 @@ def consumer_data(group: str, found: Mapping[str, Any]) -> tuple[ConsumerData, t
     return data, tuple(str(one) for one in ids)
 
 
-def subscriptions_by_client(found: Mapping[str, Any]) -> dict[str, dict[str, Subscription]]:
-    """Return the subscriptions of a group for each of its clients; a broker of 4.x keeps one table for all of them."""
-    data, ids = consumer_data("", found)
-    return {client_id: dict(data.subscriptions) for client_id in ids}
+def group_names(body: bytes) -> list[str]:
+    """Return the groups of a topic from the body of an answer.
+
+    Raises:
+        MalformedError: This is no list of groups.
+    """
+    found = read_body(body, "the groups of a topic").get("groupList") or []
+    if not isinstance(found, list):
+        raise MalformedError(f"groupList: expected a list, found {found!r:.80}")
+    return [str(one) for one in found]

@@ -120,6 +120,8 @@ def _route_of(found: Mapping[str, Any]) -> LearntRoute:
     if not isinstance(queues, list):
         raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
     data = [_queue_data(row) for row in queues]
+    if sum(max(one.read_queues, one.write_queues) for one in data) > _MOST_QUEUES:
+        raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
     known = (one for one in data if one.broker_name in brokers)  # a broker without a master takes no message
     return LearntRoute(brokers, tuple(sorted(known, key=lambda one: one.broker_name)))
 

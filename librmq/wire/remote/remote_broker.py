@@ -38,7 +38,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.forms import FORMS, check, frame_of, messages_of, offsets_of
-from librmq.wire.remote.group_clients import consumer_data, subscriptions_by_client
+from librmq.wire.remote.group_clients import consumer_data, group_names
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.bodies import read_body
@@ -60,6 +60,8 @@ _log = EventLog("librmq.wire")
 _SENDS: Final = (SendMessage, SendBatch)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
+_MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
+_REQUEST_SIZE: Final = 1 << 10  # without its body
 
 
 class RemoteBroker:
@@ -97,6 +99,7 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._silent_until_ms = 0
+        self._waiting = 0
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
 
     def __repr__(self) -> str:
@@ -260,39 +263,33 @@ class RemoteBroker:
             f"{self.name}: a broker of RocketMQ 4.x can't be asked for {type(request).__name__}: see docs/connect.md",
         )
 
-    def _group_clients(self, group: str) -> dict[str, Any] | None:
-        """Return what the broker says of a group's clients; None if none is online."""
-        frame = frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group))
-        answer = self._ask(frame, self._connections.get(self.address))
-        if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
-            return None
-        return read_body(check(answer).body, "the clients of a group")
-
     def _subscriptions(self, request: GroupSubscriptions) -> dict[str, dict[str, Subscription]]:
-        def read(request: object, found: Any) -> dict[str, dict[str, Subscription]]:  # noqa: ANN401 a parsed body
-            return {} if found is None else subscriptions_by_client(found)
-
-        found: Any = self._group_clients(request.group)
-        return cast("dict[str, dict[str, Subscription]]", self._read(read, request, found))
+        """Return the same subscriptions for each client: a broker of 4.x keeps one table for a group."""
+        data, ids = self.clients_of(request.group) or (None, ())
+        return {client_id: dict(data.subscriptions) for client_id in ids} if data is not None else {}
 
     def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
         """Return a group as its clients describe it, with their ids; None if none is online."""
-        found = self._group_clients(group)
-        if found is None:
+        answer = self.ask(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group)))
+        if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None
+        check(answer)
         try:
-            return consumer_data(group, found)
+            return consumer_data(group, read_body(answer.body, "the clients of a group"))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.name}: the clients of {group} can't be read: {error}") from error
 
     def _groups_of(self, topic: str) -> dict[str, ConsumerData | None]:
-        answer = check(self.ask(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
-        names = read_body(answer.body, "the groups of a topic").get("groupList") or []
         found: dict[str, ConsumerData | None] = {}
-        for name in names:
-            known = self.clients_of(str(name))
-            found[str(name)] = None if known is None or topic not in known[0].subscriptions else known[0]
+        for name in self.groups_of(topic):
+            known = self.clients_of(name)
+            found[name] = None if known is None or topic not in known[0].subscriptions else known[0]
         return found
+
+    def groups_of(self, topic: str) -> list[str]:
+        """Return the groups that consume a topic or have progress in it."""
+        answer = check(self.ask(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
+        return cast("list[str]", self._read(lambda _, answer: group_names(answer.body), TopicGroups(topic), answer))
 
     def ask(self, frame: Frame) -> Frame:
         """Send a request that is no client's, and return its answer.
@@ -305,8 +302,21 @@ class RemoteBroker:
     # ---- requests of the broker
 
     def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
-        """Pass a request of the broker to the client whose connection it is."""
-        self._later(lambda: self._answer(client_id, transport, frame))
+        """Pass a request of the broker to the client whose connection it is; close one with too many of them."""
+        size = _REQUEST_SIZE + len(frame.body)
+        with self._lock:
+            is_too_much = self._waiting + size > _MOST_WAITING
+            self._waiting += 0 if is_too_much else size
+        if is_too_much:
+            transport.close()
+            return
+
+        def answer() -> None:
+            with self._lock:
+                self._waiting -= size
+            self._answer(client_id, transport, frame)
+
+        self._later(answer)
 
     def _answer(self, client_id: str, transport: Transport, frame: Frame) -> None:
         beat = self._beats.get(client_id)
@@ -348,19 +358,27 @@ class RemoteBroker:
             table = read_body(frame.body, "a reset").get("offsetTable") or {}
             return ResetOffsets(header.group, header.topic, _of_topic(offsets_of(table), header.topic))
         assert isinstance(header, CheckTransactionHeader)
-        (half,) = messages_of(frame.body) or (None,)
-        if half is None:
-            raise MalformedError("a check of a transaction without its message")
+        halves = messages_of(frame.body)
+        if len(halves) != 1:
+            raise MalformedError(f"a check of a transaction: expected one message, found {len(halves)}")
+        (half,) = halves
         group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
         return CheckTransaction(group, half, header.transaction_id or half.message_id, self.name)
 
+    def move(self, address: str) -> None:
+        """Note another address, and end the connections of clients to the old one."""
+        before, self.address = self.address, address
+        for client_id in list(self._beats):
+            self._connections.drop(client_id, before)
+
     def close(self) -> None:
-        """Unregister all clients that have not left the broker."""
+        """Forget all clients, and end their connections, by which the broker forgets them."""
         with self._lock:
             beats, self._beats = list(self._beats.values()), {}
             self._knows.clear()
         for beat in beats:
             self._pulls.forget(beat.client_id)
+            self._connections.drop(beat.client_id, self.address)
 
 
 def _has_group(beat: Heartbeat, group: str) -> bool:

@@ -204,7 +204,7 @@ class RemoteRoute:
         """Ask the name servers now, instead of within 30 s, for the brokers and the topics in use. Waits.
 
         Raises:
-            BrokerUnreachableError: No name server answers.
+            BrokerUnreachableError: No name server answers, or one has just started and knows no broker.
         """
         brokers, topics = self._look()
         with self.runner.lock:
@@ -212,6 +212,8 @@ class RemoteRoute:
 
     def _look(self) -> tuple[LearntRoute, dict[str, LearntRoute]]:
         brokers = self.name_servers.brokers()
+        if self._links and not brokers.brokers:
+            raise BrokerUnreachableError("the name server knows no broker yet; those known before are kept")
         return brokers, {topic: self.name_servers.topic(topic) for topic in sorted(self._asked)}
 
     def _take(self, brokers: LearntRoute, topics: Mapping[str, LearntRoute]) -> None:
@@ -245,7 +247,7 @@ class RemoteRoute:
                 )
                 self._brokers[name], self._links[name] = broker, _Link(broker)
             elif known.address != address:
-                known.address = address
+                known.move(address)
                 self._renew(name)
                 is_new = True
         return is_new
