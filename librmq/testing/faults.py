@@ -1,4 +1,4 @@
-"""Faults on request, as they occur in a real cluster, including all causes of duplicates.
+"""Faults on request, as they occur in a real cluster, including those that cause duplicates.
 
 A fault applies to the next event, once unless ``times`` says otherwise, and is part of the history. Faults of processes
 and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
