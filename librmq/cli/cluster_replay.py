@@ -124,17 +124,19 @@ class _Lanes:
             self._place.passed(min(waiting, default=self._end))
 
     def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
-        topic = stored[0].topic
-        queues = self._producer.queues(topic) if _can_be_batch(stored) else ()
+        topic, messages = stored[0].topic, [_again(one) for one in stored]
+        queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
-            self._producer.send_batch(map(_again, stored), queue=queues[queue_id % len(queues)])
+            self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
         else:  # the first message of an unknown topic makes it
-            for one in stored:
-                self._producer.send(_again(one), selector=_same_queue, arg=queue_id)
+            for one in messages:
+                self._producer.send(one, selector=_same_queue, arg=queue_id)
 
 
-def _can_be_batch(stored: Sequence[StoredMessage]) -> bool:
-    return len(stored) > 1 and sum(one.size for one in stored) < _TOGETHER_BYTES and is_user_topic(stored[0].topic)
+def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) -> bool:
+    """Return whether one batch can hold messages: their bodies are compressed in the store, but not in a batch."""
+    size = max(sum(one.size for one in stored), sum(len(one.body) for one in messages))
+    return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(stored[0].topic)
 
 
 def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:

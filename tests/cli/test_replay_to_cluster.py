@@ -67,6 +67,17 @@ def test_messages_arrive_as_they_were(filled: Shell, cluster: Broker, server: Re
     assert {message.unique_key for message in cluster.messages("orders")} == sent
 
 
+def test_large_compressed_bodies_are_sent(shell: Shell, cluster: Broker, server: RemotingServer) -> None:
+    """Together they are small in the store, and too large for a batch."""
+    with Broker.open("full") as broker, Producer(broker, "shop") as producer:
+        broker.create_topic("orders", 1)
+        for size in (1_000_000, 4_000_000):
+            producer.send("orders", bytes(size))
+    cluster.create_topic("orders", 1)
+    assert [row["messages"] for row in shell("replay", "full", "--route", server.address).rows] == [2]
+    assert [len(message.body) for message in cluster.messages("orders")] == [1_000_000, 4_000_000]
+
+
 def test_a_repeated_call_sends_only_what_is_new(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
     words = ("replay", "full", "--route", server.address, "--topic", "orders", "--tag", "big")
     assert [row["messages"] for row in filled(*words).rows] == [3]
