@@ -133,8 +133,13 @@ class ClusterSource:
     # ---- messages
 
     def message(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
-        """Return one message; None if it is gone."""
-        return next(self._pulled(queue, range(queue_offset, queue_offset + 1)), None)
+        """Return one message; None if it is gone, or the topic's permission forbids to read it."""
+        try:
+            return next(self._pulled(queue, range(queue_offset, queue_offset + 1)), None)
+        except BrokerError as error:
+            if error.code != ResponseCode.NO_PERMISSION:
+                raise
+            return None
 
     def _pulled(self, queue: MessageQueue, wanted: range) -> Iterator[StoredMessage]:
         broker, at = self.route.broker(queue.broker_name), wanted.start

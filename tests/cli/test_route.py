@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from librmq import Broker, Message, Producer, PullConsumer, StoreConfig, connect
-from librmq.protocol import UpdateOffset
+from librmq.protocol import PERM_WRITE, UpdateOffset
 from librmq.wire.remoting import RemotingServer, listen
 from tests.cli.stand import Shell
 
@@ -58,6 +58,17 @@ def test_rows_are_those_of_the_store(shell: Shell, served: RemotingServer, words
     remote = shell(words[0], "--route", served.address, *words[1:])
     assert (remote.status, remote.said) == (0, "")
     assert remote.rows == local.rows
+
+
+def test_a_topic_that_can_not_be_read_is_listed(shell: Shell) -> None:
+    with Broker.temporary() as broker, RemotingServer(broker) as server:
+        broker.create_topic("orders", 1)
+        with Producer(broker, "shop") as producer:
+            producer.send("orders", b"x")
+        broker.create_topic("orders", 1, permission=PERM_WRITE)
+        (row,) = shell("topics", "--route", server.address).rows
+        assert (row["topic"], row["messages"], row["min_timestamp_ms"]) == ("orders", 1, None)
+        assert "is not readable" in shell("show", "--topic", "orders", "--route", server.address).said
 
 
 def test_a_message_is_found_by_its_ids(shell: Shell, served: RemotingServer) -> None:
