@@ -17,7 +17,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, verify
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.prepared import CopyTarget
-from tests.interrupting import at_each_call
+from tests.interrupting import at_each_call, interrupted_at_call
 
 numbers = count()
 
@@ -142,3 +142,27 @@ def test_a_signal_handler_that_calls_the_store_does_not_hang(name: str) -> None:
         assert verify("/s", files=files).sound
         place += 1
     assert refused
+
+
+def test_a_copy_interrupted_at_a_new_queue_keeps_its_offsets() -> None:
+    """The first message of each queue in the copy is a later one of the master's queue, as after retention."""
+    files, config = MemoryFiles(), StoreConfig.tiny(commitlog_file_size=1 << 15)
+    with (
+        MessageStore.open("/master", config, files=files, background=False) as master,
+        MessageStore.open("/copy", config, files=files, background=False, replica_of="master") as copy,
+    ):
+        for _ in range(2):
+            master.append(Message("T", bytes(20_000)), 20)
+            ends = [sum(master.append(Message("T", b"x"), number)[:2]) for number in range(20)]
+        begin = ends[0] - ends[0] % config.commitlog_file_size
+        copy.copy_log(begin, master.log.data_at(begin, ends[0] - begin))
+        came = []
+        for number in range(1, 20):
+
+            def copy_one(end: int = ends[number]) -> None:
+                copy.copy_log(copy.log.end, master.log.data_at(copy.log.end, end - copy.log.end))
+
+            came.append(interrupted_at_call(8 * number, copy_one))
+            copy_one()
+        assert came.count(True) > 10
+        assert [copy.queues["T", number].max_offset for number in range(20)] == [2] * 20
