@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ from librmq.runtime import core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
 from librmq.store.engine.prepared import AppendResult
+from librmq.store.format.index_layout import HEADER, IndexHeader
+from librmq.store.format.index_writer import IndexWriter
 
 CORE = core.CORE
 
@@ -313,3 +317,23 @@ def test_hashes_of_keys_are_equal(keys: list[tuple[int, str | None, str | None]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("librmq.store.engine.dispatch.CORE", None)
         assert [array.tolist() for array in key_block(records)] == compiled
+
+
+@needs_core
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_keys_that_a_kill_left_are_taken_back(counted: list[int], left: list[int]) -> None:
+    """The compiled writer has written entries and slots, and died before the header that counts them."""
+    slots, room = 7, 30
+    buffer = mmap.mmap(-1, 40 + 4 * slots + 20 * room)
+    writer = IndexWriter(IndexHeader(1000, 1000, 0, 0, 0, 1), slots)
+    for hashes, is_counted in ((counted, True), (left, False)):
+        places = np.arange(len(hashes)) * 100 + 100 * writer.count
+        arrays = places, places + 1000, np.array(hashes, np.int64)
+        if is_counted:
+            writer.put_block(buffer, *arrays)
+            before = buffer[:]
+        else:
+            CORE.put_entries(buffer, slots, writer.count, *arrays, writer.begin_timestamp, 0)
+    assert buffer[:] != before
+    assert IndexWriter(IndexHeader(*HEADER.unpack(buffer[:40])), slots).take_back(buffer, room)
+    assert buffer[:] == before
