@@ -86,9 +86,13 @@ class Served:
     """A server's process."""
 
     def __init__(self, kind: str, folder: Path) -> None:
+        # The checkout is the last place to import from, so that the installed librmq serves.
+        code = (
+            f"import sys, pathlib; sys.path.append({str(CHECKOUT)!r}); from benchmarks import wire_remoting; "
+            f"wire_remoting.serve_{'bare' if kind == 'stub' else kind}(pathlib.Path(sys.argv[1]))"
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.wire_remoting", kind, folder],
-            cwd=CHECKOUT,
+            [sys.executable, "-c", code, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -197,7 +201,3 @@ PARTS: Final[dict[str, Measure]] = {
     "connect": client_part("acknowledged"),
     "oneway": client_part("one-way"),
 }
-
-
-if __name__ == "__main__":
-    {"stub": serve_bare, "librmq": serve_librmq}[sys.argv[1]](Path(sys.argv[2]))
