@@ -18,7 +18,7 @@ from librmq.errors import ConfigError, MalformedError
 from librmq.files.seam import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
-from librmq.protocol import LOCAL_HOST, SendMessage
+from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
 from librmq.store.format import directory
 
 __all__ = ["Skip", "SkippedQueue", "continue_as", "move_to", "plan_skip", "replay", "set_aside", "skip", "skipped"]
@@ -156,12 +156,7 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
         MessageIllegalError: ``topic`` is refused.
         BrokerUnreachableError: The broker is closed.
     """
-    _check_other_topic(plan, topic)
-    _check_still_right(broker, plan)
-    topics = broker.topics()
-    if topic not in topics:
-        broker.create_topic(topic, topics[plan.topic].write_queues)
-    queues = broker.topics()[topic].write_queues
+    queues = _other_topic(broker, plan, topic).write_queues
     for number, message in enumerate(_passed_over(broker, plan)):
         copy = Message(topic, message.body, flag=message.flag)
         copy.properties.update(_own_properties(message))
@@ -189,21 +184,24 @@ def move_to(broker: Broker, plan: Skip, topic: str, *, queues: int | None = None
         MessageIllegalError: ``topic`` is refused.
         BrokerUnreachableError: The broker is closed.
     """
-    _check_other_topic(plan, topic)
-    _check_still_right(broker, plan)
-    topics = broker.topics()
-    if topic not in topics:
-        broker.create_topic(topic, queues or topics[plan.topic].write_queues)
+    other = _other_topic(broker, plan, topic, queues)
     known = broker.consumer_offsets(plan.group, topic)
-    for queue_id in range(broker.topics()[topic].read_queues):
+    for queue_id in range(other.read_queues):
         if queue_id not in known:
             broker.reset_group(plan.group, topic, "end", queue_id=queue_id)
     return set_aside(broker, plan, topic)
 
 
-def _check_other_topic(plan: Skip, topic: str) -> None:
+def _other_topic(broker: Broker, plan: Skip, topic: str, queues: int | None = None) -> QueueData:
+    """Return the topic that a plan's messages go to; create it if it is new, by default with the plan's queues."""
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
+    _check_still_right(broker, plan)
+    topics = broker.topics()
+    if topic not in topics:
+        broker.create_topic(topic, queues or topics[plan.topic].write_queues)
+        topics = broker.topics()
+    return topics[topic]
 
 
 def _own_properties(message: StoredMessage) -> dict[str, str]:

@@ -115,7 +115,7 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
     """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` in ``spark``.
 
     A session finds the data source automatically if librmq is installed in the same environment as PySpark; this call
-    is for all other cases. The functions are registered only for this session. With ``ship`` the workers get the
+    is for all other cases. The functions are registered only for ``spark``. With ``ship`` the workers get the
     driver's librmq, so it need not be installed there; its dependencies and pyarrow must be.
     """
     if ship:

@@ -9,7 +9,7 @@ import random
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -44,17 +44,24 @@ def served() -> Iterator[Served]:
         yield made
 
 
-def run_cuts(messages: int, cuts: int, seed: int) -> None:
-    """Send and consume while all connections are cut again and again; check that nothing acknowledged is lost."""
-    choose = random.Random(seed)
+@contextmanager
+def relayed(queues: int) -> Iterator[tuple[Broker, Relay, RemoteRoute]]:
+    """Serve a broker with the topic orders behind a relay, which can cut connections, and connect to it."""
     with ExitStack() as stack:
         broker = stack.enter_context(Broker.temporary())
-        broker.create_topic("orders", 4)
+        broker.create_topic("orders", queues)
         listening = listen()
         port = listening.getsockname()[1]
         relay = stack.enter_context(Relay(lambda: port))
         stack.enter_context(RemotingServer(broker, listening=listening, advertise=relay.address))
-        route = stack.enter_context(librmq.connect(relay.address))
+        yield broker, relay, stack.enter_context(librmq.connect(relay.address))
+
+
+def run_cuts(messages: int, cuts: int, seed: int) -> None:
+    """Send and consume while all connections are cut again and again; check that nothing acknowledged is lost."""
+    choose = random.Random(seed)
+    with ExitStack() as stack:
+        _, relay, route = stack.enter_context(relayed(4))
         consumed: set[bytes] = set()
         consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
         consumer.subscribe("orders", lambda message: consumed.add(message.body))
@@ -285,13 +292,7 @@ def test_questions_of_a_broker_that_no_client_serves(served: Served) -> None:
 
 def test_a_pull_consumer_polls_on_after_a_cut() -> None:
     with ExitStack() as stack:
-        broker = stack.enter_context(Broker.temporary())
-        broker.create_topic("orders", 1)
-        listening = listen()
-        port = listening.getsockname()[1]
-        relay = stack.enter_context(Relay(lambda: port))
-        stack.enter_context(RemotingServer(broker, listening=listening, advertise=relay.address))
-        route = stack.enter_context(librmq.connect(relay.address))
+        broker, relay, route = stack.enter_context(relayed(1))
         consumer = librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
         consumer.subscribe("orders")
         stack.enter_context(consumer)

@@ -23,8 +23,8 @@ class EmptyHeader:
 
 
 @value
-class SendHeader:
-    """A message or a batch to store. Two codes use single letters as field names, in this order."""
+class MessageFields:
+    """What the headers of a sent message and of a pushed reply begin with."""
 
     producer_group: str
     topic: str
@@ -37,25 +37,20 @@ class SendHeader:
     properties: str = ""
     reconsume_times: int = 0
     unit_mode: bool = False
+
+
+@value
+class SendHeader(MessageFields):
+    """A message or a batch to store. Two codes use single letters as field names, in this order."""
+
     max_reconsume_times: int | None = None
     batch: bool = False
 
 
 @value
-class PushedReplyHeader:
+class PushedReplyHeader(MessageFields):
     """A reply for the client that waits for it."""
 
-    producer_group: str
-    topic: str
-    default_topic: str
-    default_topic_queue_nums: int
-    queue_id: int
-    sys_flag: int
-    born_timestamp: int
-    flag: int
-    properties: str = ""
-    reconsume_times: int = 0
-    unit_mode: bool = False
     born_host: str = ""
     store_host: str = ""
     store_timestamp: int = 0

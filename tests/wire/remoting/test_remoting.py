@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from librmq import Broker, ConfigError, ManualClock, ManualRunner, StoreConfig
+from librmq import Broker, ConfigError, ManualRunner, StoreConfig
 from librmq.message.message import StoredMessage
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
@@ -21,24 +20,6 @@ from tests.wire.remoting_client import RawClient
 
 SEND: dict[str, Any] = {"producer_group": "p", "topic": "t", "default_topic": "TBW102", "default_topic_queue_nums": 4}
 SEND |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": 5, "flag": 7}
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker.temporary(runner=ManualRunner(ManualClock(1_000_000))) as made:
-        yield made
-
-
-@pytest.fixture
-def server(broker: Broker) -> Iterator[RemotingServer]:
-    with RemotingServer(broker) as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: RemotingServer) -> Iterator[RawClient]:
-    with RawClient(server.port) as made:
-        yield made
 
 
 def runner_of(broker: Broker) -> ManualRunner:

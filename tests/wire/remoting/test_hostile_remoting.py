@@ -8,13 +8,12 @@ import random
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner
+from librmq import Broker, ManualRunner
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting import pulling as pulling_module
@@ -30,24 +29,6 @@ SENT: Final[dict[str, Any]] = {
     "producer_group": "p", "topic": "t", "default_topic": "TBW102", "default_topic_queue_nums": 4, "sys_flag": 0,
     "born_timestamp": 5, "flag": 0,
 }  # fmt: skip
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker.temporary(runner=ManualRunner(ManualClock(1_000_000))) as made:
-        yield made
-
-
-@pytest.fixture
-def server(broker: Broker) -> Iterator[RemotingServer]:
-    with RemotingServer(broker) as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: RemotingServer) -> Iterator[RawClient]:
-    with RawClient(server.port) as made:
-        yield made
 
 
 def shaken(server: RemotingServer) -> ssl.SSLSocket:

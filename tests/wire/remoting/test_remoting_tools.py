@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner
+from librmq import Broker, ManualRunner
 from librmq.java import json as java_json
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties
@@ -16,30 +15,12 @@ from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
+from tests.wire.remoting.conftest import BEGIN_MS
 from tests.wire.remoting_client import RawClient
 
-BEGIN_MS = 1_000_000_000
 TO_CLIENTS = {Code.CHECK_TRANSACTION_STATE, Code.NOTIFY_CONSUMER_IDS_CHANGED, Code.RESET_CONSUMER_CLIENT_OFFSET}
 TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
 """What only a broker asks, and only of its clients."""
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker.temporary(runner=ManualRunner(ManualClock(BEGIN_MS))) as made:
-        yield made
-
-
-@pytest.fixture
-def server(broker: Broker) -> Iterator[RemotingServer]:
-    with RemotingServer(broker) as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: RemotingServer) -> Iterator[RawClient]:
-    with RawClient(server.port) as made:
-        yield made
 
 
 def advance(broker: Broker, seconds: float) -> None:
