@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
-from librmq.wire.remote.transport import Dial, Requested, Transport
+from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
 __all__ = ["Connections"]
@@ -108,10 +108,9 @@ class Connections:
                 line.rest = _Rest(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)
 
-        handler: Requested = requested
         line.opened_at, line.rest = self._monotonic(), None
         try:
-            opened = self._dial(address, handler, lost)
+            opened = self._dial(address, requested, lost)
         except BrokerUnreachableError as error:
             before, now = self._rests.get(address), self._monotonic()
             if before is None or now >= before.until:  # otherwise another client's try has failed meanwhile

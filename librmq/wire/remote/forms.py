@@ -41,7 +41,7 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remoting.bodies import heartbeat_body, queue_row, queues_of, read_body, subscription_row, write_body
-from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields, to_fields
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
@@ -64,12 +64,7 @@ from librmq.wire.remoting.headers import (
 
 __all__ = ["FORMS", "check", "frame_of", "header_of", "messages_of", "offsets_of", "refusal"]
 
-_STATUSES: Final = {
-    0: SendStatus.SEND_OK,
-    ResponseCode.FLUSH_DISK_TIMEOUT: SendStatus.FLUSH_DISK_TIMEOUT,
-    ResponseCode.FLUSH_SLAVE_TIMEOUT: SendStatus.FLUSH_SLAVE_TIMEOUT,
-    ResponseCode.SLAVE_NOT_AVAILABLE: SendStatus.SLAVE_NOT_AVAILABLE,
-}
+_STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _LONGEST_TIME_MS: Final = (1 << 63) - 1
 
 

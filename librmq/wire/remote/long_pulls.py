@@ -18,7 +18,7 @@ from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.protocol import PullMessage, PullResponse, PullStatus
 from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
 from librmq.wire.remote.transport import Transport
-from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS, RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupProgressHeader, PullHeader
 
@@ -27,13 +27,8 @@ __all__ = ["LongPulls"]
 SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000
 """After this time a pull is sent again; its answer is lost."""
-_COMMITS, _WAITS, _SUBSCRIBES = 1, 2, 4
-_STATUSES: Final = {
-    0: PullStatus.FOUND,
-    19: PullStatus.NO_NEW_MESSAGE,
-    20: PullStatus.NO_MATCHED_MESSAGE,
-    21: PullStatus.OFFSET_ILLEGAL,
-}
+_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
+_NOTHING: Final = (PullStatus.NO_NEW_MESSAGE, PullStatus.NO_MATCHED_MESSAGE)
 _Key = tuple[str, str, str, int]
 
 
@@ -117,7 +112,7 @@ class LongPulls:
 
     def _is_empty(self, request: PullMessage, answer: Frame | RmqError) -> bool:
         """Return whether a hold has ended without anything, so that the next one begins at the same offset."""
-        if isinstance(answer, Frame) and answer.code in (19, 20):
+        if isinstance(answer, Frame) and _STATUSES.get(answer.code) in _NOTHING:
             return self._response(request, answer).next_offset == request.queue_offset
         return False
 
@@ -198,9 +193,9 @@ def _commit(request: PullMessage) -> Frame:
 
 def _frame(request: PullMessage) -> Frame:
     subscription = request.subscription
-    flag = 0 if request.commit_offset is None else _COMMITS
-    flag |= 0 if request.notify is None else _WAITS
-    flag |= 0 if subscription is None else _SUBSCRIBES
+    flag = 0 if request.commit_offset is None else PULL_COMMITS
+    flag |= 0 if request.notify is None else PULL_WAITS
+    flag |= 0 if subscription is None else PULL_SUBSCRIBES
     header = PullHeader(
         request.group,
         request.topic,

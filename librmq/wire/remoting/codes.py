@@ -1,10 +1,29 @@
-"""Codes of requests. Mirrors ``RequestCode``; the codes of answers are in `ResponseCode`."""
+"""Codes of requests and of results. Mirrors ``RequestCode``; the codes of refusals are in `ResponseCode`."""
 
 from __future__ import annotations
 
 import enum
+from typing import Final
 
-__all__ = ["RequestCode"]
+from librmq.protocol import PullStatus, ResponseCode, SendStatus
+
+__all__ = ["PULL_CODES", "PULL_COMMITS", "PULL_SUBSCRIBES", "PULL_WAITS", "SEND_CODES", "RequestCode"]
+
+PULL_COMMITS, PULL_WAITS, PULL_SUBSCRIBES = 1, 2, 4
+"""Bits of a pull's ``sys_flag``."""
+PULL_CODES: Final = {
+    PullStatus.FOUND: 0,
+    PullStatus.HELD: 19,
+    PullStatus.NO_NEW_MESSAGE: 19,
+    PullStatus.NO_MATCHED_MESSAGE: 20,
+    PullStatus.OFFSET_ILLEGAL: 21,
+}
+SEND_CODES: Final = {
+    SendStatus.SEND_OK: 0,
+    SendStatus.FLUSH_DISK_TIMEOUT: ResponseCode.FLUSH_DISK_TIMEOUT,
+    SendStatus.FLUSH_SLAVE_TIMEOUT: ResponseCode.FLUSH_SLAVE_TIMEOUT,
+    SendStatus.SLAVE_NOT_AVAILABLE: ResponseCode.SLAVE_NOT_AVAILABLE,
+}
 
 
 class RequestCode(enum.IntEnum):

@@ -12,10 +12,9 @@ from librmq.message.batch import decode_batch
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.protocol import EndTransaction, SendBatch, SendMessage, SendResponse, SendStatus, TransactionState
-from librmq.protocol import ResponseCode as Code
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, tried
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, SendHeader, SentHeader
@@ -23,12 +22,6 @@ from librmq.wire.remoting.rates import Rates
 
 __all__ = ["SENDS", "Producing"]
 
-_CODES: Final = {
-    SendStatus.SEND_OK: 0,
-    SendStatus.FLUSH_DISK_TIMEOUT: Code.FLUSH_DISK_TIMEOUT,
-    SendStatus.FLUSH_SLAVE_TIMEOUT: Code.FLUSH_SLAVE_TIMEOUT,
-    SendStatus.SLAVE_NOT_AVAILABLE: Code.SLAVE_NOT_AVAILABLE,
-}
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
 """The codes of requests that `Producing.send_all` answers."""
@@ -103,7 +96,7 @@ class Producing:
         sent = SentHeader(",".join(ids), response.queue_id, response.queue_offset, response.transaction_id)
         remark = None if status is SendStatus.SEND_OK else status.name
         self._rates.add("put", call.header.topic, self._now_ms(), len(ids), len(call.frame.body))
-        return call.answer(sent, code=_CODES[status], remark=remark)
+        return call.answer(sent, code=SEND_CODES[status], remark=remark)
 
     def _end_transaction(self, call: RemotingCall) -> bytes:
         header: EndTransactionHeader = call.header

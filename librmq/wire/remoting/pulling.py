@@ -18,19 +18,12 @@ from librmq.runtime.runner import Step
 from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
 from librmq.wire.remoting.rates import Rates
 
 __all__ = ["Pulling"]
 
-_COMMITS, _WAITS, _SUBSCRIBES = 1, 2, 4
-_CODES: Final = {
-    PullStatus.FOUND: 0,
-    PullStatus.NO_NEW_MESSAGE: 19,
-    PullStatus.HELD: 19,
-    PullStatus.NO_MATCHED_MESSAGE: 20,
-    PullStatus.OFFSET_ILLEGAL: 21,
-}
 _REMARKS: Final = {
     PullStatus.FOUND: "FOUND",
     PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
@@ -75,7 +68,7 @@ class Pulling:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
-        if not header.sys_flag & _WAITS or waits_ms <= 0:
+        if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
             return self._answer(call, call.ask(_request(call, commits=True)))
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
@@ -175,14 +168,14 @@ class Pulling:
             remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
         else:
             remark = _REMARKS[status]
-        return call.answer(header, body=body, code=_CODES[status], remark=remark)
+        return call.answer(header, body=body, code=PULL_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
     """Return the broker's request. Only the first try of a pull commits, since progress can move during a hold."""
     header: PullHeader = call.header
     subscription = None
-    if header.sys_flag & _SUBSCRIBES:
+    if header.sys_flag & PULL_SUBSCRIBES:
         expression, kind = header.subscription or "*", header.expression_type or "TAG"
         subscription = Subscription(header.topic, expression, kind, header.sub_version)
     return PullMessage(
@@ -193,6 +186,6 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, co
         header.queue_offset,
         header.max_msg_nums,
         subscription,
-        header.commit_offset if commits and header.sys_flag & _COMMITS else None,
+        header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
         notify,
     )
