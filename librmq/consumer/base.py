@@ -333,7 +333,7 @@ class Consumer(Startable, Generic[C]):
 
     def _state(self) -> InstanceState:
         """Return what diagnosis wants to know of this instance."""
-        return instance_state(self, self.kind)
+        return instance_state(self, self.kind, started_ms=self._started_ms)
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""

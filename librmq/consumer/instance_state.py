@@ -25,6 +25,7 @@ def instance_state(
     listeners: tuple[ListenerCall, ...] = (),
     running: int = 0,
     is_paused: bool = False,
+    started_ms: int = 0,
 ) -> InstanceState:
     """Return the state of an instance. Call it under the runner's lock."""
     config = member.config
@@ -41,6 +42,7 @@ def instance_state(
         getattr(config.strategy, "__name__", repr(config.strategy)),
         tuple(_held_queue(assigned) for assigned in held),
         listeners,
+        started_ms,
     )
 
 
@@ -62,6 +64,10 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
         0 if first is None else first.reconsume_times,
         assigned.pulled_timestamp_ms,
         assigned.throttled,
+        None if first is None else first.queue_offset + messages.span,
+        messages.size,
+        assigned.locked,
+        assigned.lock_timestamp_ms,
     )
 
 

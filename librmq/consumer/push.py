@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final, TypeVar, Unpack, overload
+from typing import Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client.identity import Client
 from librmq.config import check_kind
@@ -15,6 +15,7 @@ from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery
+from librmq.consumer.direct_consumption import consume_directly
 from librmq.consumer.gauges import show_gauges
 from librmq.consumer.instance import ConsumeHook
 from librmq.consumer.instance_state import instance_state, listener_calls
@@ -32,12 +33,13 @@ from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import InstanceState, Route
+from librmq.protocol import ConsumeDirectly, InstanceState, Request, Route
 from librmq.runtime.runner import Step
 
 __all__ = ["PushConsumer"]
 
 F = TypeVar("F", bound=MessageListener | BatchListener)
+R = TypeVar("R")
 
 PREDICATE_BUDGET_S: Final = 1.0
 """Seconds above which a call of a predicate is logged."""
@@ -319,7 +321,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
             listeners=listener_calls(Delivery._call.__code__, delivery),
             running=delivery.running,
             is_paused=self.is_paused,
+            started_ms=self._started_ms,
         )
+
+    def answer(self, request: Request[R], /) -> R:
+        """Answer a broker's request; under the runner's lock."""
+        if isinstance(request, ConsumeDirectly):
+            return cast("R", consume_directly(self, request))
+        return super().answer(request)
 
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues paused by a failing first message, with its number of failures."""

@@ -18,9 +18,12 @@ from librmq.protocol.administration import ResetGroup as ResetGroup
 from librmq.protocol.administration import SetGroup as SetGroup
 from librmq.protocol.administration import ViewMessage as ViewMessage
 from librmq.protocol.callbacks import CheckTransaction as CheckTransaction
+from librmq.protocol.callbacks import ConsumeDirectly as ConsumeDirectly
 from librmq.protocol.callbacks import ConsumerOffsets as ConsumerOffsets
 from librmq.protocol.callbacks import ConsumersChanged as ConsumersChanged
 from librmq.protocol.callbacks import DescribeInstance as DescribeInstance
+from librmq.protocol.callbacks import DirectlyConsumed as DirectlyConsumed
+from librmq.protocol.callbacks import DirectResult as DirectResult
 from librmq.protocol.callbacks import Forgotten as Forgotten
 from librmq.protocol.callbacks import HeldQueue as HeldQueue
 from librmq.protocol.callbacks import InstanceState as InstanceState

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Callable, Mapping
 from dataclasses import field
 
 from librmq.message.message import MessageQueue, StoredMessage
@@ -11,9 +12,12 @@ from librmq.protocol.request import Request, value
 
 __all__ = [
     "CheckTransaction",
+    "ConsumeDirectly",
     "ConsumerOffsets",
     "ConsumersChanged",
     "DescribeInstance",
+    "DirectResult",
+    "DirectlyConsumed",
     "Forgotten",
     "HeldQueue",
     "InstanceState",
@@ -86,6 +90,14 @@ class HeldQueue:
     pulled_timestamp_ms: int
     is_throttled: bool
     """Pulling pauses until less is held."""
+    last: int | None = None
+    """The largest queue offset held; None if nothing is held."""
+    held_bytes: int = 0
+    """Bytes of the bodies held."""
+    is_locked: bool = False
+    """Whether the broker has locked the queue for this orderly instance."""
+    lock_timestamp_ms: int | None = None
+    """When it last did; None if it never did."""
 
 
 @value
@@ -124,6 +136,8 @@ class InstanceState:
     queues: tuple[HeldQueue, ...]
     listeners: tuple[ListenerCall, ...]
     """Those that run in threads; a coroutine has none."""
+    started_ms: int = 0
+    """When it joined its group."""
 
 
 @value
@@ -131,3 +145,37 @@ class DescribeInstance(Request[InstanceState]):
     """Return the state of a client's consumer of a group. Mirrors 4.9's ``GET_CONSUMER_RUNNING_INFO``."""
 
     group: str
+
+
+class DirectResult(enum.Enum):
+    """How a listener has ended with a message that a broker passed to it. Mirrors ``CMResult``."""
+
+    SUCCESS = "CR_SUCCESS"
+    LATER = "CR_LATER"
+    THROW_EXCEPTION = "CR_THROW_EXCEPTION"
+    RETURN_NULL = "CR_RETURN_NULL"
+
+
+@value
+class DirectlyConsumed:
+    """Result of `ConsumeDirectly`. Mirrors ``ConsumeMessageDirectlyResult``."""
+
+    result: DirectResult
+    is_orderly: bool
+    took_ms: int
+    remark: str | None = None
+    """The listener's exception, in one line."""
+
+
+@value
+class ConsumeDirectly(Request[None]):
+    """Pass one message to the group's listener now, whatever its progress, which stays the same.
+
+    A failure is not tried again. Mirrors 4.9's ``CONSUME_MESSAGE_DIRECTLY``.
+    """
+
+    group: str
+    message: StoredMessage
+    broker_name: str
+    ended: Callable[[DirectlyConsumed], None]
+    """Gets the result, under the runner's lock."""

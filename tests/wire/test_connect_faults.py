@@ -31,8 +31,9 @@ from librmq.protocol import (
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.frames import Frame, answer_to, encode
 from tests.wire.fake_servers import FakeServer, Relay
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 
@@ -271,23 +272,27 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
         assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
 
 
-def test_questions_of_a_broker_that_no_client_serves(served: Served) -> None:
-    """A request that the client does not know is answered as unsupported, and harms nothing."""
-    served.broker.create_topic("orders", 1)
-    inbox = Inbox(1)
-    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("orders", inbox)
-    with consumer, librmq.connect(served.server.address) as other:
-        ids = ClusterAdmin(other).clients("g")
-        assert ids is not None
-        frame = Frame(
-            RequestCode.GET_CONSUMER_RUNNING_INFO,
-            {"consumerGroup": "g", "clientId": ids[1][0], "jstackEnable": "false"},
-        )
-        assert other.broker("broker-a").ask(frame).code == 3
-        with librmq.Producer(other, "shop") as producer:
-            producer.send("orders", b"x")
-        assert inbox.wait() == [b"x"]
+def test_an_unknown_request_of_a_broker_is_refused() -> None:
+    """It comes beside the answer to a lock, and the consumer locks its queue nevertheless."""
+    locked = write_body({"lockOKMQSet": [{"topic": "orders", "brokerName": "fake", "queueId": 0}]})
+    members = write_body({"consumerIdList": ["127.0.0.1@me"]})
+    refused: list[Frame] = []
+
+    def answer(frame: Frame) -> bytes | None:
+        if frame.is_answer:
+            refused.append(frame)
+            return None
+        if frame.code == RequestCode.LOCK_BATCH_MQ:
+            return encode(Frame(999, opaque=77)) + encode(answer_to(frame, body=locked))
+        return encode(answer_to(frame, body=members))
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
+        consumer = librmq.PushConsumer(route, "g", orderly=True, instance_name="me")
+        consumer.subscribe("orders", lambda message: None)
+        with consumer:
+            until(lambda: bool(refused))
+    assert (refused[0].code, refused[0].opaque) == (3, 77)
+    assert refused[0].remark == "request type 999 not supported"
 
 
 def test_a_pull_consumer_polls_on_after_a_cut() -> None:

@@ -1,4 +1,4 @@
-"""A broker behind TCP as an `Endpoint`. Mirrors ``MQClientAPIImpl`` and ``ClientRemotingProcessor``."""
+"""A broker behind TCP as an `Endpoint`. Mirrors ``MQClientAPIImpl``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
-from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError, RmqError
-from librmq.message import record
-from librmq.message.message import MessageQueue
+from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
-    CheckTransaction,
     ConsumerData,
-    ConsumersChanged,
     Endpoint,
     EndTransaction,
     GroupSubscriptions,
@@ -22,7 +18,6 @@ from librmq.protocol import (
     LockQueues,
     PullMessage,
     Request,
-    ResetOffsets,
     ResponseCode,
     SendBatch,
     SendMessage,
@@ -36,20 +31,17 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
+from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connections import Connections
-from librmq.wire.remote.forms import FORMS, check, frame_of, messages_of, offsets_of
+from librmq.wire.remote.forms import FORMS, check, frame_of
 from librmq.wire.remote.group_clients import consumer_data, group_names
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.bodies import read_body
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import from_fields
-from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
-    REQUESTS,
-    CheckTransactionHeader,
     ConsumerGroupHeader,
-    ResetOffsetHeader,
     TopicNameHeader,
 )
 
@@ -60,8 +52,6 @@ _log = EventLog("librmq.wire")
 _SENDS: Final = (SendMessage, SendBatch)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
-_MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
-_REQUEST_SIZE: Final = 1 << 10  # without its body
 
 
 class RemoteBroker:
@@ -76,6 +66,7 @@ class RemoteBroker:
         later: Callable[[Callable[[], None]], None],
         stored: Callable[[str], None],
         timeout_s: float,
+        name_servers: tuple[str, ...] = (),
     ) -> None:
         """Ask the broker at an address.
 
@@ -87,6 +78,7 @@ class RemoteBroker:
             later: Runs a function under the runner's lock, soon.
             stored: Called with the topic of each message that was stored.
             timeout_s: Time for an answer.
+            name_servers: Addresses, which clients tell a broker that asks.
         """
         self.name = name
         self.address = address
@@ -99,7 +91,7 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._silent_until_ms = 0
-        self._waiting = 0
+        self._requests = ClientRequests(name, self._beats.get, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
 
     def __repr__(self) -> str:
@@ -299,71 +291,9 @@ class RemoteBroker:
         """
         return self._ask(frame, self._connections.get(self.address))
 
-    # ---- requests of the broker
-
     def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
         """Pass a request of the broker to the client whose connection it is; close one with too many of them."""
-        size = _REQUEST_SIZE + len(frame.body)
-        with self._lock:
-            is_too_much = self._waiting + size > _MOST_WAITING
-            self._waiting += 0 if is_too_much else size
-        if is_too_much:
-            transport.close()
-            return
-
-        def answer() -> None:
-            with self._lock:
-                self._waiting -= size
-            self._answer(client_id, transport, frame)
-
-        self._later(answer)
-
-    def _answer(self, client_id: str, transport: Transport, frame: Frame) -> None:
-        beat = self._beats.get(client_id)
-        answer = answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"request type {frame.code} not supported")
-        if beat is not None:
-            try:
-                request = self._request_of(frame)
-                if request is not None:
-                    beat.client.call(request)
-                    answer = answer_to(frame)
-            except RmqError as error:
-                _log.debug(
-                    "%(client)s: request %(code)d of %(broker)s: %(error)s",
-                    client=client_id,
-                    code=frame.code,
-                    broker=self.name,
-                    error=error,
-                )
-                answer = answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error))
-        if not frame.is_one_way:
-            transport.answer(answer)
-
-    def _request_of(self, frame: Frame) -> Request[None] | None:
-        """Return a request of the broker; None if this client has no answer to it."""
-        try:
-            code = RequestCode(frame.code)
-        except ValueError:
-            return None
-        if code not in (
-            RequestCode.NOTIFY_CONSUMER_IDS_CHANGED,
-            RequestCode.CHECK_TRANSACTION_STATE,
-            RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
-        ):
-            return None
-        header: Any = from_fields(REQUESTS[code].header, frame.fields)
-        if isinstance(header, ConsumerGroupHeader):
-            return ConsumersChanged(header.consumer_group)
-        if isinstance(header, ResetOffsetHeader):
-            table = read_body(frame.body, "a reset").get("offsetTable") or {}
-            return ResetOffsets(header.group, header.topic, _of_topic(offsets_of(table), header.topic))
-        assert isinstance(header, CheckTransactionHeader)
-        halves = messages_of(frame.body)
-        if len(halves) != 1:
-            raise MalformedError(f"a check of a transaction: expected one message, found {len(halves)}")
-        (half,) = halves
-        group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
-        return CheckTransaction(group, half, header.transaction_id or half.message_id, self.name)
+        self._requests.requested(client_id, transport, frame)
 
     def move(self, address: str) -> None:
         """Note another address, and end the connections of clients to the old one."""
@@ -374,7 +304,8 @@ class RemoteBroker:
     def close(self) -> None:
         """Forget all clients, and end their connections, by which the broker forgets them."""
         with self._lock:
-            beats, self._beats = list(self._beats.values()), {}
+            beats = list(self._beats.values())
+            self._beats.clear()
             self._knows.clear()
         for beat in beats:
             self._pulls.forget(beat.client_id)
@@ -390,7 +321,3 @@ def _without(beat: Heartbeat, request: Unregister) -> Heartbeat | None:
     producers = beat.producer_groups - {request.producer_group}
     consumers = tuple(data for data in beat.consumers if data.group != request.consumer_group)
     return Heartbeat(beat.client_id, beat.client, producers, consumers) if producers or consumers else None
-
-
-def _of_topic(offsets: dict[MessageQueue, int], topic: str) -> dict[MessageQueue, int]:
-    return {queue: offset for queue, offset in offsets.items() if queue.topic == topic}

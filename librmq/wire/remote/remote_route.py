@@ -243,7 +243,14 @@ class RemoteRoute:
             if known is None:
                 is_new = True
                 broker = RemoteBroker(
-                    name, address, self._connections, self.runner, self._later, self._stored, self._timeout_s
+                    name,
+                    address,
+                    self._connections,
+                    self.runner,
+                    self._later,
+                    self._stored,
+                    self._timeout_s,
+                    self.name_servers.addresses,
                 )
                 self._brokers[name], self._links[name] = broker, _Link(broker)
             elif known.address != address:

@@ -1,0 +1,248 @@
+"""What a broker asks of its clients: frames to requests of `librmq.protocol`, and results to answers.
+
+Mirrors ``ClientRemotingProcessor``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from librmq.errors import ClientStateError, MalformedError, RmqError
+from librmq.message import record
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol import (
+    CheckTransaction,
+    ConsumeDirectly,
+    ConsumerOffsets,
+    ConsumersChanged,
+    DescribeInstance,
+    DirectlyConsumed,
+    Heartbeat,
+    HeldQueue,
+    InstanceState,
+    ResetOffsets,
+    ResponseCode,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.wire.remote.forms import messages_of, offsets_of
+from librmq.wire.remote.transport import Transport
+from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.fields import from_fields
+from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.headers import (
+    REQUESTS,
+    CheckTransactionHeader,
+    ClientOfGroupHeader,
+    ClientStatusHeader,
+    ConsumerGroupHeader,
+    DirectConsumeHeader,
+    ResetOffsetHeader,
+)
+
+__all__ = ["ClientRequests"]
+
+_log = EventLog("librmq.wire")
+_MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
+_REQUEST_SIZE: Final = 1 << 10  # without its body
+_VERSION: Final = "V4_9_4"
+"""The version whose protocol the client speaks, as a tool shows it."""
+
+_Later = Callable[[Callable[[], None]], None]
+_Send = Callable[[Frame], None]
+
+
+class ClientRequests:
+    """Answers one broker's requests to the clients of a route. Thread-safe."""
+
+    def __init__(
+        self, broker_name: str, client: Callable[[str], Heartbeat | None], later: _Later, name_servers: tuple[str, ...]
+    ) -> None:
+        """Answer for clients.
+
+        Args:
+            broker_name: Names the broker.
+            client: Returns the last heartbeat of a client; None if it has left.
+            later: Runs a function under the runner's lock, soon.
+            name_servers: Addresses, which a client's description names.
+        """
+        self._broker_name = broker_name
+        self._client = client
+        self._later = later
+        self._name_servers = name_servers
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._answers: dict[int, Callable[[Heartbeat, Any, Frame, _Send], None]] = {
+            RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: self._consumers_changed,
+            RequestCode.CHECK_TRANSACTION_STATE: self._check,
+            RequestCode.RESET_CONSUMER_CLIENT_OFFSET: self._reset,
+            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._progress,
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
+            RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
+        }
+
+    def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
+        """Pass a request to the client whose connection it is; close one with too many of them."""
+        size = _REQUEST_SIZE + len(frame.body)
+        with self._lock:
+            is_too_much = self._waiting + size > _MOST_WAITING
+            self._waiting += 0 if is_too_much else size
+        if is_too_much:
+            transport.close()
+            return
+
+        def answer() -> None:
+            with self._lock:
+                self._waiting -= size
+            self._answer(client_id, frame, transport.answer)
+
+        self._later(answer)
+
+    def _answer(self, client_id: str, frame: Frame, send: _Send) -> None:
+        if frame.is_one_way:
+            send = _nothing
+        beat, answer = self._client(client_id), self._answers.get(frame.code)
+        if beat is None or answer is None:
+            remark = f"request type {frame.code} not supported"
+            send(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
+            return
+        try:
+            answer(beat, from_fields(REQUESTS[RequestCode(frame.code)].header, frame.fields), frame, send)
+        except RmqError as error:
+            _log.debug(
+                "%(client)s: request %(code)d of %(broker)s: %(error)s",
+                client=client_id,
+                code=frame.code,
+                broker=self._broker_name,
+                error=error,
+            )
+            send(answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error)))
+
+    # ---- answers
+
+    def _consumers_changed(self, beat: Heartbeat, header: ConsumerGroupHeader, frame: Frame, send: _Send) -> None:
+        beat.client.call(ConsumersChanged(header.consumer_group))
+        send(answer_to(frame))
+
+    def _check(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
+        half = _message_of(frame, "a check of a transaction")
+        group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+        beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))
+        send(answer_to(frame))
+
+    def _reset(self, beat: Heartbeat, header: ResetOffsetHeader, frame: Frame, send: _Send) -> None:
+        table = read_body(frame.body, "a reset").get("offsetTable") or {}
+        offsets = {queue: offset for queue, offset in offsets_of(table).items() if queue.topic == header.topic}
+        beat.client.call(ResetOffsets(header.group, header.topic, offsets))
+        send(answer_to(frame))
+
+    def _progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:
+        try:
+            progress: Mapping[MessageQueue, int] = beat.client.call(ConsumerOffsets(header.group, header.topic))
+        except ClientStateError:  # it is no consumer of the group, and has no progress
+            progress = {}
+        table = {queue_key(queue): offset for queue, offset in sorted(progress.items())}
+        send(answer_to(frame, body=write_body({"consumerTable": {}, "messageQueueTable": table})))
+
+    def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
+        state = beat.client.call(DescribeInstance(header.consumer_group))
+        found = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
+        body = {
+            "mqTable": {queue_key(held.queue): _queue_info(held) for held in sorted(state.queues, key=_queue)},
+            "properties": self._properties(state),
+            "statusTable": {},  # rates are not measured
+            "subscriptionSet": [subscription_row(found[topic]) for topic in sorted(found)],
+        }
+        if header.jstack_enable:
+            body["jstack"] = _stacks()
+        send(answer_to(frame, body=write_body(body)))
+
+    def _properties(self, state: InstanceState) -> dict[str, str]:
+        return {
+            "PROP_CLIENT_VERSION": _VERSION,
+            "PROP_CONSUMEORDERLY": str(state.is_orderly).lower(),
+            "PROP_CONSUMER_START_TIMESTAMP": str(state.started_ms),
+            "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY" if state.kind == "push" else "CONSUME_ACTIVELY",
+            "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in self._name_servers),
+            "PROP_THREADPOOL_CORE_SIZE": str(state.threads),
+            "allocateMessageQueueStrategy": state.strategy,
+            "clientIP": state.client_id.partition("@")[0],
+            "consumerGroup": state.group,
+            "instanceName": state.client_id.partition("@")[2],
+            "messageModel": state.model.value,
+            "pause": str(state.is_paused).lower(),
+        }
+
+    def _consume(self, beat: Heartbeat, header: DirectConsumeHeader, frame: Frame, send: _Send) -> None:
+        message = _message_of(frame, "a message to consume")
+
+        def ended(consumed: DirectlyConsumed) -> None:
+            row: dict[str, object] = {
+                "autoCommit": True,
+                "consumeResult": consumed.result.value,
+                "order": consumed.is_orderly,
+                "spentTimeMills": consumed.took_ms,
+            }
+            if consumed.remark is not None:
+                row["remark"] = consumed.remark
+            self._later(partial(send, answer_to(frame, body=write_body(row))))
+
+        name = header.broker_name or self._broker_name
+        beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
+
+
+def _nothing(frame: Frame) -> None:
+    """Send no answer, because the broker waits for none."""
+
+
+def _message_of(frame: Frame, what: str) -> StoredMessage:
+    found = messages_of(frame.body)
+    if len(found) != 1:
+        raise MalformedError(f"{what}: expected one message, found {len(found)}")
+    return found[0]
+
+
+def _queue(held: HeldQueue) -> MessageQueue:
+    return held.queue
+
+
+def _queue_info(held: HeldQueue) -> dict[str, object]:
+    """Return a queue as ``ProcessQueueInfo``.
+
+    Tools call a queue blocked by the time of ``lastConsumeTimestamp``: since when a listener has its first message, or
+    the last pull if none has it.
+    """
+    since_ms = held.pulled_timestamp_ms if held.first_since_ms is None else held.first_since_ms
+    return {
+        "cachedMsgCount": held.waiting + held.running,
+        "cachedMsgMaxOffset": held.last or 0,
+        "cachedMsgMinOffset": held.first or 0,
+        "cachedMsgSizeInMiB": held.held_bytes >> 20,
+        "commitOffset": -1 if held.progress is None else held.progress,
+        "droped": False,
+        "lastConsumeTimestamp": since_ms,
+        "lastLockTimestamp": held.lock_timestamp_ms or 0,
+        "lastPullTimestamp": held.pulled_timestamp_ms,
+        "locked": held.is_locked,
+        "transactionMsgCount": 0,
+        "transactionMsgMaxOffset": 0,
+        "transactionMsgMinOffset": 0,
+        "tryUnlockTimes": 0,
+    }
+
+
+def _stacks() -> str:
+    """Return where each thread of this process stands, the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = []
+    for ident, top in sys._current_frames().items():
+        calls = reversed(traceback.extract_stack(top))
+        text.append(f"{names.get(ident, 'thread')} TID: {ident}\n")
+        text += [f"    {one.name} ({one.filename}:{one.lineno})\n" for one in calls]
+        text.append("\n")
+    return "".join(text)
