@@ -16,6 +16,7 @@ from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
 from librmq.broker.replication import Replication
+from librmq.broker.replies import ReplyPushes
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.errors import BrokerError
@@ -52,6 +53,7 @@ from librmq.protocol import (
     SendBack,
     SendBatch,
     SendMessage,
+    SendReply,
     SetGroup,
     TopicGroups,
     UnlockQueues,
@@ -67,7 +69,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 
 _WRITES: Final = (
-    *(SendMessage, SendBatch, SendBack, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
+    *(SendMessage, SendBatch, SendReply, SendBack, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -112,6 +114,7 @@ class Handlers:
         answer, locked, durable = self._answer, self._locked, self._durable
         answer(SendMessage, sending.send)
         answer(SendBatch, sending.send_batch)
+        answer(SendReply, ReplyPushes(context, sending.send).reply)
         answer(SendBack, sending.failed.send_back)
         answer(EndTransaction, transactions.end)
         answer(PullMessage, pulling.pull)

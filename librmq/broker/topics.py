@@ -21,6 +21,7 @@ from librmq.message.topics import (
     TOPIC_TYPES,
     TopicType,
     is_system_topic,
+    reply_topic,
     validate_client_topic,
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
@@ -98,7 +99,7 @@ class Topics:
             (broker_name, 1, _READ_WRITE | PERM_INHERIT),
             (OFFSET_MOVED_TOPIC, 1, _READ_WRITE),
             (SCHEDULE_TOPIC, 18, _READ_WRITE),
-            (f"{cluster_name}_REPLY_TOPIC", 1, _READ_WRITE),
+            (reply_topic(cluster_name), 1, _READ_WRITE),
         ]
         for name, count, permission in defaults:
             table.rows.setdefault(name, topic_row(name, count, count, permission))

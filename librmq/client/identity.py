@@ -22,6 +22,7 @@ from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.hashing import string_hash
 from librmq.message.hosts import Host, encode_host
 from librmq.message.ids import UniqueIds
+from librmq.message.properties import PROPERTY_CORRELATION_ID
 from librmq.protocol import (
     CheckTransaction,
     ConsumerData,
@@ -29,6 +30,7 @@ from librmq.protocol import (
     Endpoint,
     Forgotten,
     Heartbeat,
+    ReplyArrived,
     Request,
     Route,
     Unregister,
@@ -216,6 +218,8 @@ class Client:
         """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
+        self.replies: dict[str, Callable[[ReplyArrived], None]] = {}
+        """What waits for the replies to this client's requests, by correlation id."""
         self.times_forgotten = 0
         """How often brokers have forgotten this client and the pulls that they held."""
         self._joined_ms = 0
@@ -330,6 +334,11 @@ class Client:
         if isinstance(request, Forgotten):
             if not self.dead:
                 self.forgotten_by(request.broker_name)
+            return cast("R", None)
+        if isinstance(request, ReplyArrived):
+            waiting = self.replies.pop(request.send.message.properties.get(PROPERTY_CORRELATION_ID, ""), None)
+            if waiting is not None and not self.dead:
+                waiting(request)
             return cast("R", None)
         group = getattr(request, "group", None)
         with self.runner.lock:

@@ -15,6 +15,7 @@ from librmq.client.identity import Client, LifeCycle, Startable, State, client_o
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
+from librmq.client.request_reply import ask, reply, reply_properties
 from librmq.client.send_attempts import SendAttempts
 from librmq.client.send_result import SendContext, SendHook, SendResult
 from librmq.config import check_kind, to_seconds
@@ -28,7 +29,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.batch import check_batch, encoded_size
-from librmq.message.message import Message, MessageQueue, SendKeywords, validate_client_topic
+from librmq.message.message import Message, MessageQueue, SendKeywords, StoredMessage, validate_client_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -279,6 +280,88 @@ class Producer(Startable):
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
+
+    def request(
+        self,
+        message: Message | str,
+        body: Body | None = None,
+        *,
+        queue: MessageQueue | int | None = None,
+        selector: QueueSelector | None = None,
+        arg: object = None,
+        timeout: float | timedelta | None = None,
+        **fields: Unpack[SendKeywords],
+    ) -> Message:
+        """Send a message like `send`, wait until a consumer replies to it by `reply`, and return the reply.
+
+        A request whose time is over can still be handled. With a manual clock, the clock moves while the call waits.
+
+        Args:
+            message: A `Message`, or a topic.
+            body: With a topic: bytes or a string.
+            queue: As for `send`.
+            selector: As for `send`.
+            arg: Argument for the selector.
+            timeout: Time for the send and the reply together; None: as configured for a send.
+            **fields: As for `send`.
+
+        Raises:
+            SendTimeoutError: No reply came in time. Other errors are those of `send`.
+        """
+        made = self._prepare(message, body, fields)
+        self.start()
+
+        def send(asked: Message, seconds: float) -> object:
+            return self.send(asked, queue=queue, selector=selector, arg=arg, timeout=seconds)
+
+        seconds = self.config.timeout if timeout is None else to_seconds("timeout", timeout)
+        return ask(self.client, made, seconds, send)
+
+    async def request_async(
+        self,
+        message: Message | str,
+        body: Body | None = None,
+        *,
+        queue: MessageQueue | int | None = None,
+        selector: QueueSelector | None = None,
+        arg: object = None,
+        timeout: float | timedelta | None = None,
+        **fields: Unpack[SendKeywords],
+    ) -> Message:
+        """Request like `request`, in another thread, without blocking the event loop."""
+        return await self._runner.offload(
+            lambda: self.request(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
+        )
+
+    def reply(
+        self,
+        request: StoredMessage,
+        body: Body | None = None,
+        *,
+        timeout: float | timedelta | None = None,
+        **fields: Unpack[SendKeywords],
+    ) -> SendResult:
+        """Reply to a message that `request` has sent; listeners call this with the message that they got.
+
+        The broker passes the reply to the client that waits, and stores it in a topic of the cluster.
+
+        Args:
+            request: The message.
+            body: Bytes or a string.
+            timeout: Time for the broker's answer; None: as configured.
+            **fields: ``json`` instead of a body, and the other keywords of `Message`.
+
+        Raises:
+            MessageIllegalError: The message is no request, or the reply is refused.
+            BrokerError: The client that has asked is connected no more.
+            BrokerUnreachableError: No broker can be reached.
+        """
+        topic, properties = reply_properties(request)
+        made = self._prepare(topic, body, fields)
+        made.properties.update(properties)
+        self._start_or_refuse()
+        timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        return reply(self.client, self.group, made, getattr(request, "broker_name", None), timeout_ms)
 
     def queues(self, topic: str) -> tuple[MessageQueue, ...]:
         """Return the queues that messages of ``topic`` can be sent to.

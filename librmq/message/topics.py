@@ -105,6 +105,11 @@ def retry_topic(group: str) -> str:
     return RETRY_PREFIX + group
 
 
+def reply_topic(cluster: str) -> str:
+    """Return the topic in which a cluster keeps replies to requests."""
+    return f"{cluster}_REPLY_TOPIC"
+
+
 def dead_letter_topic(group: str) -> str:
     """Return the topic of the messages that a consumer group has given up on."""
     return DEAD_LETTER_PREFIX + group

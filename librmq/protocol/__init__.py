@@ -28,6 +28,7 @@ from librmq.protocol.callbacks import Forgotten as Forgotten
 from librmq.protocol.callbacks import HeldQueue as HeldQueue
 from librmq.protocol.callbacks import InstanceState as InstanceState
 from librmq.protocol.callbacks import ListenerCall as ListenerCall
+from librmq.protocol.callbacks import ReplyArrived as ReplyArrived
 from librmq.protocol.callbacks import ResetOffsets as ResetOffsets
 from librmq.protocol.consuming import ChannelClosed as ChannelClosed
 from librmq.protocol.consuming import CheckSubscription as CheckSubscription
@@ -62,6 +63,7 @@ from librmq.protocol.parties import Route as Route
 from librmq.protocol.producing import EndTransaction as EndTransaction
 from librmq.protocol.producing import SendBatch as SendBatch
 from librmq.protocol.producing import SendMessage as SendMessage
+from librmq.protocol.producing import SendReply as SendReply
 from librmq.protocol.producing import SendResponse as SendResponse
 from librmq.protocol.producing import SendStatus as SendStatus
 from librmq.protocol.producing import TransactionState as TransactionState

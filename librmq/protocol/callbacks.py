@@ -8,6 +8,7 @@ from dataclasses import field
 
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol.consuming import MessageModel
+from librmq.protocol.producing import SendMessage
 from librmq.protocol.request import Request, value
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "HeldQueue",
     "InstanceState",
     "ListenerCall",
+    "ReplyArrived",
     "ResetOffsets",
 ]
 
@@ -179,3 +181,11 @@ class ConsumeDirectly(Request[None]):
     broker_name: str
     ended: Callable[[DirectlyConsumed], None]
     """Gets the result, under the runner's lock."""
+
+
+@value
+class ReplyArrived(Request[None]):
+    """Pass a client the reply to one of its requests; one that it no longer waits for is ignored."""
+
+    send: SendMessage
+    """The reply, as its sender sent it."""

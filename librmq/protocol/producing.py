@@ -12,6 +12,7 @@ __all__ = [
     "EndTransaction",
     "SendBatch",
     "SendMessage",
+    "SendReply",
     "SendResponse",
     "SendStatus",
     "TransactionState",
@@ -84,6 +85,17 @@ class SendBatch(Request[SendResponse]):
     default_queues: int = 4
     timeout_ms: float | None = None
     """Time for the answer of a remote broker, None as its route says."""
+
+
+@value
+class SendReply(Request[SendResponse]):
+    """Push a reply to the client that waits for it, and store it.
+
+    Raises:
+        BrokerError: The client is not connected to this broker; the reply is stored nevertheless.
+    """
+
+    send: SendMessage
 
 
 @value

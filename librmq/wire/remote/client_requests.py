@@ -14,8 +14,11 @@ from typing import Any, Final
 
 from librmq.errors import ClientStateError, MalformedError, RmqError
 from librmq.message import record
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.hosts import parse_host
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import decode_properties
 from librmq.protocol import (
+    LOCAL_HOST,
     CheckTransaction,
     ConsumeDirectly,
     ConsumerOffsets,
@@ -25,8 +28,10 @@ from librmq.protocol import (
     Heartbeat,
     HeldQueue,
     InstanceState,
+    ReplyArrived,
     ResetOffsets,
     ResponseCode,
+    SendMessage,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote.forms import messages_of, offsets_of
@@ -42,6 +47,7 @@ from librmq.wire.remoting.headers import (
     ClientStatusHeader,
     ConsumerGroupHeader,
     DirectConsumeHeader,
+    PushedReplyHeader,
     ResetOffsetHeader,
 )
 
@@ -84,6 +90,7 @@ class ClientRequests:
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._progress,
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
+            RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: self._reply,
         }
 
     def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
@@ -194,6 +201,19 @@ class ClientRequests:
 
         name = header.broker_name or self._broker_name
         beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
+
+    def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
+        reply = Message._of(header.topic, frame.body, header.flag, decode_properties(header.properties))
+        sent = SendMessage(
+            header.producer_group,
+            reply,
+            header.queue_id,
+            header.born_timestamp,
+            parse_host(header.born_host) if header.born_host else LOCAL_HOST,
+            header.sys_flag,
+        )
+        beat.client.call(ReplyArrived(sent))
+        send(answer_to(frame))
 
 
 def _nothing(frame: Frame) -> None:

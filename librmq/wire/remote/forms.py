@@ -32,6 +32,7 @@ from librmq.protocol import (
     SendBack,
     SendBatch,
     SendMessage,
+    SendReply,
     SendResponse,
     SendStatus,
     SetGroup,
@@ -157,6 +158,12 @@ def _write_send(request: SendMessage) -> Frame:
     if request.max_reconsume_times is not None:
         fields["l"] = str(request.max_reconsume_times)
     return Frame(RequestCode.SEND_MESSAGE_V2, fields, message.body)
+
+
+def _write_reply(request: SendReply) -> Frame:
+    frame = _write_send(request.send)
+    frame.code = RequestCode.SEND_REPLY_MESSAGE_V2
+    return frame
 
 
 def _write_batch(request: SendBatch) -> Frame:
@@ -329,6 +336,7 @@ _C = RequestCode
 FORMS: Final[Mapping[type[Any], _Form]] = {
     SendMessage: _Form(_write_send, _read_sent),
     SendBatch: _Form(_write_batch, _read_sent),
+    SendReply: _Form(_write_reply, lambda of, answer: _read_sent(of.send, answer)),
     EndTransaction: _Form(_write_end, _read_none),
     Heartbeat: _Form(lambda of: frame_of(_C.HEART_BEAT, body=heartbeat_body(of)), _read_none),
     Unregister: _Form(

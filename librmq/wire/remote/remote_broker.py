@@ -21,6 +21,7 @@ from librmq.protocol import (
     ResponseCode,
     SendBatch,
     SendMessage,
+    SendReply,
     SendResponse,
     SendStatus,
     Subscription,
@@ -113,6 +114,8 @@ class RemoteBroker:
         frame = form.write(request)
         if kind in _SENDS:
             return cast("R", self._send(request, frame))
+        if kind is SendReply:
+            return cast("R", self._send(cast("SendReply", request).send, frame))
         if kind is EndTransaction:
             self._connections.get(self.address).tell(frame)
             return cast("R", None)

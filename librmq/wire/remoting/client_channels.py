@@ -14,6 +14,9 @@ from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.java.numbers import java_int
 from librmq.message import record
+from librmq.message.hosts import format_host
+from librmq.message.properties import encode_properties
+from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
@@ -22,8 +25,10 @@ from librmq.protocol import (
     DescribeInstance,
     Forgotten,
     Heartbeat,
+    ReplyArrived,
     Request,
     ResetOffsets,
+    SendMessage,
     Unregister,
 )
 from librmq.runtime.event_log import EventLog
@@ -32,7 +37,12 @@ from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.fields import to_fields
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import CheckTransactionHeader, ConsumerGroupHeader, ResetOffsetHeader
+from librmq.wire.remoting.headers import (
+    CheckTransactionHeader,
+    ConsumerGroupHeader,
+    PushedReplyHeader,
+    ResetOffsetHeader,
+)
 
 __all__ = ["ClientChannel", "ClientChannels"]
 
@@ -61,8 +71,9 @@ class ClientChannel(NamedTuple):
 class _Client:
     """A client as the broker's endpoint. Called under the runner's lock, so it never waits."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, store_host: str) -> None:
         self.channel = channel
+        self._store_host = store_host
 
     def call(self, request: Request[R], /) -> R:
         match request:
@@ -75,6 +86,8 @@ class _Client:
                 table = {queue_key(queue): offset for queue, offset in offsets.items()}
                 header = ResetOffsetHeader(topic, group, -1, True)
                 self._tell(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+            case ReplyArrived(send):
+                self._push(send)
             case ConsumerOffsets():
                 return cast(R, {})
             case Forgotten():
@@ -82,6 +95,24 @@ class _Client:
             case DescribeInstance():
                 raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
         return cast(R, None)
+
+    def _push(self, send: SendMessage) -> None:
+        message = send.message
+        header = PushedReplyHeader(
+            send.group,
+            message.topic,
+            AUTO_CREATE_TOPIC,
+            send.default_queues,
+            send.queue_id,
+            send.sys_flag,
+            send.born_timestamp_ms,
+            message.flag,
+            encode_properties(message.properties).decode(),
+            born_host=format_host(send.born_host),
+            store_host=self._store_host,
+            store_timestamp=send.born_timestamp_ms,
+        )
+        self._tell(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
 
     def _tell(self, code: RequestCode, header: object, body: bytes = b"") -> None:
         self.channel.tell(Frame(code, to_fields(header), body))
@@ -126,7 +157,11 @@ class ClientChannels:
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             known = self._by_id.get(client_id)
-            client = known[1] if known is not None and known[0].channel is channel else _Client(channel)
+            client = (
+                known[1]
+                if known is not None and known[0].channel is channel
+                else _Client(channel, self._broker.store.config.store_host)
+            )
             channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
             session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
             self._by_id[client_id] = session, client

@@ -44,7 +44,7 @@ class Producing:
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
-        return self._answer(call, call.ask(self._request(call)))
+        return self.answer(call, call.ask(self.request(call)))
 
     def send_all(self, channel: Channel, frames: Sequence[Frame]) -> list[tuple[Frame, bytes]]:
         """Store messages that came together; return the frames with their answers.
@@ -58,16 +58,17 @@ class Producing:
         return [
             (frame, refused(frame, response))
             if isinstance(response, Exception) or isinstance(one, Exception)
-            else (frame, self._answer(one[0], response))
+            else (frame, self.answer(one[0], response))
             for frame, one, response in zip(frames, asked, stored, strict=True)
         ]
 
     def _read(self, channel: Channel, frame: Frame) -> tuple[RemotingCall, SendMessage | SendBatch]:
         form = REQUESTS[RequestCode(frame.code)]
         call = RemotingCall(channel, frame, from_fields(form.header, frame.fields, by_letters=form.by_letters))
-        return call, self._request(call)
+        return call, self.request(call)
 
-    def _request(self, call: RemotingCall) -> SendMessage | SendBatch:
+    def request(self, call: RemotingCall) -> SendMessage | SendBatch:
+        """Return what a frame asks the broker for."""
         header: SendHeader = call.header
         frame, peer = call.frame, call.channel.peer
         born_ms = header.born_timestamp if self._is_real_time else self._now_ms()
@@ -91,7 +92,8 @@ class Producing:
         queues = header.default_topic_queue_nums
         return SendBatch(header.producer_group, messages, header.queue_id, born_ms, peer, queues)
 
-    def _answer(self, call: RemotingCall, response: SendResponse) -> bytes:
+    def answer(self, call: RemotingCall, response: SendResponse) -> bytes:
+        """Return the frame of the broker's answer."""
         status, ids = response.status, response.offset_ids
         sent = SentHeader(",".join(ids), response.queue_id, response.queue_offset, response.transaction_id)
         remark = None if status is SendStatus.SEND_OK else status.name

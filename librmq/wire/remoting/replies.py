@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
+from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError, RmqError
 from librmq.message.hosts import format_host
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
@@ -16,7 +16,7 @@ from librmq.message.properties import (
     decode_properties,
     encode_properties,
 )
-from librmq.protocol import ResponseCode
+from librmq.protocol import ResponseCode, SendBatch, SendReply
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.codes import RequestCode
@@ -57,6 +57,12 @@ class Replies:
 
     def _answer(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
+        client_id = decode_properties(header.properties).get(PROPERTY_REPLY_TO_CLIENT, "")
+        if self._sessions.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
+            sent = self._producing.request(call)
+            if isinstance(sent, SendBatch):
+                raise MalformedError("a reply: expected one message, found a batch")
+            return self._producing.answer(call, call.ask(SendReply(sent)))
         problem = self._push(call, header)
         try:
             answer = self._producing.send(call)

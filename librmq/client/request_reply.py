@@ -1,0 +1,136 @@
+"""Requests that wait for a reply, and replies. Mirrors ``DefaultMQProducerImpl.request`` and ``MessageUtil``.
+
+::
+
+    requester ── message ──> topic ──> consumer of the topic
+        ^                                    │ Producer.reply
+        └── the broker pushes <── reply topic of the cluster
+
+A reply belongs to its request by the correlation id. It reaches the client that has asked over a broker to which that
+client sends heartbeats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from librmq.client.identity import Client
+from librmq.client.send_result import SendResult
+from librmq.clock import moves_by_itself
+from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, SendTimeoutError
+from librmq.message.compression import decompress_body
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import (
+    PROPERTY_CLUSTER,
+    PROPERTY_CORRELATION_ID,
+    PROPERTY_MESSAGE_TYPE,
+    PROPERTY_REPLY_TO_CLIENT,
+    PROPERTY_TTL,
+    PROPERTY_UNIQUE_KEY,
+)
+from librmq.message.topics import reply_topic
+from librmq.protocol import ReplyArrived, ResponseCode, SendMessage, SendReply
+
+__all__ = ["ask", "reply", "reply_properties"]
+
+_REPLY: Final = "reply"
+_STEP_S: Final = 0.1
+"""Time that passes at once on a clock that stands still."""
+_MOST_BODY: Final = 64 << 20
+
+
+def ask(client: Client, message: Message, timeout_s: float, send: Callable[[Message, float], object]) -> Message:
+    """Send a message, and wait for its reply.
+
+    Args:
+        client: Waits for the reply.
+        message: The request, which gets the properties of one.
+        timeout_s: Seconds for the send and the reply.
+        send: Sends a message within the seconds given.
+
+    Raises:
+        SendTimeoutError: No reply came in time.
+    """
+    clock, runner = client.runner.clock, client.runner
+    deadline = clock.monotonic() + timeout_s
+    correlation_id = client.unique_ids.next()
+    message.properties[PROPERTY_CORRELATION_ID] = correlation_id
+    message.properties[PROPERTY_REPLY_TO_CLIENT] = client.client_id
+    message.properties[PROPERTY_TTL] = str(round(1000 * timeout_s))
+    arrived, found = threading.Event(), list[ReplyArrived]()
+
+    def waiting(reply: ReplyArrived) -> None:
+        found.append(reply)
+        arrived.set()
+
+    client.replies[correlation_id] = waiting
+    try:
+        send(message, timeout_s)
+        while not arrived.is_set() and (left := deadline - clock.monotonic()) > 0:
+            if moves_by_itself(clock):
+                clock.wait(arrived, left)
+            else:
+                runner.pass_time(min(_STEP_S, left))
+    finally:
+        client.replies.pop(correlation_id, None)
+    if not found:
+        raise SendTimeoutError(
+            f"topic {message.topic!r}: no reply to the request {correlation_id} came within {timeout_s:g} s; "
+            "the request is stored, so a consumer may still handle it"
+        )
+    sent = found[0].send
+    body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
+    return Message._of(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
+
+
+def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:
+    """Return the topic of a reply, and the properties that make it one.
+
+    Raises:
+        MessageIllegalError: The message is no request.
+    """
+    names = (PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL)
+    asked = request.properties
+    for name in (*names, PROPERTY_CLUSTER):
+        if name not in asked:
+            raise MessageIllegalError(
+                f"message {request.message_id} is no request, because it has no property {name}: "
+                "reply only to what Producer.request has sent"
+            )
+    properties = {name: asked[name] for name in names} | {PROPERTY_MESSAGE_TYPE: _REPLY}
+    return reply_topic(asked[PROPERTY_CLUSTER]), properties
+
+
+def reply(client: Client, group: str, message: Message, first_broker: str | None, timeout_ms: float) -> SendResult:
+    """Send a reply over the broker that has the request, and over others if the requester is not connected there.
+
+    Raises:
+        BrokerError: The requester is connected to no broker; the reply is stored.
+        BrokerUnreachableError: No broker can be reached.
+    """
+    route, runner = client.route, client.runner
+    names = sorted(route.broker_names(), key=lambda name: (name != first_broker, name))
+    begin_ms = runner.now_ms()
+    failure: BrokerError | BrokerUnreachableError = BrokerUnreachableError("the route has no broker for a reply")
+    for name in names:
+        now_ms = runner.now_ms()
+        left_ms = begin_ms + timeout_ms - now_ms
+        if left_ms < 0:
+            break
+        runner.point(f"reply {message.topic}")
+        send = SendMessage(group, message, 0, now_ms, client.host, timeout_ms=left_ms)
+        try:
+            response = route.endpoint(name).call(SendReply(send))
+        except BrokerUnreachableError as error:
+            failure = error
+        except BrokerError as error:
+            if error.code != ResponseCode.SYSTEM_ERROR:
+                raise
+            failure = error
+        else:
+            queue = MessageQueue(message.topic, name, response.queue_id)
+            unique_id, offset_id = message.properties[PROPERTY_UNIQUE_KEY], response.offset_ids[0]
+            return SendResult(response.status, unique_id, offset_id, queue, response.queue_offset)
+    raise failure
