@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
 
+import librmq
 from librmq import Broker, ManualClock, ManualRunner, Message
 from librmq.java import json as java_json
-from librmq.protocol import SendMessage
+from librmq.protocol import (
+    CheckSubscription,
+    ConsumerIds,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    EndTransaction,
+    Heartbeat,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    QueryMessages,
+    QueryOffset,
+    QueueOffsetAt,
+    Request,
+    ResetGroup,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SetGroup,
+    Subscription,
+    UnlockQueues,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remote.forms import FORMS, messages_of
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codes import RequestCode as Code
-from librmq.wire.remoting.frames import Frame, FrameReader
+from librmq.wire.remoting.frames import Frame, FrameReader, answer_to
 from tests.reference import existing, jsonl
+from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
 
 DIFFERENT: Final = {
@@ -138,6 +167,118 @@ def test_answers_have_equal_fields(broker: Broker) -> None:
                 found[code.name, header["language"]] = differs
     assert compared > 90
     assert not found, "\n".join(f"{key}: {value}" for key, value in found.items())
+
+
+QUEUES = frozenset((librmq.MessageQueue("T", "b", 0),))
+SUBSCRIPTION = Subscription("T", "a", "TAG", 1)
+OF_CLIENTS: Final[dict[Code, Request[Any]]] = {
+    Code.SEND_MESSAGE_V2: SendMessage("p", Message("T", b"x"), 0, 1, ("127.0.0.1", 1)),
+    Code.SEND_BATCH_MESSAGE: SendBatch("p", (Message("T", b"x"),), 0, 1, ("127.0.0.1", 1)),
+    Code.END_TRANSACTION: EndTransaction("p", librmq.TransactionState.COMMIT, 0, 0, "ID"),
+    Code.GET_CONSUMER_LIST_BY_GROUP: ConsumerIds("g"),
+    Code.QUERY_CONSUMER_OFFSET: QueryOffset("g", "T", 0),
+    Code.UPDATE_CONSUMER_OFFSET: UpdateOffset("g", "T", 0, 1),
+    Code.GET_MAX_OFFSET: MaxOffset("T", 0),
+    Code.GET_MIN_OFFSET: MinOffset("T", 0),
+    Code.SEARCH_OFFSET_BY_TIMESTAMP: QueueOffsetAt("T", 0, 0),
+    Code.LOCK_BATCH_MQ: LockQueues("g", "c", QUEUES),
+    Code.UNLOCK_BATCH_MQ: UnlockQueues("g", "c", QUEUES),
+    Code.CONSUMER_SEND_MSG_BACK: SendBack("g", 0, 0, 16, "T", "ID"),
+    Code.CHECK_CLIENT_CONFIG: CheckSubscription("c", "g", SUBSCRIPTION),
+    Code.VIEW_MESSAGE_BY_ID: ViewMessage(0),
+    Code.QUERY_MESSAGE: QueryMessages("T", "k"),
+    Code.UPDATE_AND_CREATE_TOPIC: CreateTopic("T", 4, 4),
+    Code.DELETE_TOPIC_IN_BROKER: DeleteTopic("T"),
+    Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: SetGroup("g", 3),
+    Code.DELETE_SUBSCRIPTIONGROUP: DeleteGroup("g"),
+    Code.INVOKE_BROKER_TO_RESET_OFFSET: ResetGroup("g", "T", 0, True),
+}
+EXTRA: Final = {Code.END_TRANSACTION: {"transactionId"}}
+"""Fields of librmq that Java leaves out if they are empty."""
+OF_A_SERVER: Final = {"ReqT"}
+"""A field of admin tools, which brokers ignore."""
+
+
+def names_in(body: bytes) -> object:
+    return shape(java_json.loads(body)) if body.startswith(b"{") else None
+
+
+def test_the_client_writes_the_fields_of_java() -> None:
+    """Each request has the fields of Java's, and a body of the same form."""
+    requests = OF_CLIENTS | {Code.HEART_BEAT: Heartbeat("c", None, frozenset(("p",)), ())}  # type: ignore[arg-type]
+    ours = {code: FORMS[type(request)].write(request) for code, request in requests.items()}
+    left = set(ours)
+    for row in recorded():
+        header = row["request"]["header"]
+        code = Code(header["code"])
+        if code not in ours or header["language"] != "JAVA":
+            continue
+        left.discard(code)
+        theirs = set(header.get("extFields") or {}) - OF_A_SERVER
+        assert theirs ^ set(ours[code].fields) <= EXTRA.get(code, set()), code
+        body = row["request"].get("body", "").encode()
+        if body:
+            assert names_in(body) == names_in(ours[code].body), code
+    assert not left
+
+
+class Recording(FakeServer):
+    """A server that gives the recorded broker's answers, with its own address in place of that broker's."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, tuple[dict[str, Any], bytes]] = {}
+        for row in recorded():
+            answer = row["answer"]
+            if answer is None or row["request"]["header"]["language"] != "JAVA" or answer["header"]["code"]:
+                continue
+            body = b64decode(answer["body_b64"]) if "body_b64" in answer else answer.get("body", "").encode()
+            if len(body) == answer["body_len"]:  # otherwise it was cut
+                self._answers.setdefault(row["request"]["header"]["code"], (answer["header"], body))
+        super().__init__(lambda frame: None)
+
+    def _usual(self, frame: Frame) -> Any:
+        known = self._answers.get(frame.code)
+        if known is None:
+            return answer_to(frame, 1, "not recorded")
+        header, body = known
+        return raw_of(header | {"opaque": frame.opaque}, body.replace(b"127.0.0.1:41911", self.address.encode()))
+
+
+def test_the_client_reads_the_answers_of_a_broker() -> None:
+    with Recording() as server, librmq.connect(server.address) as route:
+        assert route.broker_names() == ("broker-a",)
+        (data,) = route.topic_route("TBW102")
+        assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == ("broker-a", 8, 8, 7)
+        call, admin = route.endpoint("broker-a").call, ClusterAdmin(route)
+        sent = call(SendMessage("p", Message("TJ", b"x"), 0, 1, ("127.0.0.1", 1)))
+        assert sent.status is librmq.SendStatus.SEND_OK
+        assert len(call(SendBatch("p", (Message("TJ", b"x"),), 0, 1, ("127.0.0.1", 1))).offset_ids) == 2
+        assert len(call(ConsumerIds("CID-j"))) == 1
+        assert call(QueryOffset("CID-j", "TJ", 3)) is not None
+        assert call(MaxOffset("TJ", 1)) >= call(MinOffset("TJ", 1)) == 0
+        assert {queue.topic for queue in call(LockQueues("CID-o", "c", QUEUES))} == {"TO"}
+        found = call(ViewMessage(0))
+        assert found is not None
+        assert admin.find_by_key("TJ", "KEY9") != []
+        assert {queue.topic for queue in admin.queues("TJ")} == {"TJ"}
+        assert {queue.broker_name for queue in admin.progress("CID-x")} == {"broker-a"}
+        known = admin.clients("CID-j")
+        assert known is not None
+        assert (known[0].kind, set(known[0].subscriptions)) == ("push", {"TJ", "%RETRY%CID-j"})
+        assert admin.groups_of("T4") == ("CID-x",)
+        assert {queue.topic for queue in call(ResetGroup("CID-j", "TJ", -1, True))} == {"TJ"}
+
+
+def test_the_client_reads_the_check_of_a_broker() -> None:
+    """The half message in a recorded check is whole, and has its producer's group, topic and place."""
+    (row,) = (one for one in jsonl(existing("remoting", "frames.jsonl")) if one["request"]["header"]["code"] == 39)
+    fields = row["request"]["header"]["extFields"]
+    (half,) = messages_of(b64decode(row["request"]["body_b64"]))
+    assert half.properties["PGROUP"] == "PID-j"
+    assert (str(half.physical_offset), str(half.queue_offset)) == (
+        fields["commitLogOffset"], fields["tranStateTableOffset"],
+    )  # fmt: skip
+    assert half.unique_key == fields["transactionId"]
 
 
 def test_recorded_frames_are_read_whole() -> None:

@@ -10,7 +10,7 @@ from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.hosts import parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
-from librmq.message.properties import encode_properties
+from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
     CheckSubscription,
@@ -168,7 +168,8 @@ def _write_reply(request: SendReply) -> Frame:
 
 def _write_batch(request: SendBatch) -> Frame:
     items = [BatchItem(one.body, one.flag, encode_properties(one.properties)) for one in request.messages]
-    fields = _send_fields(request, request.messages[0], "", 0, 0)
+    wait = {name: value for name, value in request.messages[0].properties.items() if name == PROPERTY_WAIT}
+    fields = _send_fields(request, request.messages[0], encode_properties(wait).decode(), 0, 0)
     fields["m"] = "true"
     return Frame(RequestCode.SEND_BATCH_MESSAGE, fields, encode_batch(items))
 
