@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
@@ -124,6 +125,8 @@ class Consumer(Startable, Generic[C]):
         return make_subscription(topic, tags, sql, self.runner.now_ms())
 
     def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
+        if self.is_running:
+            self._learn_routes([subscription.topic])
         with self.runner.lock:
             if self.is_running:
                 check_at_brokers(self.client, self.group, subscription)
@@ -248,6 +251,8 @@ class Consumer(Startable, Generic[C]):
             GroupMismatchError: With ``guard``, instances of the group have other subscriptions.
         """
         is_first = False
+        if self._life.state is State.CREATED:
+            self._learn_routes([*self.subscriptions, retry_topic(self.group)])
         try:
             with self.runner.lock:
                 if self._life.state is State.CREATED:
@@ -262,6 +267,14 @@ class Consumer(Startable, Generic[C]):
                     self._leave()
             raise
         return self
+
+    def _learn_routes(self, topics: Iterable[str]) -> None:
+        """Ask a remote route for topics, without the runner's lock, so that nothing waits for the answer under it."""
+        if not hasattr(self.route, "known_route"):
+            return
+        for topic in topics:
+            with suppress(RmqError):  # it is asked for again, and the failure logged
+                self.route.topic_route(topic)
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Leave the group, and return whether all listeners ended in time."""

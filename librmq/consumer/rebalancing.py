@@ -68,6 +68,8 @@ class Rebalancing:
         self._lock = lock
         self._started_ms = 0
         self._made_ms = member.runner.now_ms()
+        route = member.route
+        self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
         self._open = False
         self._brokers: frozenset[str] = frozenset()
         self._there: dict[str, frozenset[MessageQueue]] = {}
@@ -88,7 +90,7 @@ class Rebalancing:
 
     def _queues(self, topic: str) -> list[MessageQueue]:
         try:
-            route = self._member.route.topic_route(topic)
+            route = self._route_of(topic)
         except RmqError as error:  # no name server answers
             self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
             self._open = True
@@ -140,7 +142,7 @@ class Rebalancing:
         if not queues:
             return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
-            clients = self._clients([data.broker_name for data in member.route.topic_route(topic)])
+            clients = self._clients([data.broker_name for data in self._route_of(topic)])
             if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
                 self._open = True
                 return False

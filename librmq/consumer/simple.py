@@ -18,7 +18,7 @@ from librmq.clock import wait_async
 from librmq.config import to_seconds
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.subscription import check_at_brokers, make_subscription
-from librmq.errors import BrokerUnreachableError, ClientStateError, NoRouteError, ReceiptError
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
 from librmq.protocol import (
@@ -127,10 +127,14 @@ class SimpleConsumer(Startable):
             instance_name: Keeps the client's id the same from run to run.
 
         Raises:
-            ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
+            ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route; or the
+                route leads to brokers that have no receives, as that of `librmq.connect`.
             TypeError: ``route`` is not a route.
         """
         validate_group(group)
+        lack = getattr(route, "lacks_receives", None)  # a route to brokers of 4.x says so
+        if lack is not None:
+            raise ConfigError(f"SimpleConsumer of group {group!r}: {lack}")
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.route = route

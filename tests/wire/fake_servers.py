@@ -84,6 +84,10 @@ class FakeServer(_Listener):
         super().__init__()
         self.broker: str | None = self.address
         """The address of the broker in routes; None as from a name server that has just started."""
+        self.slaves: dict[int, str] = {}
+        """Addresses of its slaves by broker id."""
+        self.others: dict[str, str] = {}
+        """Addresses of other brokers, by name."""
 
     def serve(self, connected: socket.socket) -> None:
         reader = FrameReader()
@@ -95,17 +99,23 @@ class FakeServer(_Listener):
                     connected.sendall(found if isinstance(found, bytes) else encode(found))
 
     def _usual(self, frame: Frame) -> Frame | None:
-        data = {"brokerAddrs": {"0": self.broker}, "brokerName": "fake", "cluster": "c"}
-        if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO and self.broker is None:
-            return answer_to(frame, body=write_body({"brokerAddrTable": {}, "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            return answer_to(frame, body=write_body({"brokerAddrTable": {"fake": data}, "clusterAddrTable": {}}))
+            rows = self._rows() if self.broker or self.slaves else {}
+            return answer_to(frame, body=write_body({"brokerAddrTable": rows, "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
-            queues = {"brokerName": "fake", "perm": 6, "readQueueNums": 1, "writeQueueNums": 1, "topicSysFlag": 0}
-            return answer_to(frame, body=write_body({"brokerDatas": [data], "queueDatas": [queues]}))
+            rows = self._rows()
+            numbers = {"perm": 6, "readQueueNums": 1, "writeQueueNums": 1, "topicSysFlag": 0}
+            queues = [{"brokerName": name, **numbers} for name in rows]
+            return answer_to(frame, body=write_body({"brokerDatas": list(rows.values()), "queueDatas": queues}))
         if frame.code in (RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT):
             return answer_to(frame)
         return None
+
+    def _rows(self) -> dict[str, dict[str, object]]:
+        master = {} if self.broker is None else {"0": self.broker}
+        found = {"fake": master | {str(number): address for number, address in self.slaves.items()}}
+        found |= {name: {"0": address} for name, address in self.others.items()}
+        return {name: {"brokerAddrs": row, "brokerName": name, "cluster": "c"} for name, row in found.items()}
 
 
 class Relay(_Listener):

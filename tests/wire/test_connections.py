@@ -87,7 +87,7 @@ def test_a_client_that_leaves_while_it_dials_is_closed() -> None:
 def test_short_time_outs_end_a_silent_connection() -> None:
     """A network that has forgotten a connection says nothing; requests with little time notice it together."""
     with FakeServer(lambda frame: None) as server:
-        opened = dial_by_tcp(None, None, 0.2)(server.address, lambda *_: None, lambda _: None)
+        opened = dial_by_tcp(None, None, 0.2, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
         for is_open in (True, False):
             with pytest.raises(BrokerUnreachableError, match="has not answered"):
                 opened.ask(Frame(999), 0.1)

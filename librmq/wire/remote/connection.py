@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
@@ -204,14 +205,26 @@ class _Connection:
         self._lost(self)
 
 
-def dial_by_tcp(tls: ssl.SSLContext | None, keys: AccessKeys | None, timeout_s: float) -> Dial:
-    """Return a function that opens connections over TCP, with TLS and signed requests if wanted."""
+def dial_by_tcp(
+    tls: ssl.SSLContext | None, keys: AccessKeys | None, timeout_s: float, find: Callable[[str], tuple[str, ...]]
+) -> Dial:
+    """Return a function that opens connections over TCP, with TLS and signed requests if wanted.
+
+    ``find`` returns the addresses of a host.
+    """
+
+    def connected_to(host: str, port: int) -> socket.socket:
+        *others, last = find(host)
+        for one in others:
+            with suppress(OSError):
+                return socket.create_connection((one, port), timeout=timeout_s)
+        return socket.create_connection((last, port), timeout=timeout_s)
 
     def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
-            connected = socket.create_connection((host, int(port)), timeout=timeout_s)
+            connected = connected_to(host, int(port))
         except (OSError, ValueError, OverflowError) as error:
             raise BrokerUnreachableError(f"{address} can't be reached: {error}") from error
         stream = FrameSocket(connected, idle_s=_SILENT_S, send_s=timeout_s)

@@ -12,6 +12,7 @@ from librmq.errors import ConfigError
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
+from librmq.wire.remote.host_names import HostNames
 from librmq.wire.remote.name_servers import addresses_of
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remote.signing import AccessKeys
@@ -64,8 +65,17 @@ def connect(
             rest.callback(own.shutdown)
         notices = Notices(runner)
         rest.callback(notices.close)
-        dial = dial_by_tcp(tls, keys, timeout_s)
+        names = HostNames(timeout_s, runner.clock.wait)
+        dial = dial_by_tcp(tls, keys, timeout_s, names.find)
         opened = ExitStack()
-        route = RemoteRoute(addresses, runner, dial, timeout_s=timeout_s, later=notices.later, at_close=opened)
+        route = RemoteRoute(
+            addresses,
+            runner,
+            dial,
+            timeout_s=timeout_s,
+            later=notices.later,
+            prepare=names.prepare,
+            at_close=opened,
+        )
         opened.push(rest.pop_all())
     return route

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
@@ -50,7 +50,15 @@ def addresses_of(text: str) -> tuple[str, ...]:
 class NameServers:
     """The name servers. Thread-safe."""
 
-    def __init__(self, addresses: Sequence[str], connections: Connections, timeout_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        connections: Connections,
+        timeout_s: float,
+        prepare: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        """``prepare`` is called with each broker's address, before anything connects to it."""
+        self._prepare = prepare
         self.addresses = tuple(addresses)
         self._connections = connections
         self._timeout_s = timeout_s
@@ -85,6 +93,8 @@ class NameServers:
             found: LearntRoute = of(read_body(answer.body, what))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.addresses[self._at]}: {what} can't be read: {error}") from error
+        for address in found.brokers.values():
+            self._prepare(address)
         return found
 
     def tell(self, frame: Frame) -> None:
@@ -105,6 +115,7 @@ class NameServers:
                 answer = self._connections.get(address).ask(frame, self._timeout_s)
             except BrokerUnreachableError as error:
                 why.append(str(error))
+                self._prepare(address)  # its name may lead elsewhere by now
                 continue
             self._at = number % count
             return answer

@@ -27,6 +27,10 @@ _log = EventLog("librmq.wire")
 POLL_MS: Final = 30_000
 BEAT_MS: Final = 30_000
 REVIVE_MS: Final = 1_000
+FORGET_MS: Final = 600_000
+"""After this time a topic that does not exist is asked for only if a client uses it again."""
+MOST_TOPICS: Final = 10_000
+"""The topics whose routes are known; those asked for first are forgotten first, and asked for again when used."""
 
 
 class _Link:
@@ -73,6 +77,12 @@ class RemoteRoute:
     Producers and consumers take it like a `Broker`. Close it after them.
     """
 
+    lacks_receives: Final = (
+        "brokers of RocketMQ 4.x have no receives with an invisible time, so this route can't serve it: "
+        "use PullConsumer (poll, commit) or PushConsumer (a listener, with retries)"
+    )
+    """Why a `SimpleConsumer` refuses the route."""
+
     def __init__(
         self,
         addresses: Sequence[str],
@@ -82,6 +92,7 @@ class RemoteRoute:
         timeout_s: float,
         later: Callable[[Callable[[], None]], None],
         back_off_s: tuple[float, float] | None = None,
+        prepare: Callable[[str], None] = lambda address: None,
         at_close: ExitStack | None = None,
     ) -> None:
         """Ask the name servers for the brokers.
@@ -93,6 +104,7 @@ class RemoteRoute:
             timeout_s: Time for an answer.
             later: Runs a function under the runner's lock, soon, and without waiting.
             back_off_s: First and longest time after a connection that could not be opened.
+            prepare: Called with each broker's address, before anything connects to it; may wait.
             at_close: Closed with the route.
 
         Raises:
@@ -105,12 +117,12 @@ class RemoteRoute:
         self._at_close = at_close or ExitStack()
         given = {} if back_off_s is None else {"back_off_s": back_off_s}
         self._connections = Connections(dial, runner.clock.monotonic, self._requested, self._lost, **given)
-        self.name_servers = NameServers(addresses, self._connections, timeout_s)
+        self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
         self._brokers: dict[str, RemoteBroker] = {}
         self._links: dict[str, _Link] = {}
         self._topics: dict[str, tuple[QueueData, ...]] = {}
-        self._asked: set[str] = set()  # topics whose routes clients use
+        self._asked: dict[str, int] = {}  # topics whose routes clients use, with the time when it was asked for
         self._is_closed = False
         self._asking: set[str] = set()  # topics that are being asked for
         self._lost_ones: set[str] = set()
@@ -151,10 +163,40 @@ class RemoteRoute:
             if learnt.queues and topic not in self._topics:
                 self._topics[topic] = learnt.queues
                 changed |= topic in self._asked  # a consumer may wait for it
-            self._asked.add(topic)
+            changed |= self._note_asked(topic)
             if changed:
                 self._watchers.notify()
         return learnt.queues
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's route, without waiting, so also under the runner's lock.
+
+        An unknown topic is asked for soon; watchers hear of it if it exists.
+        """
+        found = self._topics.get(topic)
+        if found is None and not self._is_closed:
+            if self._note_asked(topic):
+                self._later(self._watchers.notify)
+            self._later(lambda: self._ask_soon(topic))
+        return found or ()
+
+    def _note_asked(self, topic: str) -> bool:
+        """Note that a topic is in use, and forget others if there are too many; return whether one of them exists.
+
+        A topic that does not exist is forgotten if nothing asks for it any more.
+        """
+        is_less = False
+        now_ms = self.runner.now_ms()
+        self._asked.pop(topic, None)
+        self._asked[topic] = now_ms  # the last in order
+        while self._asked:
+            first = next(iter(self._asked))
+            is_old = first not in self._topics and not 0 <= now_ms - self._asked[first] < FORGET_MS
+            if not is_old and len(self._asked) <= MOST_TOPICS:
+                break
+            del self._asked[first]
+            is_less |= self._topics.pop(first, None) is not None
+        return is_less
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, as `topic_route`: name servers forget brokers late."""

@@ -1,0 +1,97 @@
+"""Names of hosts, looked up in threads of their own, because a look-up has no time limit."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+
+from librmq.errors import BrokerUnreachableError
+
+__all__ = ["HostNames"]
+
+
+class _Known:
+    """What is known of one name."""
+
+    __slots__ = ("ended", "error", "found", "is_late")
+
+    def __init__(self) -> None:
+        self.found: tuple[str, ...] = ()
+        self.error: OSError | None = None
+        self.ended: threading.Event | None = None
+        """Set when the look-up under way ends; None if none is."""
+        self.is_late = False
+        """Whether a caller has waited in vain for the look-up under way."""
+
+
+class HostNames:
+    """Addresses by name, kept until a later look-up finds others. Thread-safe."""
+
+    def __init__(self, timeout_s: float, wait: Callable[[threading.Event, float], bool]) -> None:
+        """Wait up to ``timeout_s`` for a look-up; ``wait(event, seconds)`` waits."""
+        self._timeout_s = timeout_s
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._known: dict[str, _Known] = {}
+
+    def prepare(self, address: str) -> None:
+        """Look up the name in ``host:port`` again, so that a later connection need not wait for that. Waits itself."""
+        host = _host(address)
+        if not _is_number(host):
+            self._look_up(host)
+
+    def find(self, host: str) -> tuple[str, ...]:
+        """Return the addresses of a host: a number itself, or what was found of a name last.
+
+        Raises:
+            BrokerUnreachableError: The name is unknown, or its look-up takes too long.
+        """
+        if _is_number(host):
+            return (host,)
+        known = self._known.get(host)
+        if known is None or not known.found:
+            known = self._look_up(host)
+        if known.found:
+            return known.found
+        why = f"its look-up takes more than {self._timeout_s:.3g} s" if known.error is None else str(known.error)
+        raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
+
+    def _look_up(self, host: str) -> _Known:
+        """Look a name up, or wait for the look-up under way. After a wait in vain nothing waits for the same one."""
+        with self._lock:
+            known = self._known.setdefault(host, _Known())
+            if known.ended is None:
+                ended = known.ended = threading.Event()
+                known.is_late = False
+                thread = threading.Thread(target=self._run, args=(host, known, ended), daemon=True, name=f"find {host}")
+                thread.start()
+            elif known.is_late:
+                return known
+            ended = known.ended
+        known.is_late = not self._wait(ended, self._timeout_s)
+        return known
+
+    def _run(self, host: str, known: _Known, ended: threading.Event) -> None:
+        try:
+            rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            known.error = error if isinstance(error, OSError) else OSError(str(error))
+        else:
+            known.found, known.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
+        with self._lock:
+            known.ended = None
+        ended.set()
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Name servers, names and topics that keep one client waiting must not keep others, and what is known has bounds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq import BrokerUnreachableError, ConfigError, ConsumeFrom, NoRouteError
+from librmq.wire.remote import remote_route
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame
+from tests.wire.fake_servers import FakeServer
+from tests.wire.test_connect import WAIT_S, Inbox, Served, until
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    with made.stack:
+        made.broker.create_topic("orders", 1)
+        yield made
+
+
+class SlowNames(FakeServer):
+    """A name server that leads to a real broker, and keeps a question for the topic ``slow`` waiting."""
+
+    def __init__(self, address: str) -> None:
+        self.is_asked, self.end = threading.Event(), threading.Event()
+        super().__init__(lambda frame: None)
+        self.broker = None
+        self.others["broker-a"] = address
+
+    def _rows(self) -> dict[str, dict[str, object]]:
+        return {name: row for name, row in super()._rows().items() if name != "fake"}
+
+    def _usual(self, frame: Frame) -> Frame | None:
+        if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            self.broker = self.address  # it knows a broker
+        if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC and frame.fields["topic"] == "slow":
+            self.is_asked.set()
+            self.end.wait(WAIT_S)
+        return super()._usual(frame)
+
+
+def test_a_slow_name_server_stops_no_other_consumer(served: Served) -> None:
+    """A consumer that starts waits for the route of its topic, while another one gets its messages."""
+    inbox = Inbox(1)
+    with SlowNames(served.server.address) as names, librmq.connect(names.address, timeout=WAIT_S) as route:
+        consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", inbox)
+        other = librmq.PushConsumer(route, "h")
+        other.subscribe("slow", lambda message: None)
+        with consumer:
+            until(lambda: len(consumer.assigned) == 2)  # the topic's, and that of retries
+            starting = threading.Thread(target=other.start)
+            starting.start()
+            try:
+                assert names.is_asked.wait(WAIT_S)
+                with librmq.Producer(served.broker, "shop") as producer:
+                    producer.send("orders", b"x")
+                assert inbox.wait() == [b"x"]
+                assert starting.is_alive()
+            finally:
+                names.end.set()
+                starting.join(WAIT_S)
+            other.shutdown()
+
+
+def test_a_hanging_look_up_stops_no_other_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of one broker can't be looked up, and the other broker of the route is used meanwhile."""
+    end, find = threading.Event(), socket.getaddrinfo
+    asked: list[str] = []
+
+    def hang(host: Any, *rest: Any, **fields: Any) -> Any:
+        if host == "hangs.invalid":
+            asked.append(host)
+            end.wait(WAIT_S)
+            raise socket.gaierror("no such name")
+        return find(host, *rest, **fields)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    inbox = Inbox(20)
+    with SlowNames(served.server.address) as names:
+        names.others["broker-b"] = "hangs.invalid:10911"
+        try:
+            with librmq.connect(names.address, timeout=0.3) as route:
+                consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+                consumer.subscribe("orders", inbox)
+                with consumer, librmq.Producer(served.broker, "shop") as producer:
+                    for _ in range(20):
+                        producer.send("orders", b"x")
+                    inbox.wait()
+                with pytest.raises(BrokerUnreachableError, match=r"the host hangs\.invalid can't be found: .* 0\.3 s"):
+                    route.broker("broker-b").clients_of("g")
+        finally:
+            end.set()
+    assert asked == ["hangs.invalid"]  # nothing looks it up again while it hangs
+
+
+def test_an_unknown_name_is_said() -> None:
+    with pytest.raises(BrokerUnreachableError, match=r"the host nowhere\.invalid can't be found"):
+        librmq.connect("nowhere.invalid:9876", timeout=5)
+
+
+def test_of_too_many_topics_the_first_are_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for again when they are used again."""
+    monkeypatch.setattr(remote_route, "MOST_TOPICS", 3)
+    with FakeServer(lambda frame: None) as names, librmq.connect(names.address) as route:
+        for number in range(10):
+            assert len(route.topic_route(f"t{number}")) == 1
+        asked = len(names.asked)
+        route.refresh()
+        assert len(names.asked) - asked == 1 + 3  # the brokers, and the topics that are kept
+        assert len(route.topic_route("t0")) == 1
+
+
+def test_a_simple_consumer_is_refused_when_it_is_made(served: Served) -> None:
+    with pytest.raises(ConfigError, match=r"have no receives with an invisible time.*: use PullConsumer"):
+        librmq.SimpleConsumer(served.route, "g")
+
+
+def test_unknown_topics_do_not_wait_for_an_answer(served: Served) -> None:
+    assert served.route.known_route("later") == ()
+    served.broker.create_topic("later", 2)
+    until(lambda: len(served.route.known_route("later")) == 1)
+    with pytest.raises(NoRouteError):
+        served.route.endpoint("unknown")
