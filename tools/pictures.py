@@ -70,11 +70,11 @@ def log() -> Picture:
     records = ("orders/0", "orders/1", "mails/0", "orders/0", "orders/1", "orders/0")
     for number, name in enumerate(records):
         made.box(10 + 116 * number, 30, 110, name, "log")
-    made.note(580, 155, "consume queues: an")
-    made.note(580, 171, "entry of 20 bytes each")
+    made.note(562, 155, "consume queues: an")
+    made.note(562, 171, "entry of 20 bytes each")
     for row, (name, places) in enumerate((("orders/0", (0, 3, 5)), ("orders/1", (1, 4)), ("mails/0", (2,)))):
         x = 10 + 240 * row
-        made.note(x, 192, f"{name}: queue offsets 0 to {len(places) - 1}")
+        made.note(x, 192, f"{name}: queue offset{f's 0 to {len(places) - 1}' if len(places) > 1 else ' 0'}")
         for entry, place in enumerate(places):
             made.box(x + 62 * entry, 140, 56, str(entry))
             made.arrow((x + 28 + 62 * entry, 140), (65 + 116 * place, 66))

@@ -24,6 +24,8 @@ VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 CORE_FILE = CHECKOUT / "core" / "pyproject.toml"
 CORE_VERSION = re.compile(r'^version = "([^"]+)"', re.MULTILINE)
+PROJECT_FILE = CHECKOUT / "pyproject.toml"
+FAST = re.compile(r'^fast = \["(isal[^"]*)".*\]$', re.MULTILINE)
 UNRELEASED = "## [Unreleased]\n"
 IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
 IN_SDIST = (
@@ -53,6 +55,7 @@ USES = {
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",
 }
 """A program for each extra; each runs in an environment that has this extra alone."""
+USE_OF_CORE = "from librmq.runtime.core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
 
 
 class ReleaseError(Exception):
@@ -62,10 +65,14 @@ class ReleaseError(Exception):
 def cut_changelog(text: str, version: str, day: str) -> str:
     """Return the changelog with what is unreleased under the heading of a version.
 
+    A version that is the newest, with nothing unreleased, gets another day.
+
     Raises:
         ReleaseError: Nothing is unreleased, or the version has a heading already.
     """
     before, mark, after = text.partition(UNRELEASED)
+    if prepared := re.match(rf"\n*## \[{re.escape(version)}\] - .*\n", after):
+        return f"{before}{UNRELEASED}\n## [{version}] - {day}\n{after[prepared.end() :]}"
     if not mark or not re.match(r"\s*(###|-)", after):
         raise ReleaseError(f"CHANGELOG.md has nothing under '{UNRELEASED.strip()}': there is nothing to release.")
     if f"## [{version}]" in text:
@@ -91,12 +98,12 @@ def faults_of_sdist(names: Iterable[str], tracked: Iterable[str]) -> list[str]:
 
 
 def check_files(dist: Path) -> None:
-    """Check the contents and descriptions of the one wheel and the one source distribution in a folder.
+    """Check the contents and descriptions of librmq's wheel and source distributions in a folder.
 
     Raises:
         ReleaseError: A file is missing, or does not belong there.
     """
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    (wheel,), (sdist,) = dist.glob("librmq-*.whl"), dist.glob("librmq-*.tar.gz")
     library = [path.relative_to(CHECKOUT).as_posix() for path in CHECKOUT.glob("librmq/**/*") if path.is_file()]
     modules = [name for name in library if not name.endswith(".pyc")] + ["pytest_librmq.py"]
     with zipfile.ZipFile(wheel) as packed:
@@ -106,11 +113,14 @@ def check_files(dist: Path) -> None:
         faults += faults_of_sdist(unpacked.getnames(), tracked)
     if faults:
         raise ReleaseError("\n".join(faults))
-    print(run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist]).strip())
+    files = [str(path) for path in sorted(dist.glob("librmq*"))]
+    print(run([sys.executable, "-m", "twine", "check", "--strict", *files]).strip())
 
 
-def install(wheel: Path, extra: str) -> None:
+def install(wheel: Path, extra: str, program: str | None = None) -> None:
     """Install a wheel with one extra, or none, in a new environment, and use it there.
+
+    ``program`` is by default that of the extra. The folder of the wheel may hold that of `librmq-core`.
 
     Raises:
         ReleaseError: The installation or the program fails.
@@ -119,8 +129,9 @@ def install(wheel: Path, extra: str) -> None:
         run([getattr(sys, "_base_executable", sys.executable), "-m", "venv", folder])
         python = Path(folder) / ("Scripts" if os.name == "nt" else "bin") / "python"
         target = f"{wheel}[{extra}]" if extra else str(wheel)
-        run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", target])
-        run([python, "-c", USES[extra]], Path(folder))
+        pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run([*pip, "--no-compile", "--find-links", wheel.parent, target])
+        run([python, "-c", program or USES[extra]], Path(folder))
     print(f"installed and used {f'with the extra {extra}' if extra else 'without extras'}")
 
 
@@ -143,22 +154,28 @@ def release(version: str, dist: Path) -> None:
     """Cut a version in a clean clone: change the files, build, check, install, commit and tag."""
     if run(["git", "status", "--porcelain"]).strip():
         raise ReleaseError("The clone has changes: commit them first.")
-    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE)}
+    if run(["git", "tag", "--list", f"v{version}"]).strip():
+        raise ReleaseError(f"The tag v{version} is there already: name the next version.")
+    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE, PROJECT_FILE)}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         CHANGELOG.write_text(cut_changelog(old[CHANGELOG], version, today), "utf-8")
         VERSION_FILE.write_text(VERSION.sub(f'__version__ = "{version}"', old[VERSION_FILE]), "utf-8")
         CORE_FILE.write_text(CORE_VERSION.sub(f'version = "{version}"', old[CORE_FILE]), "utf-8")
+        pinned = rf'fast = ["\1", "librmq-core=={version}"]'
+        PROJECT_FILE.write_text(FAST.sub(pinned, old[PROJECT_FILE]), "utf-8")
         run([sys.executable, "-m", "build", "--outdir", dist, CHECKOUT])
+        run([sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent])
         check_files(dist)
-        (wheel,) = dist.glob("*.whl")
+        (wheel,) = dist.glob("librmq-*.whl")
         for extra in USES:
             install(wheel, extra)
+        install(wheel, "fast", USE_OF_CORE)
     except BaseException:
         for path, text in old.items():
             path.write_text(text, "utf-8")
         raise
-    run(["git", "commit", "--quiet", "--all", "--message", f"Release {version}"])
+    run(["git", "commit", "--quiet", "--all", "--allow-empty", "--message", f"Release {version}"])
     run(["git", "tag", "--annotate", f"v{version}", "--message", f"librmq {version}"])
     print(f"Tagged v{version}. To publish it: git push --follow-tags && twine upload {dist}/*")
 
@@ -182,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.check:
             check_files(dist)
         if options.install is not None:
-            (wheel,) = dist.glob("*.whl")
+            (wheel,) = dist.glob("librmq-*.whl")
             for extra in options.install or [""]:
                 install(wheel, extra)
     except ReleaseError as error:

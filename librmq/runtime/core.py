@@ -25,7 +25,7 @@ def _load() -> tuple[Any, str]:
     try:
         import librmq_core
     except ModuleNotFoundError:
-        return None, "pure Python, because librmq-core is not installed"
+        return None, "pure Python, because librmq-core is not installed, or was installed without a C compiler"
     except ImportError as error:
         return None, f"pure Python, because librmq-core can't be loaded: {error}"
     if (found := getattr(librmq_core, "API", None)) != _API:

@@ -6,6 +6,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,8 @@ def test_the_changelog_is_cut_at_a_version(release: ModuleType) -> None:
     assert release.cut_changelog(text, "0.2.0", "2026-12-24") == (
         "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-24\n\n### Added\n\n- This.\n\n## [0.1.0] - 2026-11-21\n"
     )
+    prepared = "## [Unreleased]\n\n## [0.1.0] - 2026-11-21\n\n- This.\n"
+    assert release.cut_changelog(prepared, "0.1.0", "2026-12-24") == prepared.replace("11-21", "12-24")
     with pytest.raises(release.ReleaseError, match=r"a heading for 0\.1\.0 already"):
         release.cut_changelog(text, "0.1.0", "2026-12-24")
     with pytest.raises(release.ReleaseError, match="nothing to release"):
@@ -65,18 +68,29 @@ def test_the_core_has_the_version_of_librmq(release: ModuleType) -> None:
 
 
 def test_a_release_changes_every_version(release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CHANGELOG", "VERSION_FILE", "CORE_FILE"):
+    for name in ("CHANGELOG", "VERSION_FILE", "CORE_FILE", "PROJECT_FILE"):
         monkeypatch.setattr(release, name, shutil.copy(getattr(release, name), tmp_path / name))
     for name in ("check_files", "install"):
         monkeypatch.setattr(release, name, lambda *_: None)
     monkeypatch.setattr(release, "run", lambda _: "")
     dist = tmp_path / "dist"
     dist.mkdir()
-    (dist / "librmq.whl").touch()
+    (dist / "librmq-9.8.7.whl").touch()
+    release.CHANGELOG.write_text("## [Unreleased]\n\n- This.\n", "utf-8")
     release.release("9.8.7", dist)
     assert release.VERSION.findall(release.VERSION_FILE.read_text("utf-8")) == ["9.8.7"]
     assert release.CORE_VERSION.findall(release.CORE_FILE.read_text("utf-8")) == ["9.8.7"]
     assert "## [9.8.7]" in release.CHANGELOG.read_text("utf-8")
+    extras = tomllib.loads(release.PROJECT_FILE.read_text("utf-8"))["project"]["optional-dependencies"]
+    assert "librmq-core==9.8.7" in extras["fast"]
+
+
+def test_a_version_is_released_once(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(release, "run", lambda command: "v9.8.7\n" if "tag" in command else "")
+    assert release.main(["9.8.7", "--dist", str(tmp_path)]) == 1
+    assert "tag v9.8.7 is there already" in capsys.readouterr().err
 
 
 def test_a_clone_with_changes_is_not_released(
