@@ -6,7 +6,7 @@ transactions) and the flush of the store. Code that stores a message calls `Arri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from librmq.broker.long_polling import HeldPulls
@@ -15,6 +15,7 @@ from librmq.metrics import Metrics
 from librmq.runtime.runner import Runner
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
+from librmq.store.engine.prepared import Prepared
 
 __all__ = ["Arrivals"]
 
@@ -71,6 +72,17 @@ class Arrivals:
                     self._held_pulls.answer(queue)
         if self._wake_flush is not None:
             self._wake_flush()
+
+    def delivered_all(
+        self,
+        prepared: Sequence[Prepared],
+        properties: Sequence[Mapping[str, str]],
+        results: Sequence[AppendResult],
+    ) -> None:
+        """Note messages that were stored together: the first of these, as many as there are results."""
+        if self._held or self._metrics is not None or self._wake_flush is not None:
+            for one, its, result in zip(prepared, properties, results, strict=False):
+                self.delivered(one.lane.topic, one.lane.queue_id, its, result)
 
     def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
         """Note a message that is in its queue, whatever delay its properties name."""

@@ -53,6 +53,7 @@ from librmq.protocol import (
     SendBack,
     SendBatch,
     SendMessage,
+    SendPlain,
     SendReply,
     SetGroup,
     TopicGroups,
@@ -69,7 +70,8 @@ Q = TypeVar("Q", bound=Request[Any])
 
 
 _WRITES: Final = (
-    *(SendMessage, SendBatch, SendReply, SendBack, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
+    *(SendMessage, SendPlain, SendBatch, SendReply, SendBack),
+    *(EndTransaction, LockQueues, UnlockQueues, ResetGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -113,6 +115,7 @@ class Handlers:
         self.by_request: dict[type, Callable[[Any], Any]] = {}
         answer, locked, durable = self._answer, self._locked, self._durable
         answer(SendMessage, sending.send)
+        answer(SendPlain, sending.send_plain)
         answer(SendBatch, sending.send_batch)
         answer(SendReply, ReplyPushes(context, sending.send).reply)
         answer(SendBack, sending.failed.send_back)

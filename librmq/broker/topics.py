@@ -40,6 +40,7 @@ class Topic:
     __slots__ = (
         "_turn",
         "is_multi_tag",
+        "is_plain",
         "is_ready",
         "is_retry",
         "is_sendable",
@@ -63,6 +64,8 @@ class Topic:
         self.is_sendable = is_sendable
         self.is_ready = False
         """Whether the topic is writable and durable, so that a send needs no further check."""
+        self.is_plain = False
+        """Whether it is ready, and its messages are stored as they come unless they say otherwise."""
         self._turn = itertools.count()  # counting is one atomic step
 
     def next_queue(self) -> int:

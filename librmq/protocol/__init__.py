@@ -63,6 +63,7 @@ from librmq.protocol.parties import Route as Route
 from librmq.protocol.producing import EndTransaction as EndTransaction
 from librmq.protocol.producing import SendBatch as SendBatch
 from librmq.protocol.producing import SendMessage as SendMessage
+from librmq.protocol.producing import SendPlain as SendPlain
 from librmq.protocol.producing import SendReply as SendReply
 from librmq.protocol.producing import SendResponse as SendResponse
 from librmq.protocol.producing import SendStatus as SendStatus

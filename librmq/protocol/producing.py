@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from librmq.message.hosts import Host
 from librmq.message.message import Message
@@ -12,6 +13,7 @@ __all__ = [
     "EndTransaction",
     "SendBatch",
     "SendMessage",
+    "SendPlain",
     "SendReply",
     "SendResponse",
     "SendStatus",
@@ -85,6 +87,16 @@ class SendBatch(Request[SendResponse]):
     default_queues: int = 4
     timeout_ms: float | None = None
     """Time for the answer of a remote broker, None as its route says."""
+
+
+@value
+class SendPlain(Request[list[SendResponse]]):
+    """Store messages that came together, as `SendMessage` stores each, up to the first that needs anything special.
+
+    The answer has the responses for those that are stored, maybe none. The caller sends the next one by itself.
+    """
+
+    sends: Sequence[SendMessage]
 
 
 @value

@@ -42,6 +42,7 @@ from librmq.store.engine.prepared import (
     checked_host_flags,
     host_bytes,
     place_copies,
+    prepare,
     prepare_again,
     prepare_batch,
 )
@@ -375,8 +376,45 @@ class Appender(AppendState):
         results = zip(places, sizes, queue_offsets, repeat(now), repeat(stored_at), strict=False)
         return list(map(_new_result, repeat(AppendResult), results))
 
+    def prepare(
+        self,
+        message: Message,
+        properties: Mapping[str, str],
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: record_format.Host,
+        sys_flag: int,
+        reconsume_times: int,
+    ) -> Prepared | None:
+        """Return a message with these properties as `append_copies` takes it; None if it is one for `append`.
+
+        That is a message to be delayed or compressed, one of a transaction, and any that `append` refuses.
+        """
+        lane = self.lanes.get((message.topic, queue_id))
+        if lane is None or sys_flag & _TRANSACTION_MASK or "DELAY" in properties:
+            return None
+        body_size = len(message.body)
+        if body_size > self._max_body_size or (
+            body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED
+        ):
+            return None
+        try:
+            made = prepare(
+                lane,
+                message,
+                properties,
+                sys_flag,
+                born_timestamp_ms,
+                host_bytes(born_host),
+                self._host,
+                reconsume_times,
+            )
+        except (MessageIllegalError, struct.error):
+            return None
+        return made if made[1] <= self.log.file_size - record_format.BLANK_SIZE else None
+
     def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
-        """Append what `prepare_again` made, side by side; return at once, whatever the durability.
+        """Append what `prepare` or `prepare_again` made, side by side; return at once, whatever the durability.
 
         If the disk gets full, the results are those of the first copies, which are written. If none is, the error is
         that of `append`.

@@ -275,6 +275,9 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         hashes = np.empty(len(record_of_key), np.int64)
         hashes[::2] = index_key_hashes(prefix_hashes, uniques)
         hashes[1::2] = index_key_hashes(prefix_hashes, keys)
+    elif all(uniques) and not any(keys):
+        record_of_key = np.arange(len(records))
+        hashes = index_key_hashes(prefix_hashes, uniques)
     else:
         texts: list[str] = []
         owners: list[int] = []

@@ -33,6 +33,7 @@ __all__ = [
     "checked_host_flags",
     "host_bytes",
     "place_copies",
+    "prepare",
     "prepare_again",
     "prepare_batch",
 ]
@@ -40,6 +41,11 @@ __all__ = [
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
+_pack_int = struct.Struct(">i").pack
+_pack_born = struct.Struct(">iq").pack
+_pack_prepared = struct.Struct(">iq").pack
+_TWO_HOSTS: Final = 16
+"""Bytes of two IPv4 hosts."""
 _new = tuple.__new__
 
 # The spans are those of `Prepared`, which takes over as bytes what stays.
@@ -124,6 +130,44 @@ class BatchFields(TypedDict, total=False):
     store_host: record_format.Host | None
     sys_flag: int
     reconsume_times: int
+
+
+def prepare(
+    lane: Lane,
+    message: Message,
+    properties: Mapping[str, str],
+    sys_flag: int,
+    born_timestamp_ms: int,
+    born_at: bytes,
+    stored_at: bytes,
+    reconsume_times: int,
+) -> Prepared:
+    """Prepare a message with these properties for the queue of ``lane``; see `Appender.prepare`.
+
+    Raises:
+        MessageIllegalError: The properties can't be stored.
+        struct.error: A field is out of range.
+    """
+    raw = record_format.encode_properties(properties)
+    raw_size = len(raw)
+    if raw_size > _MAX_PROPERTIES_SIZE:
+        check_sizes(0, raw_size, 0)
+    hosts_size = len(born_at) + len(stored_at)
+    if sys_flag or hosts_size > _TWO_HOSTS:
+        sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
+    get = properties.get
+    tags = get("TAGS")
+    body = message.body
+    tail = b"".join((body, lane.topic_field, _pack_short(raw_size), raw))
+    return _new(
+        Prepared,
+        (
+            lane, 72 + hosts_size + len(tail), _pack_int(message.flag),
+            _pack_born(sys_flag, born_timestamp_ms) + born_at, stored_at + _pack_prepared(reconsume_times, 0),
+            crc32(body) & 0x7FFFFFFF, len(body), tail, raw,
+            record_format.tags_code(tags) if tags else 0, get("UNIQ_KEY"), get("KEYS"),
+        ),
+    )  # fmt: skip
 
 
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:

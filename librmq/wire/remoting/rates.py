@@ -54,10 +54,10 @@ class _Rate:
         self._next_ms = 0
         self._marks: dict[Window, deque[_Totals]] = {window: deque() for window in WINDOWS.values()}
 
-    def add(self, now_ms: int, messages: int, size: int) -> None:
+    def add(self, now_ms: int, messages: int, size: int, calls: int) -> None:
         if now_ms >= self._next_ms:
             self._mark(now_ms)
-        self._calls += 1
+        self._calls += calls
         self._messages += messages
         self._size += size
 
@@ -87,15 +87,15 @@ class Rates:
         self._lock = threading.Lock()
         self._rates: dict[tuple[Kind, str], _Rate] = {}
 
-    def add(self, kind: Kind, key: str, now_ms: int, messages: int = 1, size: int = 0) -> None:
-        """Count a call that has moved messages; ``key`` is a topic, or ``topic@group``."""
+    def add(self, kind: Kind, key: str, now_ms: int, messages: int = 1, size: int = 0, calls: int = 1) -> None:
+        """Count calls that have moved messages; ``key`` is a topic, or ``topic@group``."""
         with self._lock:
             rate = self._rates.get((kind, key))
             if rate is None:
                 if len(self._rates) >= _MOST_RATES:
                     return
                 rate = self._rates[kind, key] = _Rate()
-            rate.add(now_ms, messages, size)
+            rate.add(now_ms, messages, size, calls)
 
     def rows(self, name: str, key: str, now_ms: int) -> dict[str, dict[str, float]] | None:
         """Return a statistic of 4.9 by window; None if nothing was counted."""

@@ -1,0 +1,128 @@
+"""Sends that come together: stored and answered as each would be alone, by fast paths where they are plain."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from librmq import Broker, BrokerConfig, StoreConfig
+from librmq.clock import ManualClock
+from librmq.files import MemoryFiles
+from librmq.files.seam import Files
+from librmq.protocol import ResponseCode
+from librmq.runtime.manual import ManualRunner
+from librmq.testing import FailingFiles
+from librmq.wire.remoting.calls import answer_of, answering
+from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codes import RequestCode as Code
+from librmq.wire.remoting.fields import to_fields
+from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.headers import REQUESTS, SendHeader
+from librmq.wire.remoting.producing import Producing
+from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.server import RemotingServer
+from tests.wire.remoting_client import RawClient
+
+BEGIN_MS = 1_000_000
+HOPS = BrokerConfig(hops=True)
+NAMES = ("KEYS", "TAGS", "UNIQ_KEY", "WAIT", "DELAY", "TRAN_MSG", "TIMER_DELAY_MS", "CLUSTER", "colour", "größe", "")
+VALUES = ("a", "k1 k2", "true", "false", "1", "3600000", "x\1y", "ü\ud800", "")
+PROPERTIES = st.one_of(
+    st.dictionaries(st.sampled_from(NAMES[:4]), st.sampled_from(VALUES[:5])),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES)),
+)
+TOPICS = ("t", "t", "t", "other", "%RETRY%g", "a bad topic", "SCHEDULE_TOPIC_XXXX", "HOP")
+
+
+@st.composite
+def sends(draw: Any) -> Frame:
+    """Return a request that is plain most of the time."""
+    rare = draw(st.integers(0, 5)) == 0
+    header = SendHeader(
+        "p",
+        draw(st.sampled_from(TOPICS if rare else TOPICS[:4])),
+        "TBW102",
+        4,
+        draw(st.sampled_from((0, 1, 3, 9, -1) if rare else (0, 1, 3))),
+        draw(st.sampled_from((0, 1, 4, 8, 16, 1 << 31) if rare else (0,))),
+        draw(st.sampled_from((5, 1_700_000_000_000, -1))),
+        draw(st.sampled_from((0, 7, -7, 1 << 40) if rare else (0, 7))),
+        "\2".join(f"{name}\1{value}" for name, value in draw(PROPERTIES).items()) + draw(st.sampled_from(("", "\2"))),
+        draw(st.sampled_from((0, 2))),
+        max_reconsume_times=draw(st.sampled_from((None, 3))),
+    )
+    code = draw(st.sampled_from((Code.SEND_MESSAGE_V2,) * 4 + (Code.SEND_MESSAGE,)))
+    fields = to_fields(header, by_letters=REQUESTS[code].by_letters)
+    for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=1)) if rare else ():
+        del fields[name]
+    body = draw(st.sampled_from((b"", b"body", bytes(5000))))
+    return Frame(code, fields, body, draw(st.integers(0, 1 << 30)), language="JAVA", is_binary=draw(st.booleans()))
+
+
+@contextmanager
+def served(files: Files | None = None, **settings: Any) -> Iterator[tuple[Broker, Producing, Channel]]:
+    ours, peers = socket.socketpair()
+    runner, store = ManualRunner(ManualClock(BEGIN_MS)), StoreConfig.tiny(compress_from=4096, **settings)
+    with (
+        ours,
+        peers,
+        Broker.open(
+            "b", BrokerConfig(hops=True), store_config=store, runner=runner, files=files or MemoryFiles()
+        ) as broker,
+    ):
+        broker.create_topic("t", 4)
+        yield broker, Producing(broker, Rates()), Channel(ours, ("127.0.0.1", 5), ("127.0.0.1", 6), broker)
+
+
+def records(broker: Broker) -> list[bytes]:
+    return [message.raw for message in broker.store]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(sends(), max_size=12))
+def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:
+    """Records and answers have equal bytes, whatever the requests are."""
+    with served() as (broker, producing, channel):
+        together = [answer for _, answer in producing.send_all(channel, frames)]
+        stored = records(broker)
+    with served() as (broker, producing, channel):
+        handlers = answering([producing.handlers])
+        assert together == [answer_of(handlers, channel, frame) for frame in frames]
+        assert stored == records(broker)
+
+
+def send_of(number: int, wait: str = "true") -> Frame:
+    header = SendHeader("p", "t", "TBW102", 4, number % 4, 0, 5, 0, f"UNIQ_KEY\1{number}\2WAIT\1{wait}")
+    return Frame(Code.SEND_MESSAGE_V2, to_fields(header, by_letters=True), b"x", number, language="JAVA")
+
+
+def test_sends_together_wait_for_the_device() -> None:
+    files = FailingFiles(MemoryFiles())
+    with served(files, durability="sync") as (broker, producing, channel):
+        codes = [code_of(answer) for _, answer in producing.send_all(channel, [send_of(0), send_of(16)])]
+        files.fail("flush")
+        frames = [send_of(4), send_of(8), send_of(12, "false")]
+        codes += [code_of(answer) for _, answer in producing.send_all(channel, frames)]
+        assert codes == [0, 0, ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.FLUSH_DISK_TIMEOUT, 0]
+        broker.abandon()
+
+
+def code_of(answer: bytes) -> int:
+    (frame,) = FrameReader().feed(answer)
+    return frame.code
+
+
+def test_sends_together_answer_a_held_pull(server: RemotingServer, client: RawClient) -> None:
+    client.beat("c1", "g", topics=("t",))
+    client.put("t", b"first")
+    held = client.pull("g", "t", 1, wait_ms=15_000)
+    with RawClient(server.port) as other:
+        other.write(b"".join(encode(send_of(4 * number)) for number in range(3)))
+        assert [other.answer().fields["queueOffset"] for _ in range(3)] == ["1", "2", "3"]
+        answer = client.answer()
+        assert (answer.opaque, answer.fields["nextBeginOffset"]) == (held, "4")
