@@ -25,7 +25,7 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     at_ms = None if arguments.to is None else _time_ms(arguments.to)
     with open_cluster(arguments) as cluster:
-        queues = _queues(cluster, arguments)
+        named, queues = cluster.named, _queues(cluster, arguments)
         before = cluster.admin.progress(group, topic)
         after = {queue: _target(cluster, queue, bounds, at_ms, arguments) for queue, bounds in queues.items()}
         if not arguments.dry_run:
@@ -42,19 +42,18 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     for queue, bounds in queues.items():
         known = before.get(queue)
         usual = max(bounds.min_offset, 0 if known is None else known.queue_offset)
-        output.row(
-            {
-                "group": group,
-                "topic": topic,
-                "queue_id": queue.queue_id,
-                "before": None if known is None else known.queue_offset,
-                "after": after[queue],
-                "skipped": max(0, after[queue] - usual),
-                "again": max(0, usual - after[queue]),
-                "lag": max(0, bounds.max_offset - after[queue]),
-                "dry_run": arguments.dry_run,
-            }
-        )
+        row = {
+            "group": group,
+            "topic": topic,
+            "queue_id": queue.queue_id,
+            "before": None if known is None else known.queue_offset,
+            "after": after[queue],
+            "skipped": max(0, after[queue] - usual),
+            "again": max(0, usual - after[queue]),
+            "lag": max(0, bounds.max_offset - after[queue]),
+            "dry_run": arguments.dry_run,
+        }
+        output.row(named(queue.broker_name, row))
     return 0
 
 

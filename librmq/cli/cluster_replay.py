@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from librmq.cli.output import Output
+from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
-from librmq.client.producer import Producer
+from librmq.client.producer import Producer, SendResult
 from librmq.diagnosis.view import is_user_topic
-from librmq.errors import InputError
+from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.wire.remote import connect
@@ -61,9 +63,26 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         if lanes is not None:
             lanes.send()
             place.finished(store.log.end)
+    unconfirmed: Counter[tuple[str, str]] = Counter() if lanes is None else lanes.unconfirmed
     for topic, (messages, size) in sorted(counted.items()):
-        output.row({"topic": topic, "messages": messages, "body_bytes": size, "dry_run": arguments.dry_run})
+        row = {"topic": topic, "messages": messages, "body_bytes": size}
+        of_topic = sum(count for (name, _), count in unconfirmed.items() if name == topic)
+        output.row(row | {"unconfirmed": of_topic, "dry_run": arguments.dry_run})
+    _warn(unconfirmed)
     return 0
+
+
+def _warn(unconfirmed: Counter[tuple[str, str]]) -> None:
+    """Tell a person that messages are stored, but not as safely as the brokers are configured to store them."""
+    by_status: Counter[str] = Counter()
+    for (_, status), count in unconfirmed.items():
+        by_status[status] += count
+    if by_status:
+        told = ", ".join(f"{count:,} {status}" for status, count in sorted(by_status.items()))
+        complain(
+            f"note: brokers stored {by_status.total():,} messages without confirming how safely ({told}): they are "
+            "lost if a broker's machine fails before it has flushed or copied them; look at its disk and its replicas"
+        )
 
 
 def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessage, int]]:
@@ -74,11 +93,14 @@ def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessag
         if raw is None:
             continue
         message = StoredMessage(raw)
+        before = place.come_to(message)
         if message.store_timestamp_ms >= selection.end_ms:
-            place.stay_before(physical_offset)
+            place.stay_before(physical_offset, before)
             continue
         wanted = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
         if wanted and has_queue_entry(message.sys_flag) and test(message):
+            place.note(physical_offset, before)
+            place.note(physical_offset + size, _Record.of(message))
             yield message, physical_offset + size
 
 
@@ -102,6 +124,8 @@ class _Lanes:
         self._lanes: dict[tuple[str, int], list[StoredMessage]] = {}
         self._messages = self._bytes = 0
         self._end = place.physical_offset
+        self.unconfirmed: Counter[tuple[str, str]] = Counter()
+        """Messages by topic and status, of a status that does not confirm how safely they are stored."""
 
     def add(self, message: StoredMessage, end: int) -> None:
         """Add a message, and send all if they are many; ``end`` is where its record ends."""
@@ -127,10 +151,14 @@ class _Lanes:
         topic, messages = stored[0].topic, [_again(one) for one in stored]
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
-            self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
+            self._count(topic, len(messages), self._producer.send_batch(messages, queue=queues[queue_id % len(queues)]))
         else:  # the first message of an unknown topic makes it
             for one in messages:
-                self._producer.send(one, selector=_same_queue, arg=queue_id)
+                self._count(topic, 1, self._producer.send(one, selector=_same_queue, arg=queue_id))
+
+    def _count(self, topic: str, messages: int, sent: SendResult) -> None:
+        if sent.status is not SendStatus.SEND_OK:
+            self.unconfirmed[topic, sent.status.value] += messages
 
 
 def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) -> bool:
@@ -144,8 +172,24 @@ def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: obje
     return queues[queue_id % len(queues)]
 
 
+class _Record(NamedTuple):
+    """What tells a record from another one that was written in its place after the log was cut."""
+
+    physical_offset: int
+    message_id: str
+    store_timestamp_ms: int
+
+    @classmethod
+    def of(cls, message: StoredMessage) -> _Record:
+        return cls(message.physical_offset, message.message_id, message.store_timestamp_ms)
+
+
 class _Place:
-    """How far a selection was sent to a cluster, in a file of the store."""
+    """How far a selection was sent to a cluster, in a file of the store.
+
+    The file has for each selection the physical offset up to which all was sent, the record before it, and for a
+    selection with an age the time from which the age counts.
+    """
 
     def __init__(self, arguments: argparse.Namespace, store: MessageStore, selection: MessageQuery) -> None:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until")
@@ -156,16 +200,43 @@ class _Place:
         self._files = DiskFiles()
         self._is_finished = False
         self._most = _LARGEST
-        known = self._known().get(self._key)
+        self._record: _Record | None = None  # the last one before the place
+        self._last: _Record | None = None  # the last one that was read
+        self._before: dict[int, _Record | None] = {}  # by an offset that can become the place
         self.physical_offset = 0
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
+        known = self._known().get(self._key)
         if known is not None and not arguments.from_start:
-            self.physical_offset, since_ms = known if isinstance(known, list) else (known, selection.begin_ms)
-            self.selection = replace(selection, begin_ms=min(selection.begin_ms, since_ms))
+            self.physical_offset = known["physical_offset"]
+            self._record = self._last = _Record(*known["record"]) if known.get("record") else None
+            self.selection = replace(selection, begin_ms=min(selection.begin_ms, known.get("since_ms", _LARGEST)))
+            self._check(store)
 
-    def _known(self) -> dict[str, int | list[int]]:
-        """Return a physical offset for each selection, for an unfinished one with the time of its ``--since``."""
+    def _check(self, store: MessageStore) -> None:
+        """Check that the log still has the record before the place.
+
+        Raises:
+            InputError: It was cut before the place, and can have grown since.
+        """
+        end = store.log.end
+        is_cut = self.physical_offset > end
+        if self._record is not None and store.log.begin <= self._record.physical_offset:  # else retention deleted it
+            found = None
+            if self._record.physical_offset < end:
+                with suppress(CorruptionError):  # another record begins elsewhere
+                    found = store.message_at(self._record.physical_offset)
+            is_cut |= found is None or _Record.of(found) != self._record
+        if is_cut:
+            what = "" if self._record is None else f" after message {self._record.message_id}"
+            raise InputError(
+                f"{self._path}: the last replay ended at {self.physical_offset:,}{what}, and the log was cut before "
+                "that since then, so messages that it got later could be left out: send all again with --from-start, "
+                "by which consumers get some twice, with their unique ids; or name a time to begin at with --since"
+            )
+
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """Return the place of each selection."""
         if self._files.size(self._path) is None:
             return {}
         try:
@@ -178,18 +249,32 @@ class _Place:
             )
         return found
 
-    def stay_before(self, physical_offset: int) -> None:
+    def come_to(self, message: StoredMessage) -> _Record | None:
+        """Note that a message was read, and return the record before it."""
+        before, self._last = self._last, _Record.of(message)
+        return before
+
+    def note(self, physical_offset: int, before: _Record | None) -> None:
+        """Note the record before an offset that can become the place."""
+        self._before.setdefault(physical_offset, before)
+
+    def stay_before(self, physical_offset: int, before: _Record | None) -> None:
         """Note that a message here was too new: a later call with the same age in ``--until`` can select it."""
-        self._most = min(self._most, physical_offset)
+        if physical_offset < self._most:
+            self._most = physical_offset
+            self.note(physical_offset, before)
 
     def passed(self, physical_offset: int) -> None:
         """Note that everything before an offset was sent."""
         self.physical_offset = min(physical_offset, self._most)
+        self._record = self._before.get(self.physical_offset, self._record)
+        self._before = {at: one for at, one in self._before.items() if at >= self.physical_offset}
         self.save()
 
     def finished(self, end: int) -> None:
         """Note that everything was sent; ``end`` is that of the log."""
         self._is_finished = True
+        self._before[end] = self._last
         self.passed(end)
 
     def save(self) -> None:
@@ -198,8 +283,11 @@ class _Place:
         Raises:
             StoreIOError: It can't be written.
         """
-        has_age = not self._is_finished and self.selection.begin_ms >= 0
-        now = [self.physical_offset, self.selection.begin_ms] if has_age else self.physical_offset
+        now: dict[str, object] = {"physical_offset": self.physical_offset}
+        if self._record is not None:
+            now["record"] = list(self._record)
+        if not self._is_finished and self.selection.begin_ms >= 0:
+            now["since_ms"] = self.selection.begin_ms
         known = self._known() | {self._key: now}
         if not self._files.is_folder(self._folder):
             self._files.make_folder(self._folder)
@@ -208,4 +296,7 @@ class _Place:
 
 
 def _is_place(found: object) -> bool:
-    return type(found) is int or (isinstance(found, list) and [type(one) for one in found] == [int, int])
+    if not isinstance(found, dict) or type(found.get("physical_offset")) is not int:
+        return False
+    types = [type(one) for one in found.get("record") or (0, "", 0)]
+    return types == [int, str, int] and type(found.get("since_ms", 0)) is int

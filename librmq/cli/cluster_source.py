@@ -49,6 +49,10 @@ class ClusterSource:
         self._topics: dict[str, int] | None = None
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
 
+    def named(self, broker_name: str, row: dict[str, object]) -> dict[str, object]:
+        """Return a row with the name of its broker, if the cluster has several."""
+        return row | {"broker": broker_name} if len(self.route.broker_names()) > 1 else row
+
     # ---- topics
 
     def topics(self) -> list[str]:
@@ -99,7 +103,7 @@ class ClusterSource:
         """Yield a row for each group."""
         for group in self.groups():
             if everything or not is_own_group(group):
-                rows = list(self._queue_lags(group, times=False))
+                rows = [row for _, row in self._queue_lags(group, times=False)]
                 letters = self.bounds(dead_letter_topic(group)).values()
                 yield {
                     "group": group,
@@ -110,16 +114,27 @@ class ClusterSource:
 
     def lag(self, group: str | None = None, topic: str | None = None) -> Lag:
         """Return the lag of all groups, or of one, in all topics, or in one."""
-        groups = [one for one in self.groups() if not is_own_group(one)] if group is None else [group]
-        return Lag.of(row for one in groups for row in self._queue_lags(one, topic))
+        return Lag.of(row for _, row in self._all_lags(group, topic))
 
-    def _queue_lags(self, group: str, topic: str | None = None, *, times: bool = True) -> Iterator[QueueLag]:
+    def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[dict[str, object]]:
+        """Yield a row for each queue of `lag`."""
+        found = sorted(self._all_lags(group, topic), key=lambda one: (one[1].group, one[1].topic, one[0]))
+        for queue, row in found:
+            yield self.named(queue.broker_name, row._asdict())
+
+    def _all_lags(self, group: str | None, topic: str | None) -> Iterator[tuple[MessageQueue, QueueLag]]:
+        groups = [one for one in self.groups() if not is_own_group(one)] if group is None else [group]
+        return (found for one in groups for found in self._queue_lags(one, topic))
+
+    def _queue_lags(
+        self, group: str, topic: str | None = None, *, times: bool = True
+    ) -> Iterator[tuple[MessageQueue, QueueLag]]:
         for queue, progress in self.admin.progress(group, topic).items():
             bounds = self.bounds(queue.topic).get(queue)
             begin = max(progress.queue_offset, 0 if bounds is None else bounds.min_offset)
             lag = max(0, progress.max_offset - begin)
             oldest = self.message(queue, begin) if times and lag else None
-            yield QueueLag(
+            row = QueueLag(
                 group,
                 queue.topic,
                 queue.queue_id,
@@ -129,6 +144,7 @@ class ClusterSource:
                 lag,
                 None if oldest is None else oldest.store_timestamp_ms,
             )
+            yield queue, row
 
     # ---- messages
 
@@ -198,11 +214,11 @@ class ClusterSource:
                 return
             yield one
 
-    def dead_letters(self, group: str | None) -> Iterator[GivenUpMessage]:
-        """Yield the dead letters of all groups, or of one."""
+    def dead_letters(self, group: str | None) -> Iterator[tuple[str, GivenUpMessage]]:
+        """Yield the dead letters of all groups, or of one, each with its broker's name."""
         wanted = None if group is None else dead_letter_topic(group)
         for topic in self.topics():
             if topic.startswith(DEAD_LETTER_PREFIX) and wanted in (None, topic):
                 for queue, bounds in self.bounds(topic).items():
                     for message in self._pulled(queue, range(bounds.min_offset, bounds.max_offset)):
-                        yield given_up(topic.removeprefix(DEAD_LETTER_PREFIX), message)
+                        yield queue.broker_name, given_up(topic.removeprefix(DEAD_LETTER_PREFIX), message)

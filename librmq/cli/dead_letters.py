@@ -36,7 +36,14 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.resend:
         raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
     with open_cluster(arguments) as cluster:
-        _print(_chosen(cluster.dead_letters(arguments.group), arguments), arguments, output)
+        found = list(cluster.dead_letters(arguments.group))
+        chosen = _chosen((one for _, one in found), arguments)
+        if arguments.causes:
+            _print(chosen, arguments, output)
+            return 0
+        brokers = {id(one): name for name, one in found}
+        for one in chosen:
+            output.row(cluster.named(brokers[id(one)], one._asdict()))
     return 0
 
 

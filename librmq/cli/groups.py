@@ -68,7 +68,11 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         if arguments.by == "origin":
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
         with open_cluster(arguments) as cluster:
-            _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
+            if arguments.by == "queue":
+                for queue in cluster.lag_rows(arguments.group, arguments.topic):
+                    output.row(queue)
+            else:
+                _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
             _note_group(arguments.group, cluster.groups(), output)
         return 0
     with open_view(arguments) as view:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from librmq import Broker, BrokerConfig, Message, MessageStore, Producer
 from librmq.clock import ManualClock
+from librmq.protocol import ResponseCode
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting.frames import Frame, answer_to
 from tests.cli.stand import Shell
+from tests.wire.fake_servers import FakeServer
 
 BEGIN_MS = 1_700_000_000_000
 
@@ -53,8 +57,8 @@ def test_messages_arrive_as_they_were(filled: Shell, cluster: Broker, server: Re
     cluster.create_topic("orders", 2)
     rows = filled("replay", "full", "--route", server.address).rows
     assert rows == [
-        {"topic": "bills", "messages": 1, "body_bytes": 4, "dry_run": False},
-        {"topic": "orders", "messages": 12, "body_bytes": 14, "dry_run": False},
+        {"topic": "bills", "messages": 1, "body_bytes": 4, "unconfirmed": 0, "dry_run": False},
+        {"topic": "orders", "messages": 12, "body_bytes": 14, "unconfirmed": 0, "dry_run": False},
     ]
     assert bodies(cluster, "bills") == [b"bill"]
     queues: dict[int, list[int]] = {}
@@ -149,6 +153,62 @@ def test_a_dry_run_sends_and_notes_nothing(filled: Shell, cluster: Broker, serve
     assert [row["messages"] for row in rows] == [1, 12]
     assert "orders" not in cluster.topics()
     assert not (filled.folder / "full" / "librmq" / "replay.json").exists()
+
+
+def fill(folder: str, *bodies: bytes, begin_ms: int = BEGIN_MS) -> None:
+    """Store messages, one in each minute from a time on."""
+    clock = ManualClock(begin_ms)
+    with MessageStore.open(folder, clock=clock) as store:
+        for body in bodies:
+            clock.advance(minutes=1)
+            store.append(Message("orders", body))
+
+
+def cut_and_grow(shell: Shell, kept: Sequence[bytes], *bodies: bytes) -> None:
+    """Make the folder ``cut``: as ``full`` would be after its log was cut behind some messages, and has grown again."""
+    fill("cut", *kept)
+    fill("cut", *bodies, begin_ms=BEGIN_MS + 3_600_000)
+    shutil.copy(shell.folder / "full" / "librmq" / "replay.json", shell.folder / "cut" / "librmq" / "replay.json")
+
+
+@pytest.mark.parametrize("grown", [(b"4",), (b"4", b"5"), (b"4", b"5", b"6", b"7")])
+def test_a_log_that_was_cut_since_is_refused(
+    shell: Shell, cluster: Broker, server: RemotingServer, grown: tuple[bytes, ...]
+) -> None:
+    """It is shorter than at the last replay, as long, or longer."""
+    fill("full", b"1", b"2", b"3")
+    assert [row["messages"] for row in shell("replay", "full", "--route", server.address).rows] == [3]
+    cut_and_grow(shell, [b"1"], *grown)
+    words = ("replay", "cut", "--route", server.address)
+    refused = shell(*words)
+    assert refused.status == 2
+    assert "the log was cut before that since then" in refused.said
+    assert "--from-start" in refused.said
+    assert len(bodies(cluster, "orders")) == 3
+    assert [row["messages"] for row in shell(*words, "--from-start").rows] == [1 + len(grown)]
+    assert shell(*words).rows == []
+
+
+def test_a_log_that_was_cut_behind_the_place_continues(shell: Shell, cluster: Broker, server: RemotingServer) -> None:
+    fill("full", b"1", b"2")
+    assert [row["messages"] for row in shell("replay", "full", "--route", server.address).rows] == [2]
+    cut_and_grow(shell, [b"1", b"2"], b"5")
+    assert [row["messages"] for row in shell("replay", "cut", "--route", server.address).rows] == [1]
+    assert bodies(cluster, "orders") == [b"1", b"2", b"5"]
+
+
+def test_messages_without_a_confirmation_are_counted(filled: Shell) -> None:
+    """The cluster stores them, and says that their flush took too long."""
+
+    def answer(frame: Frame) -> Frame:
+        fields = {"msgId": "0" * 32, "queueId": "0", "queueOffset": "0"}
+        return answer_to(frame, ResponseCode.FLUSH_DISK_TIMEOUT, "FLUSH_DISK_TIMEOUT", fields=fields)
+
+    with FakeServer(answer) as server:
+        done = filled("replay", "full", "--route", server.address, "--topic", "orders")
+    assert [(row["messages"], row["unconfirmed"]) for row in done.rows] == [(12, 12)]
+    assert done.status == 0
+    assert "12 messages without confirming how safely (12 FLUSH_DISK_TIMEOUT)" in done.said
 
 
 def test_wrong_words_are_refused(filled: Shell) -> None:

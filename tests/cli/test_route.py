@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,6 +11,7 @@ from librmq import Broker, Message, Producer, PullConsumer, StoreConfig, connect
 from librmq.protocol import PERM_WRITE, UpdateOffset
 from librmq.wire.remoting import RemotingServer, listen
 from tests.cli.stand import Shell
+from tests.wire.fake_servers import FakeServer
 
 
 @pytest.fixture
@@ -88,6 +90,32 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     (one,) = shell("reset", *reset, "--offset", "2", "--queue", "1").rows
     assert (one["queue_id"], one["before"], one["after"], one["again"], one["lag"]) == (1, 5, 2, 3, 3)
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
+
+
+def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
+    with ExitStack() as stack:
+        names = stack.enter_context(FakeServer(lambda frame: None))
+        names.broker = None
+        for name in ("broker-b", "broker-a"):
+            broker = stack.enter_context(Broker.temporary(name=name))
+            broker.create_topic("orders", 1)
+            broker.set_group("billing")
+            broker.call(UpdateOffset("billing", "orders", 0, 0))
+            broker.create_topic("%DLQ%billing", 1)
+            broker.store.append(Message._of("%DLQ%billing", b"x", 0, {"RETRY_TOPIC": "orders"}))
+            with Producer(broker, "shop") as producer:
+                producer.send("orders", b"x")
+            names.others[name] = stack.enter_context(RemotingServer(broker)).address
+        words = ("--route", names.address)
+        rows = shell("lag", *words).rows
+        assert [(row["broker"], row["topic"], row["lag"]) for row in rows] == [
+            ("broker-a", "orders", 1),
+            ("broker-b", "orders", 1),
+        ]
+        assert [(row["group"], row["lag"]) for row in shell("lag", *words, "--by", "group").rows] == [("billing", 2)]
+        moved = shell("reset", *words, "--group", "billing", "--topic", "orders", "--to", "end").rows
+        assert [(row["broker"], row["after"]) for row in moved] == [("broker-a", 1), ("broker-b", 1)]
+        assert [row["broker"] for row in shell("dead-letters", *words).rows] == ["broker-a", "broker-b"]
 
 
 def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: RemotingServer) -> None:

@@ -100,8 +100,7 @@ class FakeServer(_Listener):
 
     def _usual(self, frame: Frame) -> Frame | None:
         if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            rows = self._rows() if self.broker or self.slaves else {}
-            return answer_to(frame, body=write_body({"brokerAddrTable": rows, "clusterAddrTable": {}}))
+            return answer_to(frame, body=write_body({"brokerAddrTable": self._rows(), "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
             rows = self._rows()
             numbers = {"perm": 6, "readQueueNums": 1, "writeQueueNums": 1, "topicSysFlag": 0}
@@ -115,7 +114,7 @@ class FakeServer(_Listener):
         master = {} if self.broker is None else {"0": self.broker}
         found = {"fake": master | {str(number): address for number, address in self.slaves.items()}}
         found |= {name: {"0": address} for name, address in self.others.items()}
-        return {name: {"brokerAddrs": row, "brokerName": name, "cluster": "c"} for name, row in found.items()}
+        return {name: {"brokerAddrs": row, "brokerName": name, "cluster": "c"} for name, row in found.items() if row}
 
 
 class Relay(_Listener):

@@ -35,12 +35,7 @@ class SlowNames(FakeServer):
         self.broker = None
         self.others["broker-a"] = address
 
-    def _rows(self) -> dict[str, dict[str, object]]:
-        return {name: row for name, row in super()._rows().items() if name != "fake"}
-
     def _usual(self, frame: Frame) -> Frame | None:
-        if frame.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            self.broker = self.address  # it knows a broker
         if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC and frame.fields["topic"] == "slow":
             self.is_asked.set()
             self.end.wait(WAIT_S)
