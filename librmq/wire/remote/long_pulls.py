@@ -79,6 +79,8 @@ class LongPulls:
         self._lock = threading.Lock()
         self._pulls: dict[_Key, _Pull] = {}
         self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
+        self.suggested: dict[tuple[str, int], int] = {}
+        """The broker id that the last answer suggests for the next pull, by topic and queue id; 0 is the master."""
 
     def pull(self, request: PullMessage) -> PullResponse:
         """Return the answer to a pull if it is here; otherwise send the pull, and return HELD.
@@ -164,8 +166,17 @@ class LongPulls:
             raise BrokerUnreachableError(
                 f"{self._broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
             ) from error
-        self._bounds[request.topic, request.queue_id] = header.min_offset, header.max_offset
-        return PullResponse(status, header.next_begin_offset, header.min_offset, header.max_offset, messages)
+        place = request.topic, request.queue_id
+        self._bounds[place] = header.min_offset, header.max_offset
+        suggested = self.suggested[place] = header.suggest_which_broker_id
+        return PullResponse(
+            status,
+            header.next_begin_offset,
+            header.min_offset,
+            header.max_offset,
+            messages,
+            suggests_replica=suggested != 0,
+        )
 
     def expire(self, client_id: str, group: str) -> None:
         """Ignore the answers to pulls of a client in a group, whose subscriptions have changed; it pulls again."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
-from librmq.protocol import QueueData, ResponseCode
+from librmq.protocol import PERM_WRITE, QueueData, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.forms import frame_of, refusal
@@ -18,15 +19,15 @@ from librmq.wire.remoting.headers import RouteOfTopicHeader
 __all__ = ["LearntRoute", "NameServers", "addresses_of"]
 
 _log = EventLog("librmq.wire")
-_MASTER = "0"
+_MASTER = 0
 _MOST_QUEUES = 100_000
 
 
 class LearntRoute(NamedTuple):
     """What a name server says of brokers, and of the queues of one topic."""
 
-    brokers: Mapping[str, str]
-    """Addresses of masters by name."""
+    brokers: Mapping[str, Mapping[int, str]]
+    """Addresses by name and broker id; 0 is the master."""
     queues: tuple[QueueData, ...] = ()
     """By name of the broker."""
 
@@ -93,8 +94,9 @@ class NameServers:
             found: LearntRoute = of(read_body(answer.body, what))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.addresses[self._at]}: {what} can't be read: {error}") from error
-        for address in found.brokers.values():
-            self._prepare(address)
+        for addresses in found.brokers.values():
+            for address in addresses.values():
+                self._prepare(address)
         return found
 
     def tell(self, frame: Frame) -> None:
@@ -133,7 +135,11 @@ def _route_of(found: Mapping[str, Any]) -> LearntRoute:
     data = [_queue_data(row) for row in queues]
     if sum(max(one.read_queues, one.write_queues) for one in data) > _MOST_QUEUES:
         raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
-    known = (one for one in data if one.broker_name in brokers)  # a broker without a master takes no message
+    known = [
+        one if _MASTER in brokers[one.broker_name] else replace(one, permission=one.permission & ~PERM_WRITE)
+        for one in data
+        if one.broker_name in brokers
+    ]
     return LearntRoute(brokers, tuple(sorted(known, key=lambda one: one.broker_name)))
 
 
@@ -150,18 +156,19 @@ def _number(found: object) -> int | None:
     return found if type(found) is int and 0 <= found <= _MOST_QUEUES else None
 
 
-def _addresses(table: object) -> dict[str, str]:
-    """Return the addresses of masters by the names of their brokers."""
+def _addresses(table: object) -> dict[str, dict[int, str]]:
+    """Return the addresses of brokers by their names and ids."""
     if not isinstance(table, dict):
         raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
-    found = {}
+    found: dict[str, dict[int, str]] = {}
     for name, row in table.items():
         addresses = row.get("brokerAddrs") if isinstance(row, dict) else None
         if not isinstance(addresses, dict):
             raise MalformedError(f"broker {name!r:.80}: expected brokerAddrs, found {row!r:.80}")
-        address = next((value for key, value in addresses.items() if str(key) == _MASTER), None)
-        if address is not None:
+        for key, address in addresses.items():
+            if not str(key).isdecimal():
+                raise MalformedError(f"broker {name!r:.80}: expected a broker id, found {key!r:.80}")
             if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
                 raise MalformedError(f"broker {name!r:.80}: expected host:port, found {address!r:.80}")
-            found[str(name)] = address
+            found.setdefault(str(name), {})[int(key)] = address
     return found

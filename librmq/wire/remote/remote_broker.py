@@ -218,6 +218,15 @@ class RemoteBroker:
         beat = self._beats.get(client_id)
         return None if beat is None else beat.client
 
+    def adopt(self, other: RemoteBroker) -> None:
+        """Take over the heartbeats of another broker's clients, which go out with the next request of each."""
+        with self._lock:
+            self._beats |= {key: beat for key, beat in list(other._beats.items()) if key not in self._beats}
+
+    def suggested(self, topic: str, queue_id: int) -> int:
+        """Return the id of the broker that should get the next pull of a queue; 0 is the master."""
+        return self._pulls.suggested.get((topic, queue_id), 0)
+
     def has_client(self, client_id: str) -> bool:
         """Return whether a client has sent a heartbeat and not left."""
         return client_id in self._beats

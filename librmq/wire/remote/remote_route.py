@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, Self, TypeVar
 
 from librmq.errors import BrokerUnreachableError, NoRouteError
@@ -14,6 +15,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.state_log import StateLog
 from librmq.runtime.watchers import Watchers
+from librmq.wire.remote.broker_group import BrokerGroup
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.name_servers import LearntRoute, NameServers
 from librmq.wire.remote.remote_broker import RemoteBroker
@@ -36,11 +38,11 @@ MOST_TOPICS: Final = 10_000
 class _Link:
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
-    __slots__ = ("broker", "call")
+    __slots__ = ("call", "group")
 
-    def __init__(self, broker: RemoteBroker) -> None:
-        self.broker = broker
-        self.call = broker.call
+    def __init__(self, group: BrokerGroup) -> None:
+        self.group = group
+        self.call = group.entry
 
 
 class Notices:
@@ -119,7 +121,7 @@ class RemoteRoute:
         self._connections = Connections(dial, runner.clock.monotonic, self._requested, self._lost, **given)
         self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
-        self._brokers: dict[str, RemoteBroker] = {}
+        self._groups: dict[str, BrokerGroup] = {}
         self._links: dict[str, _Link] = {}
         self._topics: dict[str, tuple[QueueData, ...]] = {}
         self._asked: dict[str, int] = {}  # topics whose routes clients use, with the time when it was asked for
@@ -143,7 +145,7 @@ class RemoteRoute:
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
-        return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._brokers)}{state}>"
+        return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._groups)}{state}>"
 
     # ---- route
 
@@ -225,7 +227,7 @@ class RemoteRoute:
             NoRouteError: The name servers know of none.
         """
         self.endpoint(broker_name)
-        return self._brokers[broker_name]
+        return self._groups[broker_name].first
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers or topics change; call the result to stop.
@@ -273,33 +275,32 @@ class RemoteRoute:
         for name in set(self._links) - set(brokers.brokers) - in_use:
             changed = True
             del self._links[name]
-            self._brokers.pop(name).close()
+            self._groups.pop(name).close()
         if changed:
             self._watchers.notify()
 
     def _learn(self, learnt: LearntRoute) -> bool:
-        """Note the addresses of brokers; return whether there are new brokers."""
+        """Note the addresses of brokers; return whether there are new ones."""
         is_new = False
-        for name, address in learnt.brokers.items():
-            known = self._brokers.get(name)
-            if known is None:
-                is_new = True
-                broker = RemoteBroker(
-                    name,
-                    address,
-                    self._connections,
-                    self.runner,
-                    self._later,
-                    self._stored,
-                    self._timeout_s,
-                    self.name_servers.addresses,
-                )
-                self._brokers[name], self._links[name] = broker, _Link(broker)
-            elif known.address != address:
-                known.move(address)
+        for name, addresses in learnt.brokers.items():
+            group = self._groups.get(name) or BrokerGroup(name, partial(self._broker_at, name))
+            if group.move(addresses):
+                self._groups[name] = group
                 self._renew(name)
                 is_new = True
         return is_new
+
+    def _broker_at(self, name: str, address: str) -> RemoteBroker:
+        return RemoteBroker(
+            name,
+            address,
+            self._connections,
+            self.runner,
+            self._later,
+            self._stored,
+            self._timeout_s,
+            self.name_servers.addresses,
+        )
 
     def _stored(self, topic: str) -> None:
         """Ask for the route of a topic that a send has created, for consumers that wait for it."""
@@ -321,9 +322,9 @@ class RemoteRoute:
         self.runner.submit(Work(f"{self._label}: route of {topic}", lambda: self.name_servers.topic(topic), ended))
 
     def _renew(self, name: str) -> None:
-        broker = self._brokers.get(name)
-        if broker is not None:
-            self._links[name] = _Link(broker)
+        group = self._groups.get(name)
+        if group is not None:
+            self._links[name] = _Link(group)
 
     def _poll_due(self, now_ms: int) -> int | None:
         if self._is_closed:
@@ -354,11 +355,11 @@ class RemoteRoute:
         if self._is_closed:
             return None
         lost = set(self._lost_ones)
-        chosen = lost if step is self._reviving else set(self._brokers)
-        brokers = [broker for name, broker in sorted(self._brokers.items()) if name in chosen]
+        chosen = lost if step is self._reviving else set(self._groups)
+        groups = [group for name, group in sorted(self._groups.items()) if name in chosen]
 
         def beat() -> set[str]:
-            return {broker.name for broker in brokers if broker.beat()}
+            return {group.name for group in groups if group.beat()}
 
         def ended(arrived: set[str], error: Exception | None) -> None:
             if error is not None:
@@ -380,7 +381,7 @@ class RemoteRoute:
             self._later(lambda: self._note_lost(address, client_id))
 
     def _note_lost(self, address: str, client_id: str) -> None:
-        names = {name for name, one in self._brokers.items() if one.address == address and one.has_client(client_id)}
+        names = {name for name, group in self._groups.items() if group.member_of(address, client_id)}
         if names and not self._is_closed:
             error = BrokerUnreachableError(f"the connection to {address} has ended")
             for name in names:
@@ -389,8 +390,9 @@ class RemoteRoute:
             self.runner.wake(self._reviving, self.runner.now_ms() + REVIVE_MS)
 
     def _requested(self, address: str, client_id: str, transport: Transport, frame: Frame) -> None:
-        for broker in list(self._brokers.values()):
-            if broker.address == address and broker.has_client(client_id):
+        for group in list(self._groups.values()):
+            broker = group.member_of(address, client_id)
+            if broker is not None:
                 broker.requested(client_id, transport, frame)
                 return
 
@@ -402,9 +404,9 @@ class RemoteRoute:
             if self._is_closed:
                 return
             self._is_closed = True
-            brokers = list(self._brokers.values())
-        for broker in brokers:
-            broker.close()
+            groups = list(self._groups.values())
+        for group in groups:
+            group.close()
         self._connections.close()
         self._at_close.close()
 

@@ -157,7 +157,8 @@ class Pulling:
         call.channel.write(frame)
 
     def _answer(self, call: RemotingCall, response: PullResponse) -> bytes:
-        header = PulledHeader(response.next_offset, response.min_offset, response.max_offset)
+        suggested = int(response.suggests_replica)  # the id of a slave
+        header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
         status = response.status
         body = records_body(response.messages)
         if status is PullStatus.FOUND:

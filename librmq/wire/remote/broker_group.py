@@ -1,0 +1,197 @@
+"""A broker with its slaves as one endpoint: slaves serve reads that the master suggests, or can't serve itself.
+
+Mirrors ``PullAPIWrapper`` and ``MQClientInstance.findBrokerAddressInSubscribe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, TypeVar, cast
+
+from librmq.errors import BrokerUnreachableError
+from librmq.protocol import (
+    ChannelClosed,
+    CheckSubscription,
+    ConsumerIds,
+    GroupSubscriptions,
+    Heartbeat,
+    MaxOffset,
+    MinOffset,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    QueryMessages,
+    QueryOffset,
+    QueueOffsetAt,
+    Request,
+    TopicGroups,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.wire.remote.remote_broker import RemoteBroker
+
+__all__ = ["BrokerGroup"]
+
+R = TypeVar("R")
+MASTER: Final = 0
+_READS: Final = frozenset(
+    (
+        *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
+        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
+    )
+)
+
+
+class BrokerGroup:
+    """The brokers of one name. Thread-safe."""
+
+    def __init__(self, name: str, make: Callable[[str], RemoteBroker]) -> None:
+        """``make`` returns the broker at an address."""
+        self.name = name
+        self._make = make
+        self._members: dict[int, RemoteBroker] = {}
+        self._suggested: dict[tuple[str, int], int] = {}  # by topic and queue id
+        self._committed: dict[tuple[str, str, int], int] = {}  # by group, topic and queue id
+
+    def __repr__(self) -> str:
+        return f"<BrokerGroup {self.name}: {self._members}>"
+
+    def move(self, addresses: Mapping[int, str]) -> bool:
+        """Note the addresses by broker id, 0 for the master; return whether they have changed."""
+        if {number: one.address for number, one in self._members.items()} == addresses:
+            return False
+        before, members = self._members, dict(self._members)
+        gone = [members.pop(number) for number in set(members) - set(addresses)]
+        for number, address in addresses.items():
+            known = members.get(number)
+            if known is None:
+                members[number] = made = self._make(address)
+                for one in before.values():
+                    made.adopt(one)
+            elif known.address != address:
+                known.move(address)
+        self._members = dict(sorted(members.items()))
+        for one in gone:
+            one.close()
+        return True
+
+    @property
+    def first(self) -> RemoteBroker:
+        """The master, or a slave without one."""
+        return next(iter(self._members.values()))
+
+    @property
+    def entry(self) -> Callable[[Request[Any]], Any]:
+        """The function that answers requests: the master's own, as long as it is alone."""
+        return self.first.call if list(self._members) == [MASTER] else self.call
+
+    def member_of(self, address: str, client_id: str) -> RemoteBroker | None:
+        """Return the member at an address, if it has a heartbeat of the client."""
+        found = (one for one in self._members.values() if one.address == address and one.has_client(client_id))
+        return next(found, None)
+
+    def beat(self) -> bool:
+        """Repeat all heartbeats; return whether all arrived. Waits: never under the runner's lock."""
+        arrived = [one.beat() for one in self._members.values()]
+        return all(arrived)
+
+    def close(self) -> None:
+        """Forget all clients, and end their connections."""
+        for one in self._members.values():
+            one.close()
+
+    # ---- requests
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request by the master, a read also by a slave.
+
+        Raises:
+            BrokerError: The broker refuses the request.
+            BrokerUnreachableError: None that can serve it can be reached.
+        """
+        kind = type(request)
+        if kind is PullMessage:
+            return cast("R", self._pull(cast("PullMessage", request)))
+        if kind in (Heartbeat, Unregister, ChannelClosed):
+            return self._tell_all(request)
+        if kind in _READS:
+            return self._first_answer(request)
+        master = self._members.get(MASTER)
+        if master is None:
+            raise BrokerUnreachableError(
+                f"broker {self.name} has no master now, and a slave takes no {type(request).__name__}: try again later"
+            )
+        return master.call(request)
+
+    def _first_answer(self, request: Request[R]) -> R:
+        failure: BrokerUnreachableError | None = None
+        for one in self._members.values():
+            try:
+                return one.call(request)
+            except BrokerUnreachableError as error:
+                failure = failure or error
+        raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
+
+    def _tell_all(self, request: Request[R]) -> R:
+        """Pass what a client says of itself to all; slaves serve consumers only."""
+        failure: BrokerUnreachableError | None = None
+        is_done, answer = False, cast("R", None)
+        for number, one in self._members.items():
+            if number != MASTER and isinstance(request, Heartbeat) and not request.consumers:
+                continue
+            try:
+                answer = one.call(request)
+                is_done = True
+            except BrokerUnreachableError as error:
+                failure = failure or error
+        if failure is not None and not is_done:
+            raise failure
+        return answer
+
+    # ---- pulls
+
+    def _pull(self, request: PullMessage) -> PullResponse:
+        place = request.topic, request.queue_id
+        failure: BrokerUnreachableError | None = None
+        for number in self._order(self._suggested.get(place, MASTER)):
+            one = self._members[number]
+            try:
+                response = one.call(request if number == MASTER else self._without_commit(request))
+            except BrokerUnreachableError as error:
+                failure = failure or error
+                continue
+            if response.status is not PullStatus.HELD:
+                self._suggested[place] = one.suggested(*place)
+                if number != MASTER and _is_useless(request, response):
+                    failure = failure or BrokerUnreachableError(
+                        f"{one.name} at {one.address}: the slave has no message at {request.queue_offset} yet"
+                    )
+                    continue
+            return response
+        raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
+
+    def _order(self, suggested: int) -> list[int]:
+        """Return the ids to ask, the suggested one first."""
+        known = list(self._members)
+        first = next((number for number in (suggested, suggested + 1) if number in known), MASTER)
+        return sorted(known, key=lambda number: (number != first, number))
+
+    def _without_commit(self, request: PullMessage) -> PullMessage:
+        """Store the progress at the master, because a slave keeps none, and return the rest of the pull."""
+        if request.commit_offset is None:
+            return request
+        queue = request.group, request.topic, request.queue_id
+        if self._committed.get(queue) != request.commit_offset:
+            with suppress(BrokerUnreachableError):  # it is stored with the next progress
+                self._first_answer(UpdateOffset(*queue, request.commit_offset))
+                self._committed[queue] = request.commit_offset
+        return replace(request, commit_offset=None)
+
+
+def _is_useless(request: PullMessage, response: PullResponse) -> bool:
+    """Return whether a slave lacks what was asked for, so that the same pull would only be repeated."""
+    is_empty = response.status is PullStatus.NO_MATCHED_MESSAGE
+    return is_empty and response.next_offset == request.queue_offset
