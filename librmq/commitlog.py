@@ -213,10 +213,6 @@ class CommitLog(LogState):
         self.end = self._flushed = physical_offset
         self._resume()
 
-    def has_room_for_copy(self, size: int) -> bool:
-        """Return whether `append_copy` needs no new file and no blocks for ``size`` bytes."""
-        return self._file_start + self._reserved >= self.end + size
-
     def append_copy(self, data: bytes, *, is_checked: bool = False) -> list[LogItem]:
         """Append bytes of another log as they are, whole records and blanks of one file; return them as `scan` does.
 
@@ -233,6 +229,7 @@ class CommitLog(LogState):
         used = data if is_checked else without_zeros(data)
         if at + len(used) > self._reserved:
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
+            self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
         self._put_in_order(at, used)
         if is_checked:
@@ -413,8 +410,12 @@ class CommitLog(LogState):
 
     def data_at(self, physical_offset: int, size: int) -> bytes:
         """Return bytes of the log, records or not, within one file; empty if there is no file."""
+        buffer, at = self._buffer, physical_offset % self.file_size
+        if buffer is not None and physical_offset - at == self._file_start:
+            data = buffer[at : min(at + size, self.file_size)]
+            if self._buffer is buffer:  # no other thread has begun the next file
+                return data
         file = self._sequence.file_at(physical_offset)  # not a mapping of a file that a recovery has deleted
-        at = physical_offset % self.file_size
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:

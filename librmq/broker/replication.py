@@ -177,8 +177,8 @@ class Replication:
 
     def confirm(self, end: int) -> SendStatus:
         """Wait until a replica has the log up to ``end`` or the time is over; return the status of the send."""
-        clock = self._clock
-        deadline = clock.monotonic() + self._timeout_s
+        monotonic = self._clock.monotonic
+        deadline = monotonic() + self._timeout_s
         followers = self._available()
         if not followers or (end - max(map(_acknowledged, followers)) > self._max_lag):
             return SendStatus.SLAVE_NOT_AVAILABLE
@@ -190,7 +190,7 @@ class Replication:
                         self._note(follower, max(reached, follower.acknowledged))  # another send may be ahead
                 elif follower.behind_since_ms is None:
                     follower.behind_since_ms = self._now_ms()
-            if follower.acknowledged >= end and clock.monotonic() <= deadline:
+            if follower.acknowledged >= end and monotonic() <= deadline:
                 return _OK
         with self._guard:
             self._waiting += 1
@@ -203,7 +203,7 @@ class Replication:
     def _let_copy(self, follower: _Follower, end: int) -> int:
         """Let a replica copy immediately; return the physical offset up to which it has the log."""
         at, log = follower.acknowledged, self._store.log
-        if follower.take is not None and log.begin <= at and at % log.file_size + end - at < log.file_size:
+        if follower.take is not None and at % log.file_size + end - at < log.file_size and log.begin <= at:
             # Within one file, and before its blank.
             return follower.take(at, log.data_at(at, end - at))
         return 0 if follower.follow is None else follower.follow()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self, cast
@@ -131,6 +131,7 @@ class Replica:
             files=self._files,
             metrics=self._metrics,
         )
+        self._store, self._copied = self.broker.store, self.broker.copied
         self.dead, self.failure = False, None
         self._set_master(master)
         self._opened = object()  # so that the first answer is compared
@@ -284,7 +285,7 @@ class Replica:
                 break
             finally:
                 self._following.release()
-            self.broker.copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
+            self._copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
         return self._kept
 
     def _take_for_send(self, master: Broker, at: int, data: bytes) -> int:
@@ -302,7 +303,7 @@ class Replica:
             return self._kept
         finally:
             self._following.release()
-        self.broker.copied(queues)
+        self._copied(queues)
         return self._follow_for_send() if self._is_asked else self._kept
 
     def _copy_log(self, limit: int | None) -> bool:
@@ -311,7 +312,7 @@ class Replica:
             with self._following:
                 self._is_asked = False
                 queues, reached = self._copy(limit)
-            self.broker.copied(queues)
+            self._copied(queues)
             if not self._is_asked or not reached:
                 return reached
 
@@ -342,7 +343,7 @@ class Replica:
             left = store.log.file_size - at % store.log.file_size
             whole, needed = whole_size(answer.data, left)
             if whole:
-                queues |= self._add(at, answer.data[:whole])
+                queues.update(self._add(at, answer.data[:whole]))
                 copied, size = copied + whole, self._config.chunk_size
                 if is_enough and at + whole >= answer.end:
                     break
@@ -352,10 +353,10 @@ class Replica:
                 break
         return queues, True
 
-    def _add(self, at: int, data: bytes, *, is_checked: bool = False) -> frozenset[tuple[str, int]]:
+    def _add(self, at: int, data: bytes, *, is_checked: bool = False) -> Collection[tuple[str, int]]:
         """Add whole records to the copy; return the queues that got messages."""
         try:
-            queues = self.broker.store.copy_log(at, data, is_checked=is_checked).queues
+            queues = self._store.copy_log(at, data, is_checked=is_checked).queues
         except FlushFailedError as error:  # what the log has now must not be acknowledged
             self.failure = ReplicaError(
                 f"{self.path}: the replica has stopped following, because a flush has failed ({error.cause}): close it "

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -115,12 +116,16 @@ def _unit_count(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
+JAVA_ERRORS: Final = "librmq.java_decode"
+"""The handler of errors with which ``bytes.decode`` does the same as `java_decode`."""
+
+
 def java_decode(raw: bytes) -> str:
     """Decode UTF-8 with U+FFFD for each malformed part, as ``new String(raw, UTF_8)`` does. Never raises.
 
     Java counts an encoded surrogate as one malformed character, Python as three.
     """
-    return raw.decode("utf-8", "librmq.java_decode")
+    return raw.decode("utf-8", JAVA_ERRORS)
 
 
 _ENCODED_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]?")
@@ -132,7 +137,7 @@ def _replace_malformed(error: UnicodeError) -> tuple[str, int]:
     return "\ufffd", surrogate.end() if surrogate else error.end
 
 
-codecs.register_error("librmq.java_decode", _replace_malformed)
+codecs.register_error(JAVA_ERRORS, _replace_malformed)
 
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 

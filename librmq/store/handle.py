@@ -266,11 +266,13 @@ class StoreHandle:
 
     def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append bytes of the master's log; see `MessageStore.copy_log`."""
-        appender = self.appender
-        self._check_copies()
+        appender, log = self.appender, self.log
+        if self.closed is not None or self.replica_of is None:
+            self._check_copies()
         lock = appender.lock
-        lock.check_reentry()
-        if self.log.has_room_for_copy(len(data)):  # as in an append: `mend` repairs what a signal interrupts
+        if lock.mutex.locked():
+            lock.check_reentry()
+        if log.end + len(data) <= log.sure:  # as in an append: `mend` repairs what a signal interrupts
             with lock.mutex:
                 lock_holder = lock
                 copied = self._copy(physical_offset, data, is_checked)
@@ -282,7 +284,7 @@ class StoreHandle:
                 del lock_holder  # `check_reentry` looks for it
         if not copied.is_regular:  # for example, a topic was deleted and made again
             self.recover()
-            copied = copied._replace(queues=frozenset(self.queues))
+            copied = copied._replace(queues=list(self.queues))
         appender.copied(copied.end)
         return copied
 

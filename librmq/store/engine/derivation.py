@@ -5,10 +5,8 @@ Recovery compares queues and index with the result, and a replica writes them fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Final
 
-from librmq.commitlog import LogItem
 from librmq.java.hashing import java_decode
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
@@ -25,6 +23,7 @@ tags code of its queue entry (None if it gets none), its store time in ms, its p
 _unpack_fields = record_format.header_struct(
     "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
 ).unpack_from
+_find_keys_and_tags = record_format.find_keys_and_tags
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _V6: Final = record_format.HOSTS_V6
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
@@ -39,34 +38,28 @@ class Derivation:
         self._levels = levels
         self._tags_codes: dict[bytes | None, int] = {None: 0}
 
-    def walk(self, items: Iterable[LogItem]) -> Iterator[Derived]:
-        """Yield what each record defines; blanks define nothing."""
-        find, tags_codes = record_format.find_keys_and_tags, self._tags_codes
-        for physical_offset, size, raw in items:
-            if raw is None:
-                continue
-            magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
-            if magic != _MAGIC or sys_flag & _V6:
-                stored = record_format.store_timestamp_ms(raw)
-                _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
+    def derive(self, physical_offset: int, size: int, raw: bytes) -> Derived:
+        """Return what a record defines."""
+        magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
+        if magic != _MAGIC or sys_flag & _V6:
+            stored = record_format.store_timestamp_ms(raw)
+            _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
+        else:
+            topic_at = 89 + body_size if body_size > 0 else 89
+            topic_end = topic_at + raw[topic_at - 1]
+            properties_at = topic_end + 2
+        topic, properties = raw[topic_at:topic_end], raw[properties_at:]
+        unique, key, tags = _find_keys_and_tags(properties)
+        code: int | None = None
+        if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
+            if topic == _SCHEDULE_TOPIC:
+                code = derived_tags_code(StoredMessage(raw), self._levels)
             else:
-                topic_at = 89 + body_size if body_size > 0 else 89
-                topic_end = topic_at + raw[topic_at - 1]
-                properties_at = topic_end + 2
-            topic, properties = raw[topic_at:topic_end], raw[properties_at:]
-            unique, key, tags = find(properties)
-            code: int | None = None
-            if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-                if topic == _SCHEDULE_TOPIC:
-                    code = derived_tags_code(StoredMessage(raw), self._levels)
-                else:
-                    code = tags_codes.get(tags)
-                    if code is None:
-                        if len(tags_codes) > _TAGS_KEPT:
-                            tags_codes = self._tags_codes = {None: 0}
-                        code = tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
-            if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
-                unique = key = None
-            yield (
-                physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key,
-            )  # fmt: skip
+                code = self._tags_codes.get(tags)
+                if code is None:
+                    if len(self._tags_codes) > _TAGS_KEPT:
+                        self._tags_codes = {None: 0}
+                    code = self._tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
+        if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
+            unique = key = None
+        return physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key

@@ -5,13 +5,12 @@ Mirrors 4.9.4's ``DefaultMessageStore.appendToCommitLog``, which appends a maste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Final, NamedTuple
 
-from librmq.commitlog import LogItem
 from librmq.consumequeue import ENTRY
 from librmq.errors import RmqError
-from librmq.java.hashing import java_decode
+from librmq.java.hashing import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
 from librmq.runtime.critical import critical
 from librmq.store.engine.derivation import Derivation
@@ -22,6 +21,7 @@ __all__ = ["CopiedRecords", "LogCopier", "whole_size"]
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 _pack_entry = ENTRY.pack
+_IRREGULAR: Final = ("", -1)  # in place of a queue
 
 
 class CopiedRecords(NamedTuple):
@@ -29,7 +29,7 @@ class CopiedRecords(NamedTuple):
 
     end: int
     """The end of the copy's log."""
-    queues: frozenset[tuple[str, int]]
+    queues: Collection[tuple[str, int]]
     """The queues that got messages, as topic and queue id."""
     is_regular: bool = True
     """Whether each record was the next one in its queue. Otherwise the queues must be recovered from the log."""
@@ -56,8 +56,8 @@ class LogCopier:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._lanes: dict[tuple[bytes, int], Lane] = {}
-        self._derivation = Derivation(parts.levels)
+        self._lanes: dict[tuple[bytes, int], tuple[Lane, tuple[str, int]]] = {}
+        self._derive = Derivation(parts.levels).derive
 
     def append(self, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append whole records and blanks of one log file, and dispatch them.
@@ -70,64 +70,73 @@ class LogCopier:
             StoreIOError: there is no space. If the log already has the records, a later call dispatches them.
         """
         parts = self._parts
-        if not data:
-            return CopiedRecords(parts.log.end, frozenset())
-        dispatcher = parts.dispatcher
-        dispatcher.writing_at = parts.log.end
-        try:
-            items = parts.log.append_copy(data, is_checked=is_checked)
-        except RmqError:
-            dispatcher.writing_at = -1  # nothing was appended
-            raise
-        queues, is_regular = self._derive(items)
+        log, dispatcher = parts.log, parts.dispatcher
+        size = len(data)
+        if not size:
+            return CopiedRecords(log.end, ())
+        begin = dispatcher.writing_at = log.end
+        if is_checked and begin + size <= log.sure and _unpack_size(data)[0] == size:  # a send waits for this record
+            log.copy_in(data, size)
+            name = self._note(begin, size, data)
+            queues: Collection[tuple[str, int]] = () if name is None else (name,)
+        else:
+            try:
+                items = log.append_copy(data, is_checked=is_checked)
+            except RmqError:
+                dispatcher.writing_at = -1  # nothing was appended
+                raise
+            queues = names = set[tuple[str, int]]()
+            for place, size, raw in items:
+                name = None if raw is None else self._note(place, size, raw)
+                if name is not None:
+                    names.add(name)
+                    if name is _IRREGULAR:
+                        break
         dispatcher.writing_at = -1
-        if is_regular and len(dispatcher.records) >= Dispatcher.BATCH:
+        if _IRREGULAR in queues:
+            return CopiedRecords(log.end, (), False)
+        if len(dispatcher.records) >= Dispatcher.BATCH:
             dispatcher.drain()
-        return CopiedRecords(parts.log.end, queues, is_regular)
+        return CopiedRecords(log.end, queues)
 
-    def _derive(self, items: Iterable[LogItem]) -> tuple[frozenset[tuple[str, int]], bool]:
-        """Collect entries and keys of records; return their queues, and whether each is the next one in its queue."""
+    def _note(self, physical_offset: int, size: int, raw: bytes) -> tuple[str, int] | None:
+        """Collect the entry and the keys of a record; return its queue.
+
+        Return None for a record without an entry, and `_IRREGULAR` if it is not the next one in its queue.
+        """
         dispatcher = self._parts.dispatcher
-        records, lanes, touched = dispatcher.records, self._lanes, set[tuple[str, int]]()
-        for (
-            place,
-            size,
-            _,
-            topic,
-            queue_id,
-            queue_offset,
-            code,
-            stored,
-            properties,
-            unique,
-            key,
-        ) in self._derivation.walk(items):
-            lane = lanes.get((topic, queue_id))
-            if lane is None:
+        _, _, _, topic, queue_id, queue_offset, code, stored, properties, unique, key = self._derive(
+            physical_offset, size, raw
+        )
+        lane, name = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+        if code is not None:
+            if queue_offset != lane.next_queue_offset:
+                if lane.next_queue_offset:
+                    return _IRREGULAR
+                lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
+            if lane.queue.ext is not None:
                 with critical:
-                    lane = lanes[topic, queue_id] = self._parts.lane(java_decode(topic), queue_id)
-            if code is not None:
-                if queue_offset != lane.next_queue_offset:
-                    if lane.next_queue_offset:
-                        return frozenset(), False
-                    lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
-                if lane.queue.ext is not None:
-                    with critical:
-                        code = dispatcher.add_unit(lane, code, stored, properties)
-                pending = lane.pending
-                if not pending:
-                    lane.pending_from = queue_offset
-                    dispatcher.lanes.append(lane)
-                pending.append(_pack_entry(place, size, code))
-                lane.next_queue_offset = queue_offset + 1
-                touched.add((lane.topic, lane.queue_id))
-            records.append(
-                (
-                    place,
-                    stored,
-                    lane.prefix_hash,
-                    java_decode(unique) if unique else None,
-                    java_decode(key) if key else None,
-                )
+                    code = dispatcher.add_unit(lane, code, stored, properties)
+            pending = lane.pending
+            if not pending:
+                lane.pending_from = queue_offset
+                dispatcher.lanes.append(lane)
+            pending.append(_pack_entry(physical_offset, size, code))
+            lane.next_queue_offset = queue_offset + 1
+        dispatcher.records.append(
+            (
+                physical_offset,
+                stored,
+                lane.prefix_hash,
+                unique.decode("utf-8", JAVA_ERRORS) if unique else None,
+                key.decode("utf-8", JAVA_ERRORS) if key else None,
             )
-        return frozenset(touched), True
+        )
+        return None if code is None else name
+
+    def _lane(self, topic: bytes, queue_id: int) -> tuple[Lane, tuple[str, int]]:
+        """Return the lane of a queue and the queue's name, which its first record makes."""
+        with critical:
+            lane = self._parts.lane(java_decode(topic), queue_id)
+            found = self._lanes[topic, queue_id] = lane, (lane.topic, lane.queue_id)
+        return found

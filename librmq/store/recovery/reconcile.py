@@ -59,20 +59,23 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, unclean=unclean
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
-    items = log.scan(begin, check_body=False)
-    for (
-        physical_offset,
-        size,
-        address,
-        topic,
-        queue_id,
-        queue_offset,
-        code,
-        stored,
-        properties,
-        unique,
-        key,
-    ) in Derivation(levels).walk(items):
+    derive = Derivation(levels).derive
+    for place, item_size, raw in log.scan(begin, check_body=False):
+        if raw is None:
+            continue
+        (
+            physical_offset,
+            size,
+            address,
+            topic,
+            queue_id,
+            queue_offset,
+            code,
+            stored,
+            properties,
+            unique,
+            key,
+        ) = derive(place, item_size, raw)
         check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
         if address != physical_offset:
             yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
