@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError
 from librmq.protocol import ResponseCode, SendResponse
 from librmq.testing.network import Network
-from librmq.testing.process import Process
+from librmq.testing.process import Process, Repeated
 
 __all__ = ["Faults"]
 
@@ -82,6 +82,14 @@ class Faults:
         """Store the next send immediately and answer it ``seconds`` later; all tries of a send have 3 s in total."""
         self._due.append(_Due("late", times, topic, broker, _seconds(seconds)))
 
+    def repeat_request(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
+        """Let the next send arrive twice: the broker stores the message twice, and the producer gets one answer."""
+        self._due.append(_Due("request", times, topic, broker))
+
+    def repeat_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
+        """Let the answer to the next send arrive twice; over TCP the producer gets a second frame, and ignores it."""
+        self._due.append(_Due("answer", times, topic, broker))
+
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
         """Let the next listener of a group work immediately and return ``seconds`` later."""
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
@@ -124,8 +132,8 @@ class Faults:
 
     # ---- called by the kit
 
-    def before_send(self, process: Process, topic: str, broker: str) -> None:
-        """Raise the error of a refused send, if one is due."""
+    def before_send(self, process: Process, topic: str, broker: str) -> Repeated | None:
+        """Raise the error of a refused send, if one is due; return what comes twice, if anything does."""
         if self._due and (due := self._take("refuse", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
@@ -134,6 +142,16 @@ class Faults:
                 if due.code == ResponseCode.SYSTEM_BUSY
                 else BrokerError(due.code, remark)
             )
+        return self._repeated(process, topic, broker) if self._due else None
+
+    def _repeated(self, process: Process, topic: str, broker: str) -> Repeated | None:
+        if self._take("request", topic, broker) is not None:
+            self._kit.note("fault", f"what {process.label} sends to {topic} arrives twice, and is stored twice")
+            return "request"
+        if self._take("answer", topic, broker) is not None:
+            self._kit.note("fault", f"the answer to {process.label}, topic {topic}, arrives twice")
+            return "answer"
+        return None
 
     def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""

@@ -30,7 +30,7 @@ from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_replica import KitReplica, open_replica
 from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.network import Network, broker_names
-from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
+from librmq.testing.process import ConsumerArguments, Process, ProducerArguments, Repeated
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
@@ -495,8 +495,8 @@ class Kit:
         """Return a queue as the history shows it."""
         return self._history.place(topic, broker_name, queue_id)
 
-    def before_send(self, process: Process, topic: str, broker_name: str) -> None:
-        """Record a message before it is stored; refuse it if a fault is due."""
+    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
+        """Record a message before it is stored; refuse it if a fault is due, or return what comes twice."""
         if current_work() is None:
             try:
                 self._start()
@@ -504,7 +504,7 @@ class Kit:
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
             self._evidence.note_sent(topic)
-        self.faults.before_send(process, topic, broker_name)
+        return self.faults.before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""

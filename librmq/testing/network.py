@@ -343,6 +343,13 @@ class Network:
         self._check_ends(one, other, {end for process in processes for end in (process.name, process.site)})
         self._latencies[frozenset((one, other))] = seconds
 
+    def repeat_frame(self, what: str) -> bool:
+        """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection."""
+        if self._frames is None:
+            return False
+        self._frames.repeat = what
+        return True
+
     def latency(self, one: str, other: str, site: str | None = None) -> float:
         """Return the seconds that the link of a broker (``other``) takes; ``site`` is that of a process ``one``."""
         if not self._latencies:

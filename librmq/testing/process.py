@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
@@ -77,6 +77,10 @@ class ProcessDied(BaseException):
     """
 
 
+Repeated = Literal["request", "answer"]
+"""What comes twice."""
+
+
 class ProcessHost(Protocol):
     """The surroundings of a process; `Kit` is one."""
 
@@ -114,8 +118,8 @@ class ProcessHost(Protocol):
         """Record a coroutine that has to be awaited, and return it."""
         ...
 
-    def before_send(self, process: Process, topic: str, broker_name: str) -> None:
-        """Refuse a send if a fault is due."""
+    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
+        """Refuse a send if a fault is due; return what comes twice, if anything does."""
         ...
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
@@ -360,11 +364,15 @@ class _Connection:
         kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)
+        repeated: Repeated | None = None
         if not of_consumer:
-            kit.before_send(process, first.topic, self._name)
+            repeated = kit.before_send(process, first.topic, self._name)
             if process.dead:
                 raise ProcessDied(process.label)
+        has_frames = repeated is not None and kit.network.repeat_frame(repeated)
         response = broker.call(request)
+        if repeated == "request" and not has_frames:
+            broker.call(request)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
         place = f"{kit.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"

@@ -52,6 +52,30 @@ def test_faults_over_tcp(rmq: Kit) -> None:
     assert sorted(set(got)) == [b"1", b"2", b"3", b"4"]
 
 
+@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+def test_a_request_that_arrives_twice_is_explained(rmq: Kit, over_tcp: bool) -> None:
+    """It is one message id and two records, and the history names the fault."""
+    got: list[str] = []
+    consumer = rmq.consumer("billing")
+    consumer.subscribe("orders", lambda message: got.append(message.message_id))
+    rmq.faults.repeat_request("orders")
+    sent = rmq.producer().send("orders", b"x")
+    rmq.producer().send("orders", b"y")
+    rmq.run_until_idle()
+    assert len(list(rmq.broker.messages("orders"))) == 3
+    assert got.count(sent.message_id) == 2
+    assert "sends to orders arrives twice, and is stored twice" in str(rmq.history())
+
+
+@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+def test_an_answer_that_arrives_twice_is_ignored(rmq: Kit, over_tcp: bool) -> None:
+    rmq.faults.repeat_answer(times=2)
+    sent = [rmq.producer().send("orders", b"%d" % number) for number in range(4)]
+    stored = list(rmq.broker.messages("orders"))
+    assert [one.offset_id for one in stored] == sorted(one.offset_id for one in sent)
+    assert "the answer to test, topic orders, arrives twice" in str(rmq.history())
+
+
 @pytest.mark.slow
 def test_the_tests_of_clients_pass_over_tcp() -> None:
     """All of them but a named few; a name that is no longer there is a failure."""
