@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from benchmarks import footprint, peers
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
-from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, ExtUnit
+from librmq.consumequeue import ConsumeQueue, ExtUnit, entry_dtype
 from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 
@@ -420,7 +420,7 @@ def _loop_over_entries(queue: ConsumeQueue, wanted: int) -> list[int]:
         raw = queue.read(first, end - first)
         codes = enumerate(struct.iter_unpack(">qiq", raw), first)
         found += [at for at, (_, _, code) in codes if code == wanted]
-        first += len(raw) // ENTRY_DTYPE.itemsize
+        first += len(raw) // entry_dtype().itemsize
     return found
 
 
@@ -429,7 +429,7 @@ def _select_in_arrays(queue: ConsumeQueue, wanted: int) -> list[int]:
     found: list[int] = []
     first, end = queue.min_offset, queue.max_offset
     while first < end:
-        entries = np.frombuffer(queue.read(first, ENTRIES), ENTRY_DTYPE)
+        entries = np.frombuffer(queue.read(first, ENTRIES), entry_dtype())
         places = (entries["tags_code"] == wanted).nonzero()[0]
         if first:
             places += first

@@ -22,19 +22,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
-import numpy as np
-
 from librmq import consumequeue_entries as stored_entries
-from librmq.consumequeue_entries import BLOCK, ENTRY, ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, PLACE, Entries, QueueEntry
+from librmq.consumequeue_entries import BLOCK, ENTRY, ENTRY_SIZE, HOLE_SIZE, PLACE, Entries, QueueEntry, entry_dtype
 from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files
+from librmq.runtime import lazy_numpy as np
 
 __all__ = [
     "ENTRY",
-    "ENTRY_DTYPE",
     "ENTRY_SIZE",
     "FILE_SIZE",
     "HOLE_SIZE",
@@ -42,6 +40,7 @@ __all__ = [
     "Entries",
     "ExtUnit",
     "QueueEntry",
+    "entry_dtype",
 ]
 
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
@@ -175,7 +174,7 @@ class ConsumeQueue:
         """Return up to ``count`` stored entries from ``queue_offset`` on, at most to the end of their file.
 
         The result is empty outside `min_offset` to `max_offset`. Entries are not checked, so ``np.frombuffer(raw,
-        ENTRY_DTYPE)`` can have damaged ones.
+        entry_dtype())`` can have damaged ones.
         """
         end = self.max_offset
         if not self.min_offset <= queue_offset < end or count <= 0:
@@ -195,7 +194,7 @@ class ConsumeQueue:
         """
         end = self.max_offset if end is None else min(end, self.max_offset)
         for first, raw in self._chunks(self.min_offset if begin is None else begin, end):
-            block = np.frombuffer(raw, ENTRY_DTYPE)
+            block = np.frombuffer(raw, entry_dtype())
             sound = stored_entries.count_sound(block)
             if sound == len(block):
                 yield first, block
@@ -210,7 +209,7 @@ class ConsumeQueue:
     def entries(self, begin: int | None = None, end: int | None = None) -> Entries:
         """Return the entries of `blocks` in one array, a copy."""
         found = [block for _, block in self.blocks(begin, end)]
-        return np.concatenate(found, dtype=ENTRY_DTYPE) if found else np.empty(0, ENTRY_DTYPE)
+        return np.concatenate(found, dtype=entry_dtype()) if found else np.empty(0, entry_dtype())
 
     def next_file_offset(self, queue_offset: int) -> int:
         """Return the queue offset of the first entry after the file of ``queue_offset``."""

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.files.rolling import MappedFileQueue
 from librmq.files.seam import Buffer
+from librmq.runtime import lazy_numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = [
     "BLOCK",
     "ENTRY",
-    "ENTRY_DTYPE",
     "ENTRY_SIZE",
     "HOLE_SIZE",
     "PLACE",
@@ -28,6 +29,7 @@ __all__ = [
     "QueueEntry",
     "count_sound",
     "data_behind",
+    "entry_dtype",
     "fill",
     "find_begin",
     "find_end",
@@ -38,16 +40,16 @@ __all__ = [
     "message_end",
     "nearest_in_time",
     "place_at",
+    "places_and_sizes",
 ]
 
 ENTRY: Final = struct.Struct(">qiq")
 ENTRY_SIZE: Final = 20
-ENTRY_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
 
-Entries = npt.NDArray[Any]
-"""An array of entries, of type `ENTRY_DTYPE`."""
+Entries: TypeAlias = "npt.NDArray[Any]"
+"""An array of entries, of type `entry_dtype`."""
 
-_Mask = npt.NDArray[np.bool_]
+_Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
 _FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
@@ -60,12 +62,29 @@ Chunks = Iterable[tuple[int, bytes]]
 """Runs of entries: the queue offset of the first one, and their bytes."""
 
 
+@cache
+def entry_dtype() -> np.dtype[np.void]:
+    """Return the type of an array of entries."""
+    return np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+
+
 class QueueEntry(NamedTuple):
     """Place of a message in the log, and a code to filter it by."""
 
     physical_offset: int
     size: int
     tags_code: int
+
+
+def places_and_sizes(raw: bytes) -> tuple[list[int], list[int]]:
+    """Return the physical offsets and sizes of packed entries; for some tens of entries faster than arrays."""
+    numbers = _places(len(raw) // ENTRY_SIZE)(raw)
+    return list(numbers[::2]), list(numbers[1::2])
+
+
+@lru_cache(maxsize=64)
+def _places(count: int) -> Callable[[bytes], tuple[int, ...]]:
+    return struct.Struct(">" + count * "qi8x").unpack
 
 
 def place_at(files: MappedFileQueue, position: int) -> tuple[int, int]:
@@ -135,7 +154,7 @@ def count_sound(block: Entries) -> int:
 def first_bad(chunks: Chunks) -> int | None:
     """Return the queue offset of the first bad entry."""
     for first, raw in chunks:
-        block = np.frombuffer(raw, ENTRY_DTYPE)
+        block = np.frombuffer(raw, entry_dtype())
         sound = count_sound(block)
         if sound < len(block):
             return first + sound
@@ -146,7 +165,7 @@ def first_beyond(chunks: Chunks, physical_end: int) -> int | None:
     """Return the queue offset of the first entry that is bad or reaches beyond ``physical_end``; no filler."""
     limit = max(min(physical_end, (1 << 63) - 1), -1)
     for first, raw in chunks:
-        block = np.frombuffer(raw, ENTRY_DTYPE)
+        block = np.frombuffer(raw, entry_dtype())
         beyond = _ends(block) | (block["physical_offset"] > limit - block["size"].astype(np.int64))
         beyond &= block["size"] != HOLE_SIZE
         if beyond.any():
@@ -158,7 +177,7 @@ def first_from(chunks: Chunks, physical_offset: int) -> int | None:
     """Return the queue offset of the first entry that points to ``physical_offset`` or behind it."""
     limit = max(0, min(physical_offset, (1 << 63) - 1))
     for first, raw in chunks:
-        there = np.frombuffer(raw, ENTRY_DTYPE)["physical_offset"] >= limit
+        there = np.frombuffer(raw, entry_dtype())["physical_offset"] >= limit
         if there.any():
             return first + int(there.argmax())
     return None
@@ -181,7 +200,7 @@ def last_ext_address(chunks: Callable[[int, int], Chunks], begin: int, end: int)
     while end > begin:
         low = max(end - BLOCK, begin)
         for _, raw in reversed(list(chunks(low, end))):
-            codes = np.frombuffer(raw, ENTRY_DTYPE)["tags_code"]
+            codes = np.frombuffer(raw, entry_dtype())["tags_code"]
             addresses = codes[codes <= LAST_EXT_ADDRESS]
             if addresses.size:
                 return int(addresses[-1])

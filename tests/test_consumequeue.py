@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
@@ -187,7 +187,7 @@ def test_blocks_and_entries_cover_a_range() -> None:
     queue = filled(MemoryFiles(), 7, 22)
     assert queue.entries(9, 21).tobytes() == packed(numbered(9, 21))
     assert queue.entries(21, 99).tolist() == [(210, 10, 21)]
-    assert queue.entries(30).dtype == ENTRY_DTYPE
+    assert queue.entries(30).dtype == entry_dtype()
     firsts = [first for first, _ in queue.blocks()]
     assert firsts == [7, 10, 15, 20]
     assert np.flatnonzero(queue.entries()["tags_code"] == 12).tolist() == [5]

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from librmq.cli.input import parse_time
 from librmq.clock import SystemClock
 from librmq.diagnosis.store_times import UNKNOWN, Ints, store_times
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.headway import advance
 
 if TYPE_CHECKING:  # a search of the log alone needs none of these

@@ -23,7 +23,7 @@ from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetT
 from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.columns.remote import fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
-from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
+from librmq.consumequeue import ConsumeQueue, Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
@@ -457,7 +457,7 @@ def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
     while at < end and (raw := stored.read(at, end - at)):
         found.append(raw)
         at += len(raw) // ENTRY_SIZE
-    return np.frombuffer(b"".join(found), ENTRY_DTYPE)
+    return np.frombuffer(b"".join(found), entry_dtype())
 
 
 def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:

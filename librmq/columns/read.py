@@ -24,7 +24,7 @@ from librmq.columns.options import ReadOptions, View
 from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.columns.remote import RemoteFiles, fetch
 from librmq.columns.starts import record_starts
-from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
+from librmq.consumequeue import ENTRY_SIZE, entry_dtype
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.damage import Damage
@@ -439,10 +439,10 @@ class _Task:
             else:
                 if file.size < (until - start) * ENTRY_SIZE:
                     raise CorruptionError(path, file.size, "size", f"expected {self._part.queue_file_size} bytes")
-                yield at, np.frombuffer(file.buffer, ENTRY_DTYPE, until - at, (at - start) * ENTRY_SIZE)
+                yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE)
             at = until
         if one.late and at < one.end:
-            yield max(at, one.late_from), np.frombuffer(one.late, ENTRY_DTYPE)
+            yield max(at, one.late_from), np.frombuffer(one.late, entry_dtype())
 
     # ----------------------------------------------------------------------------------------------- views of the log
 

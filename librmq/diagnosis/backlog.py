@@ -4,8 +4,8 @@
 
     lag = max(0, end - max(progress, begin))        a queue without progress counts from its begin
 
-The rows are columns of numpy, because there can be a hundred thousand; iterating makes a `QueueLag` of each. RocketMQ
-4.9 counts a queue without progress from 0, and so includes messages that were deleted long ago.
+There can be a hundred thousand rows, so they are kept as columns; each file of a queue is read once for all groups.
+RocketMQ 4.9 counts a queue without progress from 0, and so includes messages that were deleted long ago.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, Final, NamedTuple, Self
+from itertools import chain, groupby, repeat
+from typing import Final, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
-
-from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
 from librmq.diagnosis.people import duration
-from librmq.diagnosis.store_times import UNKNOWN, store_times
+from librmq.diagnosis.store_times import store_time
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
@@ -30,15 +28,17 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "is_uneven", "lag", "lag_findings"]
+__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "TopicProgress", "is_uneven", "lag", "lag_findings"]
 
-Ints = npt.NDArray[np.int64]
+_AT_ONCE: Final = 64  # entries
 
-_NONE: Final = -(1 << 62)
-_NEVER: Final = (1 << 63) - 1
-_AT_ONCE: Final = 4096  # entries
-_KNOWN: Final = ("queue_id", "min_offset", "max_offset", "lag")
-_NO_QUEUE: Final[tuple[Ints, list[int]]] = (np.empty((3, 0), np.int64), [])
+
+class _Queues(NamedTuple):
+    """The queues of a topic, as columns."""
+
+    ids: tuple[int, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
 
 
 class QueueLag(NamedTuple):
@@ -107,100 +107,71 @@ class GroupRate(NamedTuple):
     """Time until the lag is 0 at these rates; None if never."""
 
 
+class TopicProgress(NamedTuple):
+    """The queues of a topic as a group sees them, sorted by queue id, as columns."""
+
+    group: str
+    topic: str
+    queue_ids: Sequence[int]
+    min_offsets: Sequence[int]
+    max_offsets: Sequence[int]
+    consumer_offsets: Sequence[int | None]
+    lags: Sequence[int]
+    oldest_ms: Sequence[int | None]
+
+    def rows(self) -> Iterator[QueueLag]:
+        """Yield a row for each queue."""
+        return map(QueueLag, repeat(self.group), repeat(self.topic), *self[2:])
+
+    def sums(self) -> TopicLag:
+        """Return the sums over the queues."""
+        expired = beyond = 0
+        for first, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True):
+            if offset is not None and not first <= offset <= end:
+                beyond += offset > end
+                expired += max(0, first - max(0, offset))  # a negative offset stands for no message
+        return TopicLag(
+            self.group,
+            self.topic,
+            len(self.queue_ids),
+            sum(self.lags),
+            max(self.lags, default=0),
+            min((time for time in self.oldest_ms if time is not None), default=None),
+            self.consumer_offsets.count(None),
+            beyond,
+            expired,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Lag:
-    """The lag of groups at one moment, sorted by group, topic and queue, as columns; rows are made on demand."""
+    """The lag of groups at one moment; iterating makes a `QueueLag` of each queue."""
 
-    names: Sequence[tuple[str, str]]
-    """Group and topic, each once."""
-    begins: Ints
-    """The first row of each of ``names``."""
-    queue_ids: Ints
-    min_offsets: Ints
-    max_offsets: Ints
-    consumer_offsets: npt.NDArray[np.int64]
-    """A large negative number without progress: see `has_progress`."""
-    has_progress: npt.NDArray[np.bool_]
-    lags: Ints
-    oldest_ms: Ints
-    """-1 if it is unknown."""
+    topics: Sequence[TopicProgress]
+    """Each topic of each group, sorted."""
     now_ms: int | None
     """The time for computing ages."""
 
     @classmethod
     def of(cls, rows: Iterable[QueueLag]) -> Self:
         """Return the lag in these rows, which are measured elsewhere."""
-        kept = sorted(rows)
-        names = list(dict.fromkeys((row.group, row.topic) for row in kept))
-        places = [(row.group, row.topic) for row in kept]
-        columns = {name: np.array([getattr(row, name) for row in kept], np.int64) for name in _KNOWN}
-        offsets = [row.consumer_offset for row in kept]
-        oldest = [UNKNOWN if row.oldest_timestamp_ms is None else row.oldest_timestamp_ms for row in kept]
-        return cls(
-            names,
-            np.array([places.index(name) for name in names], np.int64),
-            columns["queue_id"],
-            columns["min_offset"],
-            columns["max_offset"],
-            np.array([_NONE if one is None else one for one in offsets], np.int64),
-            np.array([one is not None for one in offsets], np.bool_),
-            columns["lag"],
-            np.array(oldest, np.int64),
-            None,
-        )
+        by_topic = groupby(sorted(rows, key=lambda row: row[:3]), lambda row: row[:2])
+        return cls([TopicProgress(*name, *list(zip(*found, strict=True))[2:]) for name, found in by_topic], None)
 
     def __len__(self) -> int:
-        return len(self.queue_ids)
+        return sum(len(each.queue_ids) for each in self.topics)
 
     def __iter__(self) -> Iterator[QueueLag]:
-        return self.rows(0, len(self))
-
-    def rows(self, begin: int, end: int) -> Iterator[QueueLag]:
-        """Yield some of the rows."""
-        counts = self._counts().tolist()
-        names = [name for name, count in zip(self.names, counts, strict=True) for _ in range(count)][begin:end]
-        here = slice(begin, end)
-        offsets: list[int | None] = self.consumer_offsets[here].tolist()
-        for at in np.flatnonzero(~self.has_progress[here]).tolist():
-            offsets[at] = None
-        oldest: list[int | None] = self.oldest_ms[here].tolist()
-        for at in np.flatnonzero(self.oldest_ms[here] == UNKNOWN).tolist():
-            oldest[at] = None
-        known = (column[here].tolist() for column in (self.queue_ids, self.min_offsets, self.max_offsets))
-        columns: list[Any] = [*known, offsets, self.lags[here].tolist(), oldest]
-        return (QueueLag(*name, *row) for name, row in zip(names, zip(*columns, strict=True), strict=True))
+        return chain.from_iterable(each.rows() for each in self.topics)
 
     @property
     def total(self) -> int:
         """The sum of all lags."""
-        return int(self.lags.sum())
-
-    def _counts(self) -> Ints:
-        return np.diff(np.append(self.begins, len(self)))
+        return sum(sum(each.lags) for each in self.topics)
 
     def by_topic(self) -> list[TopicLag]:
         """Return the lag of each group in each topic, sorted by group and topic."""
-        if not len(self):
-            return []
-        consumed = np.maximum(0, self.consumer_offsets)  # a negative offset stands for no message
-        expired = np.where(self.has_progress, np.maximum(0, self.min_offsets - consumed), 0)
-        beyond = self.has_progress & (self.consumer_offsets > self.max_offsets)
-        oldest = np.where(self.oldest_ms == UNKNOWN, _NEVER, self.oldest_ms)
-        begins = self.begins
-        columns = [
-            self._counts(),
-            np.add.reduceat(self.lags, begins),
-            np.maximum.reduceat(self.lags, begins),
-            np.minimum.reduceat(oldest, begins),
-            np.add.reduceat((~self.has_progress).astype(np.int64), begins),
-            np.add.reduceat(beyond.astype(np.int64), begins),
-            np.add.reduceat(expired, begins),
-        ]
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            TopicLag(name[0], name[1], count, lags, most, None if first == _NEVER else first, without, ahead, gone)
-            for name, (count, lags, most, first, without, ahead, gone) in zip(self.names, rows, strict=True)
-        ]
+        return [each.sums() for each in self.topics]
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
@@ -265,124 +236,93 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)
-        names: list[tuple[str, str]] = []
-        parts: list[Ints] = []
-        offsets: list[int] = []
-        for (of, name), progress in sorted(view.progress.items()):
+        wanted: dict[str, list[str]] = {}
+        for of, name in sorted(view.progress):
             if group in (None, of) and topic in (None, name):
-                part, known = _with_deleted(*queues.get(name, _NO_QUEUE), progress)
-                if known:
-                    names.append((of, name))
-                    parts.append(part)
-                    offsets += map(progress.get, known, repeat(_NONE))
-        begins = np.cumsum([0, *(part.shape[1] for part in parts)])[:-1].astype(np.int64)
-        ids, begin, end = np.concatenate(parts, axis=1) if parts else _NO_QUEUE[0]
-        offset = np.array(offsets, np.int64)
-        has_progress = offset != _NONE
-        start = np.maximum(begin, offset)
-        lags = np.maximum(0, end - start)
-        oldest = np.full(len(ids), UNKNOWN, np.int64)
-        found = Lag(names, begins, ids, begin, end, offset, has_progress, lags, oldest, view.now_ms)
-        if times:
-            _look_up_oldest(view, found, start)
-        return found
+                wanted.setdefault(name, []).append(of)
+        found = [each for name in wanted for each in _of_queues(view, name, wanted[name], queues.get(name), times)]
+        return Lag(sorted(found, key=lambda each: each[:2]), view.now_ms)
 
 
-def _queues_by_topic(view: StoreView) -> dict[str, tuple[Ints, list[int]]]:
-    """Return ids, begins and ends of the queues of each topic as three rows, and the ids also as a list."""
+def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
     found: dict[str, list[tuple[int, int, int]]] = {}
     for (topic, queue_id), state in view.ranges.items():
         found.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
-    return {topic: (np.array(rows, np.int64).T, [row[0] for row in rows]) for topic, rows in found.items()}
+    return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in found.items()}
 
 
-def _with_deleted(queues: Ints, ids: list[int], progress: dict[int, int]) -> tuple[Ints, list[int]]:
-    """Add the deleted queues of a topic in which a group has progress."""
-    gone = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
-    if not gone:
-        return queues, ids
-    queues = np.concatenate((queues, [gone, [0] * len(gone), [0] * len(gone)]), axis=1)
-    queues = queues[:, np.argsort(queues[0], kind="stable")]
-    return queues, queues[0].tolist()
+def _of_queues(
+    view: StoreView, topic: str, groups: Iterable[str], queues: _Queues | None, times: bool
+) -> Iterator[TopicProgress]:
+    """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
+    ids, begins, ends = queues or _Queues((), (), ())
+    columns: list[tuple[str, list[int | None], list[int]]] = []
+    for group in groups:
+        offsets = list(map(view.progress[group, topic].get, ids))
+        starts = [
+            begin if offset is None or offset < begin else offset for begin, offset in zip(begins, offsets, strict=True)
+        ]
+        columns.append((group, offsets, starts))
+    oldest: Iterable[Sequence[int | None]] = repeat([None] * len(ids))
+    if times and ids:
+        by_queue = zip(ids, ends, zip(*(starts for _, _, starts in columns), strict=True), strict=True)
+        oldest = zip(
+            *(_oldest(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue), strict=True
+        )
+    for (group, offsets, starts), found in zip(columns, oldest, strict=False):
+        lags = [end - start if end > start else 0 for start, end in zip(starts, ends, strict=True)]
+        own = TopicProgress(group, topic, ids, begins, ends, offsets, lags, found)
+        progress = view.progress[group, topic]
+        gone = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
+        if gone:
+            rows = [*own.rows(), *(QueueLag(group, topic, one, 0, 0, progress[one], 0, None) for one in gone)]
+            (own,) = Lag.of(rows).topics
+        if own.queue_ids:
+            yield own
 
 
-def _look_up_oldest(view: StoreView, found: Lag, start: Ints) -> None:
-    """Fill in the store time of the message at ``start``, for each row that lags."""
-    late = np.flatnonzero(found.lags)
-    if not len(late):
-        return
-    topics = sorted({topic for _, topic in found.names})
-    number = {topic: at for at, topic in enumerate(topics)}
-    of_name = np.array([number[topic] for _, topic in found.names], np.int64)
-    of = of_name[np.searchsorted(found.begins, late, side="right") - 1]
-    ids, offsets = found.queue_ids[late], start[late]
-    order = np.lexsort((offsets, ids, of))  # so that each queue is read once
-    late, of, ids, offsets = late[order], of[order], ids[order], offsets[order]
-    begins = np.flatnonzero(np.append(True, (np.diff(of) != 0) | (np.diff(ids) != 0)))
-    ends = np.append(begins[1:], len(late))
-    names = [
-        (topics[topic], queue_id) for topic, queue_id in zip(of[begins].tolist(), ids[begins].tolist(), strict=True)
-    ]
-    queues = view.store.queues
-    entries = np.zeros(len(late), ENTRY_DTYPE)
-    rows = zip(names, begins.tolist(), ends.tolist(), offsets[begins].tolist(), offsets[ends - 1].tolist(), strict=True)
-    for name, begin, end, first, last in rows:
-        block = None if queues.is_open(name) else _entries_of_unopened(view, name, first, last)
-        if block is not None:
-            entries[begin:end] = block[offsets[begin:end] - first]
-    places = entries["physical_offset"].astype(np.int64)
-    is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
-    for at in np.flatnonzero(~np.logical_and.reduceat(is_sound, begins)).tolist():
-        here = slice(begins[at], ends[at])
-        places[here] = _places(queues[names[at]], offsets[here])
-    found.oldest_ms[late] = store_times(view.store.log, places)
+def _oldest(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:
+    """Return the store time of the oldest unconsumed message of each group in a queue; None without one."""
+    late = sorted({start for start in starts if start < end})
+    if not late:
+        return [None] * len(starts)
+    places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, late)
+    if places is None:
+        queue = view.store.queues[name]
+        places = [_place(queue, start) for start in late]
+    found = {start: store_time(view.store.log, place) for start, place in zip(late, places, strict=True)}
+    return list(map(found.get, starts))
 
 
-def _entries_of_unopened(view: StoreView, name: QueueName, first: int, last: int) -> npt.NDArray[np.void] | None:
-    """Return the entries of a queue from its file alone, which is faster than opening the queue.
+def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> list[int] | None:
+    """Return the physical offsets at queue offsets from the queue's file, which is faster than opening the queue.
 
-    None if they are in several files, or if the file is odd.
+    None if they are in several files, if the file is odd, or if an entry leads to no message.
     """
     store = view.store
     file_size = store.config.consumequeue_file_size
-    start = first * ENTRY_SIZE // file_size * file_size
-    if last * ENTRY_SIZE >= start + file_size:
+    begin = starts[0] * ENTRY_SIZE // file_size * file_size
+    if starts[-1] * ENTRY_SIZE >= begin + file_size:
         return None
-    path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))
+    path = os.path.join(directory.queue_folder(store.path, *name), file_name(begin))
     try:
-        buffer = store.files.open(path).buffer
+        file = store.files.open(path)
     except (StoreIOError, CorruptionError):
         return None
-    if len(buffer) != file_size:
+    if file.size != file_size:
         return None
-    return np.frombuffer(buffer, ENTRY_DTYPE, last - first + 1, first * ENTRY_SIZE - start)
+    entries = [PLACE.unpack_from(file.buffer, start * ENTRY_SIZE - begin) for start in starts]
+    return [place for place, _ in entries] if all(0 < size != HOLE_SIZE for _, size in entries) else None
 
 
-def _places(queue: ConsumeQueue, offsets: Ints) -> Ints:
-    """Return the physical offsets of messages at ascending queue offsets, or of the next ones with an entry."""
-    found = np.full(len(offsets), UNKNOWN, np.int64)
-    at = 0
-    while at < len(offsets):
-        first = int(offsets[at])
-        block = np.frombuffer(queue.read(first, min(_AT_ONCE, int(offsets[-1]) - first + 1)), ENTRY_DTYPE)
-        until = max(at + 1, int(np.searchsorted(offsets, first + len(block))))
-        if len(block):
-            entries = block[offsets[at:until] - first]
-            is_sound = (entries["size"] > 0) & (entries["size"] != HOLE_SIZE)
-            found[at:until] = np.where(is_sound, entries["physical_offset"], UNKNOWN)
-            for row in np.flatnonzero(entries["size"] == HOLE_SIZE).tolist():
-                found[at + row] = _behind_hole(queue, int(offsets[at + row]))
-        at = until
-    return found
-
-
-def _behind_hole(queue: ConsumeQueue, queue_offset: int) -> int:
-    """Return the physical offset of the first message with an entry from ``queue_offset`` on."""
-    for _, block in queue.blocks(queue_offset, queue_offset + _AT_ONCE):
-        sound = np.flatnonzero(block["size"] != HOLE_SIZE)
-        if len(sound):
-            return int(block["physical_offset"][sound[0]])
-    return UNKNOWN
+def _place(queue: ConsumeQueue, queue_offset: int) -> int:
+    """Return the physical offset of the first message with an entry from ``queue_offset`` on; -1 without one."""
+    while raw := queue.read(queue_offset, _AT_ONCE):
+        for place, size in zip(*places_and_sizes(raw), strict=True):
+            if size != HOLE_SIZE:
+                return place if size > 0 else -1
+        queue_offset += len(raw) // ENTRY_SIZE
+    return -1
 
 
 # ---------------------------------------------------------------------------------------------------------- findings
@@ -397,9 +337,7 @@ def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found:
     with viewed(source) as view:
         known = lag(view) if found is None else found
         findings: list[Finding] = []
-        beyond = known.has_progress & (known.consumer_offsets > known.max_offsets)
-        if beyond.any():
-            findings += [_beyond(row) for row in known if (row.consumer_offset or 0) > row.max_offset]
+        findings += [_beyond(row) for row in known if (row.consumer_offset or 0) > row.max_offset]
         for each in known.by_topic():
             if limits.own or not is_own_group(each.group):
                 findings += _of_topic(view, each, limits)

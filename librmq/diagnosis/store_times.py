@@ -1,11 +1,9 @@
-"""Store times of many records, read from the mapped log without an object for each."""
+"""Store times of one record or of many, read from the mapped log without an object for each."""
 
 from __future__ import annotations
 
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+import struct
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from librmq.commitlog import CommitLog
 from librmq.message.record import (
@@ -15,13 +13,38 @@ from librmq.message.record import (
     PHYSICAL_OFFSET_AT,
     STORE_TIMESTAMP_AT,
     SYS_FLAG_AT,
+    store_timestamp_ms,
 )
+from librmq.runtime import lazy_numpy as np
 
-__all__ = ["UNKNOWN", "Ints", "store_times"]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["UNKNOWN", "Ints", "store_time", "store_times"]
 
 UNKNOWN: Final = -1
+_LONG: Final = struct.Struct(">q")
 
-Ints = npt.NDArray[np.int64]
+Ints: TypeAlias = "npt.NDArray[np.int64]"
+
+
+def store_time(log: CommitLog, physical_offset: int) -> int | None:
+    """Return the store time of the record at this place in ms; None if no record starts there.
+
+    Raises:
+        CorruptionError: The log's file has a wrong length.
+    """
+    if not log.begin <= physical_offset <= log.end - FIXED_SIZE:
+        return None
+    at = physical_offset % log.file_size
+    file = log.sequence.file_at(physical_offset)
+    if file is None or at + FIXED_SIZE + HOST_V6_EXTRA > file.size:
+        return None
+    (stated,) = _LONG.unpack_from(file.buffer, at + PHYSICAL_OFFSET_AT)
+    if stated != physical_offset:
+        return None
+    time_ms = store_timestamp_ms(file.buffer, at)
+    return time_ms if time_ms >= 0 else None
 
 
 def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:

@@ -247,13 +247,13 @@ def _hot_queue(
 
 def _hot_keys(view: StoreView, found: Lag, limits: Thresholds) -> Iterator[Finding]:
     """Yield the queues of a folder that lag because most of their messages have one key."""
-    begins = [*found.begins.tolist(), len(found)]
-    for at, each in enumerate(found.by_topic()):
+    for columns in found.topics:
+        each = columns.sums()
         is_wanted = limits.own or not is_own_group(each.group)
         most = each.most_in_one_queue
         if is_wanted and most > limits.normal_lag and is_uneven(view, each.topic, most, each.lag, limits):
-            rows = [one for one in found.rows(begins[at], begins[at + 1]) if one.lag == most]
-            yield from _why_it_lags(view, _unknown(view, rows[0]), each.lag, None, limits)
+            row = next(one for one in columns.rows() if one.lag == most)
+            yield from _why_it_lags(view, _unknown(view, row), each.lag, None, limits)
 
 
 def _why_it_lags(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from librmq.clock import SystemClock
 from librmq.columns.arrays import Ints
-from librmq.consumequeue import ENTRY_DTYPE
+from librmq.consumequeue import entry_dtype
 from librmq.errors import CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
@@ -242,7 +242,7 @@ def _derive(store: MessageStore, records: StagedRecords, lanes: Sequence[Lane], 
 
 def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) -> None:
     block = placed.block
-    entries = np.empty(len(placed.places), ENTRY_DTYPE)
+    entries = np.empty(len(placed.places), entry_dtype())
     entries["physical_offset"], entries["size"], entries["tags_code"] = placed.places, block.sizes, block.codes
     order = np.argsort(block.lane, kind="stable")
     numbers, firsts = np.unique(block.lane[order], return_index=True)

@@ -17,6 +17,7 @@ from librmq.files.seam import FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.lazy_numpy import import_numpy
 from librmq.store.engine.append import Appender
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
@@ -117,6 +118,7 @@ class StoreHandle:
             if self.read_only:
                 self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
             else:
+                import_numpy()
                 self._configure(config or directory.infer_config(path, files))
                 self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:

@@ -205,8 +205,8 @@ def _unchecked(name: str) -> ReportedFinding:
 
 def _lags(view: StoreView, name: str, wanted: ReportScope, found: Lag) -> Iterator[GroupTopicLag]:
     instances: dict[str, int | None] = {}
-    begins = [*found.begins.tolist(), len(found)]
-    for at, one in enumerate(found.by_topic()):
+    for columns in found.topics:
+        one = columns.sums()
         if (
             is_own_group(one.group)
             or one.topic == SCHEDULE_TOPIC
@@ -216,16 +216,11 @@ def _lags(view: StoreView, name: str, wanted: ReportScope, found: Lag) -> Iterat
             continue
         if one.group not in instances:
             instances[one.group] = _instances(view, one.group)
-        rows = slice(begins[at], begins[at + 1])
-        offsets = found.consumer_offsets[rows].tolist()
-        known = found.has_progress[rows].tolist()
-        columns = (found.queue_ids[rows], found.min_offsets[rows], found.max_offsets[rows])
-        ids, begin, end = (tuple(column.tolist()) for column in columns)
         yield GroupTopicLag(
             name, one.group, one.topic, one.lag, one.oldest_timestamp_ms, view.age_s(one.oldest_timestamp_ms),
-            one.without_progress, one.expired, instances[one.group], ids, begin, end,
-            tuple(offset if is_known else None for offset, is_known in zip(offsets, known, strict=True)),
-            tuple(found.lags[rows].tolist()),
+            one.without_progress, one.expired, instances[one.group], tuple(columns.queue_ids),
+            tuple(columns.min_offsets), tuple(columns.max_offsets), tuple(columns.consumer_offsets),
+            tuple(columns.lags),
         )  # fmt: skip
 
 

@@ -8,10 +8,7 @@ of a queue or of the index has them written first. A crash loses nothing, becaus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
@@ -19,9 +16,13 @@ from librmq.java.numbers import java_int
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE, DispatchState, LaneState
 from librmq.runtime.critical import critical
 from librmq.store.format.keyindex import KeyIndex
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = [
     "BitmapOf",

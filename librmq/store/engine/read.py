@@ -11,17 +11,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import Final, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries
+from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, entry_dtype
+from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
+from librmq.runtime import lazy_numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 
@@ -121,12 +123,19 @@ def read_queue(
         if result is not None:
             return result
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
-    entries = np.frombuffer(queue.read(queue_offset, limit), ENTRY_DTYPE)
-    if not len(entries):
+    raw = queue.read(queue_offset, limit)
+    if not raw:
         following = queue.next_file_offset(queue_offset)
         return ReadResult(GetStatus.OFFSET_FOUND_NULL, [], following, low, high)
     result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
-    _read_matching(log, queue, entries, max_messages, matching, transfer, result)
+    if matching is None:
+        places, sizes = places_and_sizes(raw)
+        candidates: Sequence[int] = range(len(places))
+    else:
+        entries = np.frombuffer(raw, entry_dtype())
+        places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
+        candidates = _candidates(queue, entries, matching)
+    _read_candidates(log, places, sizes, candidates, max_messages, matching, transfer, result)
     return result
 
 
@@ -148,11 +157,11 @@ def _read_all(
     The fast path needs entries that all point into one file, at records of the usual magic.
     """
     # Hot path of every pull, in which each step for a message counts.
-    entries = np.frombuffer(queue.read(queue_offset, max(max_messages, 1)), ENTRY_DTYPE)
-    if not len(entries):
+    raw = queue.read(queue_offset, max(max_messages, 1))
+    if not raw:
         return None
     log_end, file_size, sequence = log.end, log.file_size, log.sequence
-    places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
+    places, sizes = places_and_sizes(raw)
     begin = places[0]
     max_count, max_bytes = transfer.limits(log_end, begin)
     if log_end - begin > transfer.memory >= log_end - places[-1]:
@@ -197,10 +206,11 @@ def _head(size: int) -> bytes:
     return head
 
 
-def _read_matching(
+def _read_candidates(
     log: CommitLog,
-    queue: ConsumeQueue,
-    entries: Entries,
+    places: Sequence[int],
+    sizes: Sequence[int],
+    candidates: Sequence[int],
     max_messages: int,
     matching: MessageFilter | None,
     transfer: Transfer,
@@ -208,24 +218,24 @@ def _read_matching(
 ) -> None:
     """Read with a filter, or over deleted messages."""
     messages = result.messages
-    places, sizes, count = entries["physical_offset"], entries["size"], len(entries)
+    count = len(places)
     skip_below = -1
     looked_at = 0
-    for at in [*_candidates(queue, entries, matching).tolist(), count]:
+    for at in [*candidates, count]:
         if messages and looked_at < count:
-            max_count, max_bytes = transfer.limits(log.end, int(places[looked_at]))
+            max_count, max_bytes = transfer.limits(log.end, places[looked_at])
             if len(messages) >= min(max_count, max_messages):
                 break
             # An entry that does not match still ends the read if its message would not fit.
-            too_large = sizes[looked_at : at + 1] > max_bytes - result.total_size
-            if too_large.any():
-                looked_at += int(too_large.argmax())
+            room = max_bytes - result.total_size
+            if max(sizes[looked_at : at + 1]) > room:
+                looked_at += _first_above(sizes[looked_at:], room)
                 break
         looked_at = at
         if at == count:
             break
         looked_at += 1
-        physical_offset, size = int(places[at]), int(sizes[at])
+        physical_offset, size = places[at], sizes[at]
         if physical_offset < skip_below or size == HOLE_SIZE:
             continue
         if at + 1 < count and places[at + 1] == physical_offset:
@@ -248,14 +258,16 @@ def _read_matching(
     result.next_offset += looked_at
 
 
-def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter | None) -> npt.NDArray[np.intp]:
+def _first_above(sizes: Sequence[int], room: int) -> int:
+    return next(at for at, size in enumerate(sizes) if size > room)
+
+
+def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter) -> list[int]:
     """Return the numbers of the entries that can match."""
-    if matching is None:
-        return np.arange(len(entries))
     codes = entries["tags_code"].astype(np.int64)
     addresses = np.flatnonzero(codes <= LAST_EXT_ADDRESS)
     if not len(addresses):
-        return np.flatnonzero(matching.match_entries(codes, None))
+        return np.flatnonzero(matching.match_entries(codes, None)).tolist()
     units = [queue.ext_unit(code) for code in codes.tolist()]
     unknown = [at for at in addresses.tolist() if units[at] is None]
     for at, unit in enumerate(units):
@@ -263,4 +275,4 @@ def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter |
             codes[at] = unit.tags_code
     may = matching.match_entries(codes, units)
     may[unknown] = True  # only the message itself decides
-    return np.flatnonzero(may)
+    return np.flatnonzero(may).tolist()

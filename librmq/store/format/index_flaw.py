@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
+from librmq.runtime import lazy_numpy as np
 from librmq.store.format.index_layout import HEADER_SIZE, SLOT_SIZE
 from librmq.store.format.indexfile import IndexFile
 

@@ -26,29 +26,29 @@ A file's begin and end start as the end of the file before it, until its first e
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Final, NamedTuple
-
-import numpy as np
 
 from librmq.errors import ConfigError
 from librmq.files.seam import File
+from librmq.runtime import lazy_numpy as np
 
 __all__ = [
-    "ENTRY_DTYPE",
     "ENTRY_SIZE",
     "FRESH",
     "HEADER",
     "HEADER_SIZE",
     "MAX_SECONDS",
-    "SLOT_DTYPE",
     "SLOT_SIZE",
-    "STORED_ENTRY",
     "IndexHeader",
     "check_geometry",
+    "entry_dtype",
     "entry_seconds",
     "file_length",
     "find_geometry",
     "geometry",
+    "slot_dtype",
+    "stored_entry_dtype",
     "unpack_entry",
 ]
 
@@ -56,15 +56,27 @@ HEADER_SIZE: Final = 40
 SLOT_SIZE: Final = 4
 ENTRY_SIZE: Final = 20
 
-ENTRY_DTYPE: Final = np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
-"""Type of `IndexFile.entries`."""
-SLOT_DTYPE: Final = np.dtype([("slot", "i4"), ("number", "i4")])
-"""Type of `IndexFile.slots`."""
-
-STORED_ENTRY: Final = ENTRY_DTYPE.newbyteorder(">")
 HEADER: Final = struct.Struct(">qqqqii")
 unpack_entry = struct.Struct(">iqii").unpack_from
 MAX_SECONDS: Final = (1 << 31) - 1
+
+
+@cache
+def entry_dtype() -> np.dtype[np.void]:
+    """Return the type of `IndexFile.entries`."""
+    return np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
+
+
+@cache
+def slot_dtype() -> np.dtype[np.void]:
+    """Return the type of `IndexFile.slots`."""
+    return np.dtype([("slot", "i4"), ("number", "i4")])
+
+
+@cache
+def stored_entry_dtype() -> np.dtype[np.void]:
+    """Return the type of entries in a file."""
+    return entry_dtype().newbyteorder(">")
 
 
 def file_length(slots: int, entries: int) -> int:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final
 
 from librmq.files.seam import Buffer
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE
 from librmq.store.format.index_layout import (
     ENTRY_SIZE,
@@ -21,11 +19,14 @@ from librmq.store.format.index_layout import (
     HEADER_SIZE,
     MAX_SECONDS,
     SLOT_SIZE,
-    STORED_ENTRY,
     IndexHeader,
     entry_seconds,
+    stored_entry_dtype,
     unpack_entry,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["IndexWriter"]
 
@@ -160,7 +161,7 @@ class IndexWriter:
             previous[order[1:][again]] = numbers[order[:-1][again]]
             last = order[np.append(~again, True)]
             touched, newest = slots[last], numbers[last]
-        entries = np.empty(keys, STORED_ENTRY)
+        entries = np.empty(keys, stored_entry_dtype())
         entries["hash"] = hashes
         entries["physical"] = physical
         if begin_timestamp > 0:

@@ -9,29 +9,30 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File, Files
+from librmq.runtime import lazy_numpy as np
 from librmq.store.format.index_layout import (
-    ENTRY_DTYPE,
     ENTRY_SIZE,
     HEADER,
     HEADER_SIZE,
-    SLOT_DTYPE,
     SLOT_SIZE,
-    STORED_ENTRY,
     IndexHeader,
     check_geometry,
+    entry_dtype,
     file_length,
     geometry,
+    slot_dtype,
+    stored_entry_dtype,
     unpack_entry,
 )
 from librmq.store.format.index_writer import IndexWriter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["IndexFile"]
 
@@ -212,19 +213,19 @@ class IndexFile:
         return self.header.index_count >= self.max_entries
 
     def entries(self, begin: int = 1, end: int | None = None) -> NDArray[np.void]:
-        """Return a copy of the entries from number ``begin`` to below ``end``, by default all, as `ENTRY_DTYPE`."""
+        """Return a copy of the entries from number ``begin`` to below ``end``, by default all, as `entry_dtype`."""
         count = self.header.index_count
         end = count if end is None else min(end, count)
         begin = min(max(begin, 0), count)
         at = self.entry_position(begin)
-        stored = np.frombuffer(self.file.buffer, STORED_ENTRY, max(end - begin, 0), at)
-        return stored.astype(ENTRY_DTYPE)
+        stored = np.frombuffer(self.file.buffer, stored_entry_dtype(), max(end - begin, 0), at)
+        return stored.astype(entry_dtype())
 
     def slots(self) -> NDArray[np.void]:
-        """Return the slots that are not zero, ascending, as `SLOT_DTYPE`."""
+        """Return the slots that are not zero, ascending, as `slot_dtype`."""
         table = np.frombuffer(self.file.buffer, ">i4", self.max_slots, HEADER_SIZE)
         used = np.flatnonzero(table)
-        found = np.empty(len(used), SLOT_DTYPE)
+        found = np.empty(len(used), slot_dtype())
         found["slot"] = used
         found["number"] = table[used]
         return found

@@ -8,18 +8,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import chain
-from typing import Final, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, Self
 
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files, FolderEntry, make_folders
 from librmq.java.hashing import index_key_hash
+from librmq.runtime import lazy_numpy as np
 from librmq.store.format.index_layout import FRESH, check_geometry, file_length
 from librmq.store.format.indexfile import IndexFile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["KeyIndex"]
 

@@ -17,11 +17,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
@@ -31,6 +29,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
 from librmq.message.topics import validate_queue
+from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueName, QueueTable
@@ -138,8 +137,8 @@ class LiveQueue(ConsumeQueue):
         first, late = self._late
         self._files.unmap_all()  # a recovery can have deleted a file and made another with its name
         while late:
-            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), ENTRY_DTYPE)
-            kept = np.frombuffer(late, ENTRY_DTYPE, len(stored))
+            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), entry_dtype())
+            kept = np.frombuffer(late, entry_dtype(), len(stored))
             same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
             count = len(same) if same.all() else int(same.argmin())
             if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:

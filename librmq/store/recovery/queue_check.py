@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-import numpy as np
-
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.files.damage import Damage
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, misaddressed, record_at
@@ -156,7 +155,7 @@ class QueueCheck:
             return None  # earlier records may be missing
         min_offset, log_begin = start, self._log.begin
         if older:
-            block = np.frombuffer(stored, ENTRY_DTYPE, older // ENTRY_SIZE)
+            block = np.frombuffer(stored, entry_dtype(), older // ENTRY_SIZE)
             places, sizes = block["physical_offset"], block["size"]
             if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
                 return None

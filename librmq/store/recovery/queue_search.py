@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
-
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
+from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.queue_table import QueueName
 
 __all__ = ["first_at", "first_not_older", "made_again"]
@@ -78,6 +77,6 @@ def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
     """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
     while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
         raw = queue.read(queue_offset, min(_BLOCK, end - queue_offset))
-        others = np.flatnonzero(np.frombuffer(raw, ENTRY_DTYPE)["size"] != HOLE_SIZE)
+        others = np.flatnonzero(np.frombuffer(raw, entry_dtype())["size"] != HOLE_SIZE)
         queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE
     return queue_offset
