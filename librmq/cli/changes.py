@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from librmq.cli.input import settle_config
 from librmq.clock import ManualClock, SystemClock
+from librmq.diagnosis.findings import named
+from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
     from librmq.broker import Broker
     from librmq.config import StoreConfig
 
-__all__ = ["opened_broker", "opened_to_change"]
+__all__ = ["chosen_queues", "opened_broker", "opened_to_change"]
+
+_QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
 
 
 @contextmanager
@@ -59,3 +64,19 @@ def _files_and_config(arguments: argparse.Namespace) -> tuple[Files, StoreConfig
     files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
     check_kind(arguments.store, files)
     return files, None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
+
+
+def chosen_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
+    """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all.
+
+    Raises:
+        InputError: The text is malformed, or the topic has no such queue.
+    """
+    if text is None:
+        return sorted(ids)
+    if not _QUEUES.fullmatch(text):
+        raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
+    bounds = [[int(one) for one in part.split("-")] for part in text.split(",")]
+    if any(one not in ids for each in bounds for one in each):
+        raise InputError(f"topic {topic!r} has no queue {text}: its queues are {named(ids)}")
+    return sorted({one for one in ids if any(each[0] <= one <= each[-1] for each in bounds)})

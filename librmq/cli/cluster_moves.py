@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from librmq.cli.changes import chosen_queues
 from librmq.cli.cluster_source import ClusterSource, open_cluster
 from librmq.cli.groups import near
 from librmq.cli.input import parse_time
@@ -70,11 +71,9 @@ def _queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[Messa
     found = cluster.bounds(arguments.topic)
     if not found:
         raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics())}")
-    chosen = {queue: one for queue, one in found.items() if arguments.queue in (None, str(queue.queue_id))}
-    if not chosen:
-        ids = ", ".join(sorted({str(queue.queue_id) for queue in found}))
-        raise InputError(f"topic {arguments.topic!r} has no queue {arguments.queue}: its queues are {ids}")
-    return chosen
+    ids = {queue.queue_id for queue in found}
+    chosen = chosen_queues(arguments.topic, arguments.queue, ids)
+    return {queue: one for queue, one in found.items() if queue.queue_id in chosen}
 
 
 def _target(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from librmq.cli.changes import opened_broker, opened_to_change
+from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
 from librmq.cli.groups import near
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output, whole_number
@@ -154,8 +154,4 @@ def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Na
     ids = sorted(number for name, number in store.queues if name == topic)
     if not ids:
         raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues})}")
-    if arguments.queue is None:
-        return ids
-    if arguments.queue not in map(str, ids):
-        raise InputError(f"topic {topic!r} has no queue {arguments.queue}: its queues are {', '.join(map(str, ids))}")
-    return [int(arguments.queue)]
+    return chosen_queues(topic, arguments.queue, ids)

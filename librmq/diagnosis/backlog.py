@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Self
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, named
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.store_times import store_time
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -337,8 +337,10 @@ def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found:
     with viewed(source) as view:
         known = lag(view) if found is None else found
         findings: list[Finding] = []
-        findings += [_beyond(row) for row in known if (row.consumer_offset or 0) > row.max_offset]
-        for each in known.by_topic():
+        for columns in known.topics:
+            each = columns.sums()
+            if each.beyond_end:
+                findings.append(_beyond([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset]))
             if limits.own or not is_own_group(each.group):
                 findings += _of_topic(view, each, limits)
         return findings
@@ -350,16 +352,32 @@ def is_uneven(view: StoreView, topic: str, most: int, total: int, limits: Thresh
     return queues > 1 and total > limits.normal_lag and most * queues > limits.uneven * total
 
 
-def _beyond(row: QueueLag) -> Finding:
+def _beyond(rows: Sequence[QueueLag]) -> Finding:
+    """Return the finding about the queues of a group and topic whose progress is beyond their end."""
+    worst = max(rows, key=lambda row: (row.consumer_offset or 0) - row.max_offset)
+    ahead = sum((row.consumer_offset or 0) - row.max_offset for row in rows)
+    where = named(row.queue_id for row in rows)
+    what = f"In queue {where} the progress {worst.consumer_offset} is beyond the end {worst.max_offset}"
+    if len(rows) > 1:
+        what = (
+            f"In {counted(len(rows), 'queue')} the progress is beyond the end, most in queue {worst.queue_id}: "
+            f"{worst.consumer_offset} of {worst.max_offset}"
+        )
     return Finding(
         "progress-beyond-end",
         "error",
-        f"group {row.group}, topic {row.topic}, queue {row.queue_id}",
-        f"The progress {row.consumer_offset} is beyond the queue's end {row.max_offset}: the group would skip the "
-        f"next {(row.consumer_offset or 0) - row.max_offset} messages.",
-        {"consumer_offset": row.consumer_offset, "max_offset": row.max_offset},
+        f"group {worst.group}, topic {worst.topic}",
+        f"{what}. The group would skip the next {counted(ahead, 'message')}.",
+        {
+            "queue_id": worst.queue_id,
+            "consumer_offset": worst.consumer_offset,
+            "max_offset": worst.max_offset,
+            "queues": len(rows),
+            "queue_ids": where,
+            "messages": ahead,
+        },
         "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: librmq "
-        f"reset STORE --group {row.group} --topic {row.topic} --queue {row.queue_id} --to end. Broker.open does it.",
+        f"reset STORE --group {worst.group} --topic {worst.topic} --queue {where} --to end. Broker.open does it.",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from librmq.consumequeue import ENTRY_SIZE
-from librmq.diagnosis.findings import Finding, counted
+from librmq.diagnosis.findings import NAMED, Finding, counted
 from librmq.diagnosis.view import StoreView
 from librmq.files.rolling import file_name
 from librmq.store.format import directory
@@ -92,7 +92,7 @@ def missing_queue_findings(view: StoreView) -> list[Finding]:
             f"Files of {counted(len(missing), 'queue')} are missing: {', '.join(missing[:3])}"
             + " and others" * (len(missing) > 3)
             + ".",
-            {"places": len(missing), "kinds": ["missing"], "queues": missing, "error": None},
+            {"places": len(missing), "kinds": ["missing"], "queues": missing[:NAMED], "error": None},
             "The log still has the messages: librmq recover STORE makes the queues again.",
         )
     ]  # fmt: skip

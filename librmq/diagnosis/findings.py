@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["Finding", "Severity", "Thresholds", "counted", "worst_first"]
+__all__ = ["NAMED", "Finding", "Severity", "Thresholds", "counted", "named", "worst_first"]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -64,6 +64,21 @@ class Thresholds:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+NAMED: Final = 20
+"""The most queues or causes that the evidence of one finding names; it counts all."""
+
+
+def named(ids: Iterable[int]) -> str:
+    """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``."""
+    ranges: list[list[int]] = []
+    for one in sorted(ids):
+        if ranges and ranges[-1][1] == one - 1:
+            ranges[-1][1] = one
+        else:
+            ranges.append([one, one])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

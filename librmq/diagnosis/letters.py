@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted
@@ -27,6 +27,7 @@ IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
 USED_UP: Final = "retries used up"
 
+_CAUSES: Final = 5  # of a group and topic that have a finding each
 _ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 _VARIES: Final = re.compile(r"0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|\d+")
 
@@ -132,23 +133,35 @@ def _cause(message: StoredMessage) -> str:
 
 
 def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return a finding for each cause of dead letters."""
+    """Return a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
     limits = thresholds or Thresholds()
-    return [
-        Finding(
-            "dead-letters",
-            "error" if one.original_topic in limits.topics else "warning",
-            f"group {one.group}, topic {one.original_topic}",
-            f"{counted(one.messages, 'dead letter')}: {one.cause}.",
-            {
-                "cause": one.cause,
-                "messages": one.messages,
-                "first_timestamp_ms": one.first_timestamp_ms,
-                "last_timestamp_ms": one.last_timestamp_ms,
-                "physical_offset": one.example,
-            },
-            f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {one.group}, or "
-            "broker.resend_dead_letters.",
-        )
-        for one in dead_letter_causes(source)
-    ]
+    by_topic: dict[tuple[str, str], list[DeadLetterCause]] = {}
+    for one in dead_letter_causes(source):
+        by_topic.setdefault((one.group, one.original_topic), []).append(one)
+    findings = []
+    for causes in by_topic.values():
+        findings += [_of_causes([one], limits) for one in causes[:_CAUSES]]
+        if len(causes) > _CAUSES:
+            findings.append(_of_causes(causes[_CAUSES:], limits))
+    return findings
+
+
+def _of_causes(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:
+    one, messages = causes[0], sum(each.messages for each in causes)
+    what = one.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {one.cause}"
+    return Finding(
+        "dead-letters",
+        "error" if one.original_topic in limits.topics else "warning",
+        f"group {one.group}, topic {one.original_topic}",
+        f"{counted(messages, 'dead letter')}: {what}.",
+        {
+            "cause": one.cause,
+            "causes": len(causes),
+            "messages": messages,
+            "first_timestamp_ms": min(each.first_timestamp_ms for each in causes),
+            "last_timestamp_ms": max(each.last_timestamp_ms for each in causes),
+            "physical_offset": one.example,
+        },
+        f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {one.group}, or "
+        "broker.resend_dead_letters.",
+    )

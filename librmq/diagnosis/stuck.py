@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.diagnosis.backlog import Lag, QueueLag, is_uneven, lag
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, counted, named
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
@@ -149,7 +149,10 @@ def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, foun
         for group, held in by_group.items():
             states = [state for state in instances(view, group).values() if state is not None]
             stuck = [one for one in held if _is_stuck(one, limits)]
-            findings += map(_stuck, stuck)
+            by_topic: dict[str, list[HeldProgress]] = {}
+            for one in stuck:
+                by_topic.setdefault(one.topic, []).append(one)
+            findings += map(_stuck, by_topic.values())
             findings += _threads(group, states, held, limits)
             if not stuck:
                 findings += _hot_queue(view, states, held, limits)
@@ -160,16 +163,23 @@ def _is_stuck(one: HeldProgress, limits: Thresholds) -> bool:
     return one.held_s is not None and (one.held_s > limits.stuck_s or (one.failures or 0) >= limits.retries)
 
 
-def _stuck(one: HeldProgress) -> Finding:
+def _stuck(held: list[HeldProgress]) -> Finding:
+    """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
+    one, queue_ids = held[0], [each.queue_id for each in held]
     where = f" in thread {one.thread}, at {one.stack[-1]}" if one.stack else ""
     failed = f", after {one.failures} failures" if one.failures else ""
     return Finding(
         "stuck-message",
         "error",
-        f"group {one.group}, topic {one.topic}, queue {one.queue_id}",
-        f"A listener has had message {one.message_id} for {duration(one.held_s or 0)}{where}{failed}; {one.behind} "
-        "held messages wait for it.",
+        f"group {one.group}, topic {one.topic}",
+        f"In queue {one.queue_id} a listener has had message {one.message_id} for {duration(one.held_s or 0)}{where}"
+        f"{failed}; {one.behind} held messages wait for it."
+        + f" In {counted(len(held) - 1, 'more queue')} it is alike."
+        * (len(held) > 1),
         {
+            "queue_id": one.queue_id,
+            "queues": len(held),
+            "queue_ids": named(queue_ids),
             "queue_offset": one.consumed_offset,
             "stored_offset": one.stored_offset,
             "message_id": one.message_id,

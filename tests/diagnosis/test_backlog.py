@@ -108,11 +108,11 @@ def test_progress_beyond_the_end_is_a_finding_without_lag() -> None:
     store.send("T", 0, 5)
     store.progress("G", "T", q0=8, q3=2)  # queue 3 does not exist
     assert [(row.queue_id, row.lag, row.oldest_timestamp_ms) for row in lag(store.view)] == [(0, 0, None), (3, 0, None)]
-    found = diagnose(store.view)
-    assert [(one.kind, one.severity, one.subject) for one in found] == [
-        ("progress-beyond-end", "error", "group G, topic T, queue 0"),
-        ("progress-beyond-end", "error", "group G, topic T, queue 3"),
-    ]
+    (found,) = diagnose(store.view)
+    assert (found.kind, found.severity, found.subject) == ("progress-beyond-end", "error", "group G, topic T")
+    evidence = {"queue_id": 0, "consumer_offset": 8, "max_offset": 5, "queues": 2, "queue_ids": "0,3", "messages": 5}
+    assert found.evidence == evidence
+    assert "--queue 0,3 --to end" in found.next_step
 
 
 def test_a_negative_progress_expires_nothing() -> None:

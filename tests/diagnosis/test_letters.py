@@ -47,3 +47,20 @@ def test_used_up_retries_count_each_attempt(rmq: Kit) -> None:
     (cause,) = dead_letter_causes(rmq.broker)
     assert (cause.messages, cause.most_times) == (1, 2)
     assert cause.first_timestamp_ms == cause.last_timestamp_ms
+
+
+def test_rare_causes_share_a_finding(rmq: Kit) -> None:
+    causes = iter(f"no {'customer' * number}" for number in (1, 1, 2, 3, 4, 5, 6, 7))
+
+    def fail(message: object) -> None:
+        raise DeadLetter(next(causes))
+
+    rmq.consumer("G").subscribe("orders", fail)
+    for _ in range(8):
+        rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=1)
+    found = diagnose(rmq.broker)
+    assert sorted((one.evidence["causes"], one.evidence["messages"]) for one in found) == [(1, 1)] * 4 + [
+        (1, 2),
+        (2, 2),
+    ]

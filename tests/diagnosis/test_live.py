@@ -267,6 +267,7 @@ def test_a_stuck_listener_is_found_with_its_stack() -> None:
             found = diagnose(broker, Thresholds(stuck_s=-1, normal_lag=5))
             stuck = next(one for one in found if one.kind == "stuck-message")
             assert stuck.evidence["message_id"] == held.message_id
+            assert (stuck.subject, stuck.evidence["queue_id"]) == (f"group G, topic {held.topic}", held.queue_id)
             assert "too-few-threads" in {one.kind for one in found}
         finally:
             release.set()

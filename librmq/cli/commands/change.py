@@ -11,7 +11,7 @@ __all__ = ["COMMANDS"]
 _OF_GROUP: Final = (
     option("--group", metavar="GROUP", required=True, help="the consumer group"),
     option("--topic", metavar="TOPIC", required=True, help="the topic"),
-    option("--queue", metavar="ID", help="only this queue"),
+    option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"),
 )
 
 COMMANDS: Final = (
