@@ -112,9 +112,9 @@ class ClusterSource:
                     "dead_letters": sum(one.max_offset - one.min_offset for one in letters),
                 }
 
-    def lag(self, group: str | None = None, topic: str | None = None) -> Lag:
+    def lag(self, group: str | None = None, topic: str | None = None, *, times: bool = True) -> Lag:
         """Return the lag of all groups, or of one, in all topics, or in one."""
-        return Lag.of(row for _, row in self._all_lags(group, topic))
+        return Lag.of(row for _, row in self._all_lags(group, topic, times=times))
 
     def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[dict[str, object]]:
         """Yield a row for each queue of `lag`."""
@@ -122,9 +122,11 @@ class ClusterSource:
         for queue, row in found:
             yield self.named(queue.broker_name, row._asdict())
 
-    def _all_lags(self, group: str | None, topic: str | None) -> Iterator[tuple[MessageQueue, QueueLag]]:
+    def _all_lags(
+        self, group: str | None, topic: str | None, *, times: bool = True
+    ) -> Iterator[tuple[MessageQueue, QueueLag]]:
         groups = [one for one in self.groups() if not is_own_group(one)] if group is None else [group]
-        return (found for one in groups for found in self._queue_lags(one, topic))
+        return (found for one in groups for found in self._queue_lags(one, topic, times=times))
 
     def _queue_lags(
         self, group: str, topic: str | None = None, *, times: bool = True

@@ -61,7 +61,10 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def lag(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the lag of each group in each queue, or its sums by topic or group."""
+    """Print the lag of each group in each queue, its sums by topic or group, or rates."""
+    if arguments.every is not None:
+        _lag_rates(arguments, output)
+        return 0
     if arguments.route is not None:
         from librmq.cli.cluster_source import open_cluster
 
@@ -86,6 +89,27 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         _note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
     return 0
+
+
+def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
+    """Print how fast topics grow and groups consume them; of an unused store what its messages tell."""
+    from librmq.cli.rates import follow_rates, interval_of, recent_rates
+
+    def measure() -> Lag:
+        with open_view(arguments) as view:
+            return lag_of(view, group=arguments.group, topic=arguments.topic, times=False)
+
+    seconds = interval_of(arguments)
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            follow_rates(lambda: cluster.lag(arguments.group, arguments.topic, times=False), seconds, output)
+    with open_view(arguments) as view:
+        if view.owner is None:
+            recent_rates(view, lag_of(view, group=arguments.group, topic=arguments.topic, times=False), output)
+            return
+    follow_rates(measure, seconds, output)
 
 
 def _print_lag(found: Lag, by: str, output: Output) -> None:

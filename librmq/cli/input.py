@@ -24,6 +24,7 @@ __all__ = [
     "field",
     "files_and_config",
     "input_size",
+    "parse_duration",
     "parse_object",
     "parse_time",
     "read_config",
@@ -36,6 +37,7 @@ __all__ = [
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
+_DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
@@ -57,6 +59,18 @@ def parse_time(text: str, clock: Clock) -> int:
             f"not a time: {text!r}; expected milliseconds since 1970, a date such as '2026-11-20 08:00' or "
             "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
+
+
+def parse_duration(name: str, text: str, expected: str) -> float:
+    """Return seconds from the text of an option, such as ``20ms``, ``1.5s``, ``30m``, ``2h`` or ``7d``.
+
+    Raises:
+        InputError: The text is no duration; the error says what was ``expected``.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise InputError(f"{name}: expected {expected}, found {text!r:.80}")
+    return float(found[1]) * _UNIT_MS[found[2]] / 1000
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
-from typing import Final
 
 from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
 from librmq.cli.groups import near
-from librmq.cli.input import parse_time
+from librmq.cli.input import parse_duration, parse_time
 from librmq.cli.output import Output, whole_number
 from librmq.cli.selection import first_at
 from librmq.clock import SystemClock
@@ -23,9 +21,6 @@ __all__ = ["replay", "reset", "skip"]
 
 Move = Callable[[MessageStore, ConsumeQueue], int]
 """From a store and one of its queues to the new progress."""
-
-_AGE: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)", re.ASCII)
-_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def reset(arguments: argparse.Namespace, output: Output) -> int:
@@ -59,7 +54,8 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     queues = None if arguments.queues is None else whole_number("--queues", arguments.queues)
     if arguments.older_than is not None and arguments.keep is not None:
         raise InputError("expected either --older-than or --keep")
-    age_s = None if arguments.older_than is None else _seconds(arguments.older_than)
+    expected = "an age such as 90s, 30m, 2h or 7d"
+    age_s = None if arguments.older_than is None else parse_duration("--older-than", arguments.older_than, expected)
     kept = None if arguments.keep is None else _number("--keep", arguments.keep)
     group, topic = arguments.group, arguments.topic
     with opened_broker(arguments) as broker:
@@ -97,13 +93,6 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
     row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
     output.row({**row, "skipped": note.messages, "messages": there, "dry_run": arguments.dry_run})
     return 0
-
-
-def _seconds(text: str) -> float:
-    found = _AGE.fullmatch(text)
-    if found is None:
-        raise InputError(f"--older-than: expected an age such as 90s, 30m, 2h or 7d, found {text!r:.80}")
-    return int(found[1]) * _UNIT_S[found[2]]
 
 
 def _number(name: str, text: str) -> int:

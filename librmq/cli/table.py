@@ -50,10 +50,22 @@ def _time(name: str) -> Callable[[Row], object]:
     return show
 
 
+def _drained(row: Row) -> str:
+    return "never" if row["drain_s"] is None else duration(row["drain_s"])
+
+
 def _duration(name: str) -> Callable[[Row], object]:
     def show(row: Row) -> object:
         seconds = row.get(name)
         return "never, or unknown" if seconds is None else duration(seconds)
+
+    return show
+
+
+def _rounded(name: str) -> Callable[[Row], object]:
+    def show(row: Row) -> object:
+        number = row.get(name)
+        return "unknown" if number is None else f"{number:,.1f}"
 
     return show
 
@@ -147,6 +159,15 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("bound by", _of("bound_by")),
         ("advice", _of("advice")),
     ],
+    "rate": [
+        ("group", _of("group")),
+        ("topic", _of("topic")),
+        ("over", _duration("seconds")),
+        ("in/s", _rounded("stored_per_s")),
+        ("out/s", _rounded("consumed_per_s")),
+        ("waiting", _of("lag")),
+        ("gone in", lambda row: "unknown" if row.get("consumed_per_s") is None else _drained(row)),
+    ],
     "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
     "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
 }
@@ -156,6 +177,7 @@ _BY_FIELD: Final = {
     "finding": "finding",
     "event": "event",
     "scenario": "scenario",
+    "consumed_per_s": "rate",
 }
 """What rows with a field are."""
 _STYLES: Final = {

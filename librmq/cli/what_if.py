@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from typing import Final
 
 from librmq.cli.groups import open_view
+from librmq.cli.input import parse_duration
 from librmq.cli.output import Output
-from librmq.cli.selection import first_at
+from librmq.cli.rates import stored_recently
 from librmq.diagnosis.drain import Consumption, consumption_of, what_if
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
 __all__ = ["whatif"]
 
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)", re.ASCII)
-_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0}
-_WINDOW_S: Final = 600
 _MOST: Final = 1024
 """The most clients, threads or messages per call: RocketMQ's limit of a batch; its limit of threads is 1000."""
 
@@ -47,16 +44,14 @@ def whatif(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
-    handler = _DURATION.fullmatch(arguments.handler)
-    if handler is None:
-        raise InputError(
-            f"--handler: expected the time of one call such as 20ms or 1.5s, found {arguments.handler!r:.80}"
-        )
+    handler_s = parse_duration("--handler", arguments.handler, "the time of one call such as 20ms or 1.5s")
     topic = arguments.topic
-    stored = _stored_per_s(view, topic) if arguments.inflow is None else _number("--inflow", arguments.inflow)
-    consumption = consumption_of(
-        view, arguments.group, topic, handler_s=float(handler[1]) * _UNIT_S[handler[2]], stored_per_s=stored
-    )
+    if arguments.inflow is None:
+        messages, seconds = stored_recently(view, topic)
+        stored = messages / seconds
+    else:
+        stored = _number("--inflow", arguments.inflow)
+    consumption = consumption_of(view, arguments.group, topic, handler_s=handler_s, stored_per_s=stored)
     changes: dict[str, int] = {
         name: _whole(f"--{option}", text)
         for name, option, text in (
@@ -91,21 +86,3 @@ def _whole(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST:
         return int(text)
     raise InputError(f"{name}: expected a whole number from 1 to {_MOST}, found {text!r:.80}")
-
-
-def _stored_per_s(view: StoreView, topic: str) -> float:
-    """Return the rate of a topic's messages in the last ten minutes of the store, or in its whole life."""
-    if view.now_ms is None:
-        return 0.0
-    store, stored, begin_ms = view.store, 0, view.now_ms
-    since_ms = view.now_ms - 1000 * _WINDOW_S
-    for queue_id in view.topics.get(topic, ()):
-        queue = store.queues[topic, queue_id]
-        wanted = range(queue.min_offset, queue.max_offset)
-        first = first_at(store, queue, since_ms, wanted) if wanted else 0
-        entry = queue.entry(first) if first in wanted else None
-        if entry is not None:
-            stored += wanted.stop - first
-            time_ms = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-            begin_ms = begin_ms if time_ms is None else min(begin_ms, time_ms)
-    return stored * 1000 / max(1000, view.now_ms - begin_ms)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.diagnosis.backlog import Lag as Lag
     from librmq.diagnosis.backlog import QueueLag as QueueLag
     from librmq.diagnosis.backlog import TopicLag as TopicLag
+    from librmq.diagnosis.backlog import TopicProgress as TopicProgress
     from librmq.diagnosis.backlog import lag as lag
     from librmq.diagnosis.checkup import diagnose as diagnose
     from librmq.diagnosis.design import TopicVolume as TopicVolume
@@ -42,10 +43,13 @@ if TYPE_CHECKING:
     from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
+    from librmq.diagnosis.policies import Replay as Replay
     from librmq.diagnosis.policies import Skip as Skip
     from librmq.diagnosis.policies import SkippedQueue as SkippedQueue
     from librmq.diagnosis.policies import continue_as as continue_as
     from librmq.diagnosis.policies import move_to as move_to
+    from librmq.diagnosis.policies import plan_continue_as as plan_continue_as
+    from librmq.diagnosis.policies import plan_replay as plan_replay
     from librmq.diagnosis.policies import plan_skip as plan_skip
     from librmq.diagnosis.policies import replay as replay
     from librmq.diagnosis.policies import set_aside as set_aside
@@ -65,16 +69,19 @@ _MODULES = {
     "letters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
     "checkup": ("diagnose",),
     "findings": ("Finding", "Thresholds"),
-    "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "lag"),
+    "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "TopicProgress", "lag"),
     "halves": ("GivenUpHalf", "decide_half", "given_up"),
     "origins": ("WaitingOrigins", "waiting_origins"),
     "pending": ("PendingMessage", "pending_messages"),
     "life": ("StoryEvent", "story"),
     "policies": (
+        "Replay",
         "Skip",
         "SkippedQueue",
         "continue_as",
         "move_to",
+        "plan_continue_as",
+        "plan_replay",
         "plan_skip",
         "replay",
         "set_aside",

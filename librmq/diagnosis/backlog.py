@@ -199,14 +199,13 @@ class Lag:
         if self.now_ms is None or earlier.now_ms is None or self.now_ms <= earlier.now_ms:
             return []
         seconds = (self.now_ms - earlier.now_ms) / 1000
-        before = {(row.group, row.topic, row.queue_id): row for row in earlier}
-        found: dict[tuple[str, str], list[tuple[QueueLag, QueueLag]]] = {}
-        for row in self:
-            old = before.get((row.group, row.topic, row.queue_id))
-            if old is not None:
-                found.setdefault((row.group, row.topic), []).append((old, row))
+        before = {each[:2]: each for each in earlier.topics}
         rates = []
-        for (group, topic), pairs in found.items():
+        for each in self.topics:
+            old_topic = before.get(each[:2])
+            pairs = [] if old_topic is None else list(_pairs(old_topic, each))
+            if not pairs:
+                continue
             stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
             moved = [
                 max(0, row.consumer_offset - max(old.consumer_offset or 0, old.min_offset))
@@ -217,8 +216,19 @@ class Lag:
             waiting = sum(row.lag for _, row in pairs)
             gain = 0.0 if consumed is None else consumed - stored
             drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
-            rates.append(GroupRate(group, topic, seconds, stored, consumed, waiting, drain))
+            rates.append(GroupRate(each.group, each.topic, seconds, stored, consumed, waiting, drain))
         return rates
+
+
+def _pairs(earlier: TopicProgress, later: TopicProgress) -> Iterator[tuple[QueueLag, QueueLag]]:
+    """Yield each queue of both measurements; brokers of a cluster have queues of the same ids, in the same order."""
+    old: dict[int, list[QueueLag]] = {}
+    for row in earlier.rows():
+        old.setdefault(row.queue_id, []).append(row)
+    for row in later.rows():
+        same = old.get(row.queue_id)
+        if same:
+            yield same.pop(0), row
 
 
 def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:

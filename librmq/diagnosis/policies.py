@@ -21,7 +21,20 @@ from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
 from librmq.store.format import directory
 
-__all__ = ["Skip", "SkippedQueue", "continue_as", "move_to", "plan_skip", "replay", "set_aside", "skip", "skipped"]
+__all__ = [
+    "Replay",
+    "Skip",
+    "SkippedQueue",
+    "continue_as",
+    "move_to",
+    "plan_continue_as",
+    "plan_replay",
+    "plan_skip",
+    "replay",
+    "set_aside",
+    "skip",
+    "skipped",
+]
 
 Policy = Literal["age", "lag", "end"]
 
@@ -58,6 +71,17 @@ class Skip(NamedTuple):
     def messages(self) -> int:
         """The number of skipped messages."""
         return sum(one.end - one.begin for one in self.queues)
+
+
+class Replay(NamedTuple):
+    """A plan of `replay`."""
+
+    group: str
+    topic: str
+    starts: dict[int, int]
+    """The queue offset of the group's first message, by queue id."""
+    messages: int
+    """The skipped messages that the store still has."""
 
 
 def plan_skip(
@@ -225,6 +249,22 @@ def _check_still_right(broker: Broker, plan: Skip) -> None:
             )
 
 
+def plan_continue_as(source: Source, group: str, new_group: str, topic: str) -> dict[int, int]:
+    """Return the queue offsets, by queue id, at which `continue_as` would start a new group; change nothing.
+
+    Raises:
+        ConfigError: The group has no progress in the topic, or the new group has some.
+        NotAStoreError: The folder holds no store.
+    """
+    with viewed(source) as view:
+        offsets = view.progress.get((group, topic))
+        if not offsets:
+            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: there is nothing to continue")
+        if view.progress.get((new_group, topic)):
+            raise ConfigError(f"group {new_group!r} already has progress in topic {topic!r}: choose another name")
+        return dict(offsets)
+
+
 def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[int, int]:
     """Copy the progress of a group in a topic to a new group; return the queue offsets by queue id.
 
@@ -233,15 +273,26 @@ def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[
         MessageIllegalError: The new name is refused.
         BrokerUnreachableError: The broker is closed.
     """
-    offsets = broker.consumer_offsets(group, topic)
-    if not offsets:
-        raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: there is nothing to continue")
-    if broker.consumer_offsets(new_group, topic):
-        raise ConfigError(f"group {new_group!r} already has progress in topic {topic!r}: choose another name")
+    offsets = plan_continue_as(broker, group, new_group, topic)
     broker.set_group(new_group)
     for queue_id, queue_offset in offsets.items():
         broker.reset_group(new_group, topic, queue_offset, queue_id=queue_id)
     return broker.consumer_offsets(new_group, topic)
+
+
+def plan_replay(source: Source, note: Skip, group: str) -> Replay:
+    """Return where `replay` would start a second group, and how many messages are left for it; change nothing.
+
+    Raises:
+        ConfigError: ``group`` is the group that skipped.
+        NotAStoreError: The folder holds no store.
+    """
+    if group == note.group:
+        raise ConfigError(f"group {group!r}: expected a second group; the first would repeat what it consumed since")
+    with viewed(source) as view:
+        begins = {one.queue_id: view.store.queue_range(note.topic, one.queue_id)[0] for one in note.queues}
+    starts = {one.queue_id: max(one.begin, begins[one.queue_id]) for one in note.queues}
+    return Replay(group, note.topic, starts, sum(max(0, one.end - starts[one.queue_id]) for one in note.queues))
 
 
 def replay(broker: Broker, note: Skip, group: str) -> int:
@@ -255,15 +306,11 @@ def replay(broker: Broker, note: Skip, group: str) -> int:
         BrokerError: The topic does not exist.
         MessageIllegalError: The group's name is refused.
     """
-    if group == note.group:
-        raise ConfigError(f"group {group!r}: expected a second group; the first would repeat what it consumed since")
+    plan = plan_replay(broker, note, group)
     broker.set_group(group)
-    found = 0
-    for one in note.queues:
-        begin = max(one.begin, broker.store.queue_range(note.topic, one.queue_id)[0])
-        found += max(0, one.end - begin)
-        broker.reset_group(group, note.topic, begin, queue_id=one.queue_id)
-    return found
+    for queue_id, queue_offset in plan.starts.items():
+        broker.reset_group(group, note.topic, queue_offset, queue_id=queue_id)
+    return plan.messages
 
 
 def skipped(source: Source) -> list[Skip]:

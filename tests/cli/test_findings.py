@@ -12,6 +12,7 @@ from librmq import (
     Broker,
     DeadLetter,
     Message,
+    MessageStore,
     Producer,
     PushConsumer,
     TransactionProducer,
@@ -65,6 +66,31 @@ def test_groups_are_those_of_tables_and_topics(shell: Shell) -> None:
     assert {group for group in everything - set(rows) if not group.startswith("CID_")} <= {
         "TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP",
     }  # fmt: skip
+
+
+def test_rates_of_a_store_in_use(shell: Shell) -> None:
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        broker.create_topic("orders", 2)
+        for number in range(6):
+            broker.store.append(Message("orders", b"x"), number % 2)
+        broker.set_group("billing")
+        broker.reset_group("billing", "orders", "begin")
+    with MessageStore.open("new"):
+        rows = shell("lag", "new", "--every", "100ms", "--limit", 2).rows
+    assert [(row["group"], row["topic"], row["lag"], row["consumed_per_s"]) for row in rows] == [
+        ("billing", "orders", 6, 0.0)
+    ] * 2
+    assert all(row["seconds"] >= 0.1 and row["stored_per_s"] == 0 and row["drain_s"] is None for row in rows)
+
+
+def test_rates_of_an_unused_store_say_what_is_unknown(shell: Shell) -> None:
+    answer = shell("lag", "store", "--every", "5s", "--topic", "OrderTopic")
+    (row,) = answer.rows
+    assert (row["lag"], row["consumed_per_s"], row["drain_s"]) == (75, None, None)
+    assert row["stored_per_s"] == pytest.approx(75 / 9, rel=0.2)
+    assert "how fast groups consumed then is unknown" in answer.said
+    assert "expected a time" in shell("lag", "store", "--every", "soon").said
+    assert "expected no --by origin" in shell("lag", "store", "--every", "5s", "--by", "origin").said
 
 
 def test_findings_are_rows_worst_first(shell: Shell) -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from librmq import ConfigError
-from librmq.diagnosis import Skip, continue_as, lag, move_to, plan_skip, replay, set_aside, skip, skipped
+from librmq.diagnosis import (
+    Skip,
+    continue_as,
+    lag,
+    move_to,
+    plan_skip,
+    replay,
+    set_aside,
+    skip,
+    skipped,
+)
 from librmq.testing import Kit
 
 

@@ -90,6 +90,11 @@ COMMANDS: Final = (
                 default="queue",
                 help="one row for each of these (queue); origin tells new messages from delayed ones and retries",
             ),
+            option(
+                "--every",
+                metavar="TIME",
+                help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
+            ),
         ),
         takes_route=True,
         output=LISTED,
