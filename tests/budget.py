@@ -1,4 +1,4 @@
-"""How many cases a test tries: all of them in the whole check, an evenly spread part in the quick check."""
+"""How many cases a test tries: all in a whole check, a third of the drawn ones in CI's, a part in the quick check."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 PART = 8
 """The quick check tries one case in this many."""
+DRAWN_PART = 3
+"""The whole check in CI tries one drawn case in this many, because CI draws the same ones in each run."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,13 @@ class Run:
 
     quick: bool
     """Whether slow tests are left out."""
+    in_ci: bool = False
+    """Whether drawn cases are the same in each run."""
+
+    @property
+    def drawn_part(self) -> int:
+        """One drawn case in this many is tried."""
+        return PART if self.quick else DRAWN_PART if self.in_ci else 1
 
 
 run = Run(quick=False)
@@ -25,8 +34,8 @@ run = Run(quick=False)
 
 
 def examples(wanted: int) -> int:
-    """Return the number of cases or rounds: ``wanted``, or a fraction of it in the quick check."""
-    return max(1, wanted // PART) if run.quick else wanted
+    """Return the number of drawn cases or rounds: ``wanted``, or a fraction of it in the quick check and in CI."""
+    return max(1, wanted // run.drawn_part)
 
 
 def step() -> int:

@@ -47,6 +47,7 @@ settings.register_profile(
     derandomize=True,
     database=None,
     print_blob=True,
+    max_examples=100 // budget.DRAWN_PART,
 )
 # The quick check draws few examples, and the same ones each time.
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=100 // budget.PART)
@@ -62,7 +63,7 @@ def in_ci() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     quick = "not slow" in config.option.markexpr
-    budget.run = budget.Run(quick)
+    budget.run = budget.Run(quick, in_ci())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if quick and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:

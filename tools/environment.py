@@ -74,7 +74,7 @@ class Environment:
             if extras <= installed:
                 step.finish(f"up to date in {self.folder}")
                 return
-            if not same:
+            if not same and not self._leave_packages(stamp, basis):
                 self._make(step)
             extras |= installed
             # Until pip has finished, the stamp only records that the folder is ours.
@@ -112,6 +112,13 @@ class Environment:
         """Return the fixed properties of an environment: if they differ, another one must be made."""
         source = "checkout" if self.wheel is None else hashlib.sha256(self.wheel.read_bytes()).hexdigest()
         return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
+
+    def _leave_packages(self, stamp: Mapping[str, Any] | None, basis: Mapping[str, str]) -> bool:
+        """Uninstall librmq alone if the environment is of the same Python; return whether the packages can stay."""
+        of_same_python = stamp is not None and (stamp.get("basis") or {}).get("python") == basis["python"]
+        if not of_same_python or not self.python.exists():
+            return False
+        return self.run([self.python, "-m", "pip", "uninstall", "--quiet", "--yes", "librmq"]) == 0
 
     def _read_stamp(self) -> dict[str, Any] | None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from librmq.cli.topic_kinds import kind_of_topic
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
+from tests.budget import some
 from tests.cli.stand import Shell
 
 Row = dict[str, Any]
@@ -38,11 +40,12 @@ def groups(row: Row, by: str) -> list[Any]:
             return [row["topic"]]
 
 
+WORDS = ([], ["--all"], ["--topic", "OrderTopic", "--queue", "1"], ["--tag", "a || TagA"], ["--since", FROM])
+BY = ("topic", "queue", "tag", "key", "hour", "minute")
+
+
 @pytest.mark.parametrize("arrow", [True, False], ids=["columns", "messages"])
-@pytest.mark.parametrize(
-    "words", [[], ["--all"], ["--topic", "OrderTopic", "--queue", "1"], ["--tag", "a || TagA"], ["--since", FROM]]
-)
-@pytest.mark.parametrize("by", ["topic", "queue", "tag", "key", "hour", "minute"])
+@pytest.mark.parametrize(("by", "words"), some([*product(BY, WORDS)]))
 def test_messages_are_counted_by(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, by: str, words: list[str], arrow: bool
 ) -> None:

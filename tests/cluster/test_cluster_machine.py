@@ -12,6 +12,7 @@ from librmq import select_by_hash
 from librmq.client.allocation import allocate_by_site
 from librmq.errors import BrokerUnreachableError
 from librmq.testing import Kit
+from tests.budget import examples
 
 SITES = ("hz", "sh")
 BROKERS = [f"{site}-broker-{letter}" for site in SITES for letter in "ab"]
@@ -136,5 +137,5 @@ class ClusterMachine(RuleBasedStateMachine):
                 assert [body for body in order if body in set(bodies)] == bodies, first
 
 
-ClusterMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+ClusterMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=20, deadline=None)
 TestCluster = ClusterMachine.TestCase

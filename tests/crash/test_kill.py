@@ -160,7 +160,7 @@ def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = Fals
     assert verdict.sound, verdict.damage
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None:
     acknowledged: list[Acknowledged] = []
     for life, messages in enumerate((60, 400)):

@@ -18,6 +18,7 @@ from librmq.diagnosis import Thresholds, diagnose
 from librmq.message.message import MessageQueue
 from librmq.testing import Kit
 from librmq.testing.undelivered import UndeliveredWarning
+from tests.budget import examples
 
 LIMITS: Final = Thresholds(normal_lag=5, large_lag=1000, old_s=600, stuck_s=30)
 LAGS: Final = frozenset(("backlog", "uneven-lag", "hot-key"))
@@ -170,7 +171,7 @@ FAULTS: Final = (
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.sampled_from((healthy, *FAULTS)), st.integers(2, 6), st.integers(6, 30)), min_size=1, max_size=5

@@ -209,7 +209,10 @@ def test_wrong_arguments_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "rows", "shown"),
-    [("store", "memory", "50,000 entries"), ("filter", "message,compile", "filter, one message")],
+    [
+        ("store", "memory", "50,000 entries"),
+        pytest.param("filter", "message,compile", "filter, one message", marks=pytest.mark.slow),
+    ],
 )
 def test_the_command_shows_a_table(name: str, rows: str, shown: str) -> None:
     done = subprocess.run(

@@ -183,6 +183,11 @@ def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.Mon
     assert (budget.examples(1), list(budget.some([]))) == (1, [])
 
 
+def test_ci_draws_a_third_and_numbers_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "run", budget.Run(quick=False, in_ci=True))
+    assert (budget.examples(100), list(budget.some(range(10))), budget.step()) == (33, [*range(10)], 1)
+
+
 def test_long_tests_begin_first_and_modules_stay_together(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"

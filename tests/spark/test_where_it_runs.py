@@ -101,7 +101,6 @@ def where(batches):
 
 (row,) = spark.range(1, numPartitions=1).mapInArrow(where, "file string").collect()
 assert ".zip" in row["file"], row
-steps(spark, sys.argv[1])
 """
 
 SHIPPED = (
@@ -113,6 +112,7 @@ spark = session("librmq", "local-cluster[1,2,768]", settings)
 register(spark, ship=True)
 """
     + WHERE
+    + "steps(spark, sys.argv[1])"
 )
 
 SUBMITTED = (
@@ -126,6 +126,12 @@ register(spark)
 assert ".zip" in librmq.__file__, librmq.__file__
 """
     + WHERE
+    + """
+path = sys.argv[1] + "/store"
+rows = spark.range(40, numPartitions=2).selectExpr("CAST(id AS STRING) AS body")
+rows.write.format("rocketmq").mode("append").options(topic="T").save(path)
+assert spark.read.format("rocketmq").load(path).count() == 40
+"""
 )
 
 LARGE = """
@@ -255,7 +261,7 @@ def test_spark_submit_with_the_wheel(tmp_path: Path) -> None:
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(folder.parent))
     script = tmp_path / "job.py"
-    script.write_text(STEPS + SUBMITTED)
+    script.write_text(SUBMITTED)
     submit = Path(pyspark.__file__ or "").parent / "bin" / "spark-submit"
     done = subprocess.run(
         [

@@ -28,6 +28,7 @@ from librmq.store.engine.dispatch import key_block
 from librmq.store.engine.prepared import AppendResult
 from librmq.store.format.index_layout import HEADER, IndexHeader
 from librmq.store.format.index_writer import IndexWriter
+from tests.budget import examples
 
 CORE = core.CORE
 
@@ -198,7 +199,7 @@ def contents(files: MemoryFiles, folder: str) -> dict[str, bytes]:
 
 
 @needs_core
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(USUAL, min_size=1, max_size=12))
 def test_folders_are_equal_byte_for_byte(steps: list[dict[str, Any]]) -> None:
     assert folder_after(steps, True) == folder_after(steps, False)

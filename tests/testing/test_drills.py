@@ -33,6 +33,7 @@ def by_name() -> dict[str, DrillReport]:
     return {report.name: report for report in TOOL["reports"]()}
 
 
+@pytest.mark.slow
 def test_the_docs_show_the_figures_of_the_drills(by_name: dict[str, DrillReport]) -> None:
     """`python tools/drills.py` writes them."""
     page = (CHECKOUT / "docs" / "cluster.md").read_text("utf-8")
@@ -40,6 +41,7 @@ def test_the_docs_show_the_figures_of_the_drills(by_name: dict[str, DrillReport]
     assert (CHECKOUT / "docs" / "drill.svg").read_text("utf-8") == by_name["all active, routed"].svg()
 
 
+@pytest.mark.slow
 def test_no_preset_loses_a_message(by_name: dict[str, DrillReport]) -> None:
     assert {report.lost for report in by_name.values()} == {0}
     for report in by_name.values():
@@ -47,6 +49,7 @@ def test_no_preset_loses_a_message(by_name: dict[str, DrillReport]) -> None:
         assert report.delivered == report.sent + report.duplicates
 
 
+@pytest.mark.slow
 def test_one_cluster_refuses_nothing_and_takes_over(by_name: dict[str, DrillReport]) -> None:
     report = by_name["one cluster"]
     assert (report.refused, report.most_waiting) == (0, 0)
@@ -56,12 +59,14 @@ def test_one_cluster_refuses_nothing_and_takes_over(by_name: dict[str, DrillRepo
     assert given_back.consumed == {("hz", "hz"): 30, ("sh", "sh"): 30}
 
 
+@pytest.mark.slow
 def test_one_active_refuses_until_the_operator_switches(by_name: dict[str, DrillReport]) -> None:
     report = by_name["one active"]
     assert [minute.refused for minute in report.minutes[19:27]] == [0, 60, 60, 60, 60, 60, 0, 0]
     assert report.minutes[10].consumed == {("sh", "hz"): 60}
 
 
+@pytest.mark.slow
 def test_replicas_are_promoted_by_the_operator(by_name: dict[str, DrillReport]) -> None:
     """A failover repeats at most 15 s of messages; one comes each second."""
     report = by_name["one active, replicas"]
@@ -74,6 +79,7 @@ def test_replicas_are_promoted_by_the_operator(by_name: dict[str, DrillReport]) 
     assert report.minutes[45].consumed == {("sh", "sh"): 60}
 
 
+@pytest.mark.slow
 def test_all_active_waits_for_its_own_consumers(by_name: dict[str, DrillReport]) -> None:
     report = by_name["all active"]
     assert (report.sends_across, report.deliveries_across) == (0, 0)
@@ -81,6 +87,7 @@ def test_all_active_waits_for_its_own_consumers(by_name: dict[str, DrillReport])
     assert sum(minute.refused for minute in report.minutes[20:30]) == 300
 
 
+@pytest.mark.slow
 def test_a_router_switches_within_its_probes(by_name: dict[str, DrillReport]) -> None:
     report = by_name["all active, routed"]
     assert report.refused < 20
@@ -91,6 +98,7 @@ def test_a_router_switches_within_its_probes(by_name: dict[str, DrillReport]) ->
     assert "consumed: sh from sh" in report.timeline()
 
 
+@pytest.mark.slow
 def test_a_timeline_tells_who_consumed_from_where(by_name: dict[str, DrillReport]) -> None:
     lines = by_name["one cluster"].timeline().splitlines()
     assert lines[:4] == [
@@ -101,6 +109,7 @@ def test_a_timeline_tells_who_consumed_from_where(by_name: dict[str, DrillReport
     ]
 
 
+@pytest.mark.slow
 def test_a_picture_is_svg(by_name: dict[str, DrillReport]) -> None:
     for report in by_name.values():
         root = ElementTree.fromstring(report.svg())

@@ -216,7 +216,7 @@ def repeats_are_refused(rmq: Kit) -> None:
     assert len(set(got)) == len(got)
 
 
-@pytest.mark.parametrize("planted", [only_on_the_master, repeats_are_refused])
+@pytest.mark.parametrize("planted", [only_on_the_master, pytest.param(repeats_are_refused, marks=pytest.mark.slow)])
 def test_a_schedule_finds_a_bug_that_needs_a_replica(planted: Callable[[Kit], None]) -> None:
     with pytest.raises(AssertionError) as caught:
         explore(planted, runs=300)
@@ -225,6 +225,7 @@ def test_a_schedule_finds_a_bug_that_needs_a_replica(planted: Callable[[Kit], No
     assert "broker-b" in told
 
 
+@pytest.mark.slow
 def test_nothing_acknowledged_is_lost_in_any_schedule() -> None:
     result = explore(on_both, runs=60)
     assert result.found is None

@@ -177,6 +177,7 @@ def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stdout + child.stderr
 
 
+@pytest.mark.slow
 def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
     tutorial = (CHECKOUT / "docs" / "testing.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
@@ -250,7 +251,10 @@ def _has(distribution: str) -> bool:
 
 @pytest.mark.parametrize(
     ("plugin", "options"),
-    [("anyio", ["-p", "no:asyncio"]), ("asyncio", ["-o", "asyncio_default_fixture_loop_scope=function"])],
+    [
+        ("anyio", ["-p", "no:asyncio"]),
+        pytest.param("asyncio", ["-o", "asyncio_default_fixture_loop_scope=function"], marks=pytest.mark.slow),
+    ],
 )
 def test_tests_may_be_coroutines(tmp_path: Path, plugin: str, options: list[str]) -> None:
     if plugin == "asyncio" and not _has("pytest-asyncio"):

@@ -39,9 +39,8 @@ def check(
     assert [letter.body for letter in broker.dead_letters("in-order")] == [b"bad"]
 
 
-@pytest.mark.parametrize(
-    "version", [PYTHON_VERSIONS[0], *(pytest.param(old, marks=pytest.mark.slow) for old in PYTHON_VERSIONS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("version", PYTHON_VERSIONS)
 def test_official_python_client_works(broker: Broker, client_cache: Path, tmp_path: Path, version: str) -> None:
     check(broker, python_client(version, client_cache), "official_client.py", tmp_path)
 

@@ -63,6 +63,7 @@ def test_files_that_are_not_a_pair_are_refused(broker: Broker) -> None:
             GrpcServer(broker, tls=tls)
 
 
+@pytest.mark.slow
 def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     """Clients that check certificates trust the file that the ready line names; no file has the key."""
     pytest.importorskip("cryptography")
@@ -91,6 +92,7 @@ def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
         end(serving, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
@@ -102,7 +104,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
         assert serving.wait(15) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_ends_it_with_a_sound_store(
     serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -112,6 +114,7 @@ def test_signal_ends_it_with_a_sound_store(
     assert not verify(tmp_path / "store").damage
 
 
+@pytest.mark.slow
 def test_lines_report_connecting_and_leaving_clients(serving: subprocess.Popen[str]) -> None:
     connect(ready(serving), "c")
     assert serving.stdout is not None
@@ -120,6 +123,7 @@ def test_lines_report_connecting_and_leaving_clients(serving: subprocess.Popen[s
     end(serving, signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) -> None:
     address = ready(serving)
     assert serving.stdout is not None
@@ -129,6 +133,7 @@ def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) ->
     end(serving, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str]) -> None:
     address = ready(serving)
     for number in range(130):  # prints more lines than a pipe holds
@@ -153,6 +158,7 @@ def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
         assert ("stored messages name the address" in said) is not is_first
 
 
+@pytest.mark.slow
 def test_classic_port_alone_needs_no_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--remoting", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
