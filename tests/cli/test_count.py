@@ -40,7 +40,13 @@ def groups(row: Row, by: str) -> list[Any]:
             return [row["topic"]]
 
 
-WORDS = ([], ["--all"], ["--topic", "OrderTopic", "--queue", "1"], ["--tag", "a || TagA"], ["--since", FROM])
+WORDS: tuple[list[str], ...] = (
+    [],
+    ["--all"],
+    ["--topic", "OrderTopic", "--queue", "1"],
+    ["--tag", "a || TagA"],
+    ["--since", FROM],
+)
 BY = ("topic", "queue", "tag", "key", "hour", "minute")
 
 

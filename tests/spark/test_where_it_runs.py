@@ -107,7 +107,11 @@ SHIPPED = (
     """
 import sys
 from librmq.spark import register, session
-settings = {"spark.executor.memory": "768m", "spark.sql.shuffle.partitions": "2"}
+settings = {
+    "spark.executor.memory": "768m",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+}
 spark = session("librmq", "local-cluster[1,2,768]", settings)
 register(spark, ship=True)
 """
@@ -148,6 +152,7 @@ settings = {
     "spark.executor.memory": f"{EXECUTOR >> 20}m",
     "spark.testing.reservedMemory": str(32 << 20),
     "spark.network.maxRemoteBlockSizeFetchToMem": "32m",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
 }
 spark = session("librmq", "local-cluster[1,1,1024]", settings | {"spark.sql.shuffle.partitions": "2"})
 register(spark)
@@ -270,6 +275,8 @@ def test_spark_submit_with_the_wheel(tmp_path: Path) -> None:
             "local-cluster[1,2,768]",
             "--conf",
             "spark.executor.memory=768m",
+            "--conf",
+            "spark.executor.extraJavaOptions=-XX:TieredStopAtLevel=1",
             "--py-files",
             wheel,
             script,
