@@ -36,6 +36,9 @@ def name_of(document: Path) -> str:
     return document.relative_to(DOCS if document.is_relative_to(DOCS) else CHECKOUT).as_posix()
 
 
+LONG = ("tutorials/queue.md", "tutorials/testing.md")
+"""Pages whose commands run for seconds."""
+COMMANDS_RUN = [pytest.param(path, marks=[pytest.mark.slow] if name_of(path) in LONG else []) for path in DOCUMENTS]
 RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(name_of(path), [])) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
@@ -150,7 +153,7 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
 
 @POSIX
 @pytest.mark.platform
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", COMMANDS_RUN, ids=name_of)
 def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = []
     for block in blocks(document):
@@ -284,6 +287,7 @@ def mark_of_the_demo() -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_the_demo_replaces_only_its_own_folder(folder: Path) -> None:
     mine = folder / "mine"
     mine.mkdir()

@@ -37,7 +37,9 @@ def run(code: str, *arguments: object) -> None:
     assert not done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("holds", [False, True], ids=["at rest", "while another thread has the runner"])
+@pytest.mark.parametrize(
+    "holds", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at rest", "while another thread has the runner"]
+)
 def test_a_broker_is_unusable_in_a_forked_child(tmp_path: Path, holds: bool) -> None:
     run(
         """
@@ -112,7 +114,7 @@ broker.close()
     )
 
 
-@pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
+@pytest.mark.parametrize("way", ["os.fork", pytest.param("multiprocessing", marks=pytest.mark.slow)])
 def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
     """As in Celery or gunicorn, the parent opens and closes a store and then forks; each worker opens a free
     directory.

@@ -188,6 +188,7 @@ def test_ci_draws_a_third_and_numbers_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert (budget.examples(100), list(budget.some(range(10))), budget.step()) == (33, [*range(10)], 1)
 
 
+@pytest.mark.slow
 def test_long_tests_begin_first_and_modules_stay_together(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
@@ -347,6 +348,7 @@ def test_slow_tests_share_the_remaining_time(tmp_path: Path) -> None:
     assert there.share("d") == 0
 
 
+@pytest.mark.slow
 def test_notes_of_tests_come_from_all_processes(tmp_path: Path) -> None:
     """The summary has figures, the progress of slow tests, and each reason for skips once."""
     (tmp_path / "conftest.py").write_text(
