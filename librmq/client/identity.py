@@ -197,7 +197,7 @@ class Client:
         if identity is not None:
             host_of_route, maker_name = identity(instance_name)
             host, instance_name = host or host_of_route, instance_name or maker_name
-        host = host or ("127.0.0.1", 0)
+        host = host or (getattr(route, "own_host", None) or "127.0.0.1", 0)  # a remote route has clients elsewhere
         self.site: str | None = site if site is not None else getattr(route, "site", None)
         """The site of the client, with which its id begins."""
         if self.site is not None:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -277,6 +277,27 @@ def test_a_silent_server_is_an_error_in_time() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(BrokerUnreachableError, match=r"within 0\.2 s"):
             librmq.connect(f"127.0.0.1:{port}", timeout=0.2)
+
+
+def own_address() -> str:
+    """Return an address of this machine, if it has a network one that others can reach."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect(("192.0.2.1", 9))  # sends nothing
+        return str(asking.getsockname()[0])
+    return "127.0.0.1"
+
+
+def test_client_ids_begin_with_the_address_of_the_machine() -> None:
+    """Otherwise clients with one instance_name on two machines would count as one."""
+    address = own_address()
+    with (
+        Broker.temporary() as broker,
+        RemotingServer(broker, listening=listen("0.0.0.0")) as server,
+        librmq.connect(f"{address}:{server.port}") as route,
+        librmq.Producer(route, "shop", instance_name="worker") as producer,
+    ):
+        assert producer.client.client_id == f"{address}@worker"
+        assert producer.send("orders", b"x").message_id.startswith(socket.inet_aton(address).hex().upper())
 
 
 def test_a_closed_route_refuses(served: Served) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
-from librmq.errors import ConfigError
+from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
@@ -77,5 +79,19 @@ def connect(
             prepare=names.prepare,
             at_close=opened,
         )
+        route.own_host = _own_host(addresses, names)
         opened.push(rest.pop_all())
     return route
+
+
+def _own_host(addresses: Sequence[str], names: HostNames) -> str | None:
+    """Return this machine's address towards the name servers; None if it has none."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError, BrokerUnreachableError):
+            number = names.find(host.strip("[]"))[0]
+            family = socket.AF_INET6 if ":" in number else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as asking:
+                asking.connect((number, int(port)))  # sends nothing
+                return str(asking.getsockname()[0]).partition("%")[0]
+    return None

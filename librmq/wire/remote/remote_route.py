@@ -114,6 +114,8 @@ class RemoteRoute:
             BrokerError: The server is no name server.
         """
         self.runner: Runner = runner
+        self.own_host: str | None = None
+        """This machine's address towards the cluster, with which the ids of clients begin."""
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close or ExitStack()
