@@ -116,8 +116,7 @@ def _print_lag(found: Lag, by: str, output: Output) -> None:
     rows: Iterable[QueueLag | TopicLag | GroupLag] = found
     if by != "queue":
         rows = found.by_topic() if by == "topic" else found.by_group()
-    for row in rows:
-        output.row(row._asdict())
+    output.rows_of(row._asdict() for row in rows)
 
 
 def _note_group(group: str | None, known: Collection[str], output: Output) -> None:

@@ -20,7 +20,7 @@ from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, named
 from librmq.diagnosis.people import duration
-from librmq.diagnosis.store_times import store_time
+from librmq.diagnosis.store_times import store_times_at
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
@@ -300,7 +300,7 @@ def _oldest(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -
     if places is None:
         queue = view.store.queues[name]
         places = [_place(queue, start) for start in late]
-    found = {start: store_time(view.store.log, place) for start, place in zip(late, places, strict=True)}
+    found = dict(zip(late, store_times_at(view.store.log, places), strict=True))
     return list(map(found.get, starts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from librmq.commitlog import CommitLog
@@ -20,31 +21,37 @@ from librmq.runtime import lazy_numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["UNKNOWN", "Ints", "store_time", "store_times"]
+__all__ = ["UNKNOWN", "Ints", "store_times", "store_times_at"]
 
 UNKNOWN: Final = -1
-_LONG: Final = struct.Struct(">q")
+_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # from the physical offset to the store time
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 
-def store_time(log: CommitLog, physical_offset: int) -> int | None:
-    """Return the store time of the record at this place in ms; None if no record starts there.
+def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
+    """Return the store times of a few records at these places in ms; None if no record starts there.
 
     Raises:
-        CorruptionError: The log's file has a wrong length.
+        CorruptionError: A file of the log has a wrong length.
     """
-    if not log.begin <= physical_offset <= log.end - FIXED_SIZE:
-        return None
-    at = physical_offset % log.file_size
-    file = log.sequence.file_at(physical_offset)
-    if file is None or at + FIXED_SIZE + HOST_V6_EXTRA > file.size:
-        return None
-    (stated,) = _LONG.unpack_from(file.buffer, at + PHYSICAL_OFFSET_AT)
-    if stated != physical_offset:
-        return None
-    time_ms = store_timestamp_ms(file.buffer, at)
-    return time_ms if time_ms >= 0 else None
+    begin, last, size = log.begin, log.end - FIXED_SIZE, log.file_size
+    found: list[int | None] = []
+    start, buffer = -1, None
+    for place in physical_offsets:
+        at = place % size
+        if place - at != start:
+            start = place - at
+            file = log.sequence.file_at(place) if begin <= place <= last else None
+            buffer = None if file is None else file.buffer
+        if buffer is None or not begin <= place <= last or at + FIXED_SIZE + HOST_V6_EXTRA > size:
+            found.append(None)
+            continue
+        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + PHYSICAL_OFFSET_AT)
+        if sys_flag & BORN_HOST_V6:
+            time_ms = store_timestamp_ms(buffer, at)
+        found.append(time_ms if stated == place and time_ms >= 0 else None)
+    return found
 
 
 def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:

@@ -6,13 +6,14 @@ import io
 import json
 import re
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.output import JsonLines, complain, json_line, open_output
+from librmq.cli.output import Enough, JsonLines, Output, complain, json_line, open_output
 from librmq.errors import MissingExtraError
 from librmq.message.printable import printable
 
@@ -50,6 +51,24 @@ def test_json_lines_are_read_back(value: Any) -> None:
 
 
 # --- which form
+
+
+ROWS: list[dict[str, Any]] = [
+    {"n": 1},
+    {"list": ["x", "\x1e", NASTY]},
+    {"text": '},"\\u001e",{'},
+    {"of": {"c": "\x1e"}},
+    {"n": 2},
+]
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2, 5, 9])
+def test_many_rows_are_printed_like_single_ones(limit: int | None) -> None:
+    stream, expected = io.StringIO(), [json_line(row) for row in ROWS[:limit]]
+    output = Output(JsonLines(stream), limit)
+    with pytest.raises(Enough) if limit in (1, 2, 5) else nullcontext():
+        output.rows_of(iter(ROWS))
+    assert (stream.getvalue().splitlines(), output.rows) == (expected, len(expected))
 
 
 def test_programs_get_json_lines_and_people_tables() -> None:
