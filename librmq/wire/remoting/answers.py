@@ -46,6 +46,7 @@ class FrameAnswers:
         """The last three arguments are those of `RemotingServer`."""
         self._allows_admin = allows_admin
         names, self._producing = NameServer(broker, advertise, auto_create), Producing(broker, rates)
+        self.known = self._producing.known
         parts: list[Any] = [
             names,
             self._producing,

@@ -9,6 +9,7 @@ from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.errors import MalformedError
 from librmq.message.batch import decode_batch
+from librmq.message.hosts import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.protocol import (
@@ -26,7 +27,7 @@ from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, SendHeader, SentHeader
-from librmq.wire.remoting.plain_sends import plain_answer, plain_request
+from librmq.wire.remoting.plain_sends import KnownSends, SendFrame, plain_answer, plain_request
 from librmq.wire.remoting.rates import Rates
 
 __all__ = ["SENDS", "Producing"]
@@ -52,6 +53,10 @@ class Producing:
             RequestCode.SEND_BATCH_MESSAGE: self.send,
             RequestCode.END_TRANSACTION: self._end_transaction,
         }
+
+    def known(self, born_host: Host) -> KnownSends:
+        """Return a fast reader for the sends of one connection."""
+        return KnownSends(born_host, None if self._is_real_time else self._now_ms)
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
@@ -86,6 +91,8 @@ class Producing:
         return answers
 
     def _read(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
+        if isinstance(frame, SendFrame) and frame.request is not None:
+            return frame.request
         plain = plain_request(frame, channel.peer, None if self._is_real_time else self._now_ms())
         if plain is not None:
             return plain

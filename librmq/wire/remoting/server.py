@@ -188,7 +188,7 @@ class RemotingServer:
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of one connection until it ends."""
-        reader = FrameReader()
+        reader = FrameReader(known=self._answers.known(channel.peer).read)
         held = 0
         try:
             if self._tls is not None:
