@@ -7,6 +7,7 @@ to a page that shows the file, and a link that names a test leads to the line of
 from __future__ import annotations
 
 import ast
+import enum
 import functools
 import html.parser
 import importlib
@@ -31,6 +32,7 @@ ROOMS = (
 )
 """Packages with a page in the reference."""
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
+WHOLE = ("    options:", "      show_if_no_docstring: true")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -122,11 +124,17 @@ def reference_pages() -> Iterator[tuple[str, str]]:
         lines = [f"# librmq.{room}", "", *(module.__doc__ or "").splitlines(), ""]
         for name in module.__all__:
             value = getattr(module, name)
-            if (getattr(value, "__doc__", None) or "") and (isinstance(value, type) or callable(value)):
+            if callable(value) and value.__doc__:
                 rendered.setdefault(id(value), f"{room}.md#librmq.{room}.{name}")
-                lines += [f"::: librmq.{room}.{name}", ""]
+            lines += [f"::: librmq.{room}.{name}", *(WHOLE if is_shown_whole(value) else ()), ""]
         yield f"reference/{room}.md", "\n".join(lines)
     yield "reference/librmq.md", "\n".join(names_of_the_top(rendered))
+
+
+def is_shown_whole(value: object) -> bool:
+    """Return whether the reference shows members without a docstring too: of settings, of enums, and constants."""
+    settings: type = importlib.import_module("librmq.config").Config
+    return issubclass(value, (settings, enum.Enum)) if isinstance(value, type) else not callable(value)
 
 
 def names_of_the_top(rendered: dict[int, str]) -> list[str]:

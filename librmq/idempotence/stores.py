@@ -273,7 +273,7 @@ class SqliteDedupStore:
         self._connection: sqlite3.Connection | None = None
         self.path = os.fspath(path)
         try:
-            connection = sqlite3.connect(path, timeout, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'sync' else 'NORMAL'}")

@@ -52,7 +52,7 @@ def open_store(name: str, url: str) -> DedupStore:
 
 def effect(path: str, group: str, name: str) -> None:
     """Append a row to a file that survives all processes."""
-    with closing(sqlite3.connect(path, 60, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("INSERT INTO effects VALUES (?, ?)", (group, name))
 

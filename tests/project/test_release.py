@@ -106,3 +106,11 @@ def test_the_release_command_explains_itself() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "publishes nothing" in done.stdout
+
+
+def test_the_lowest_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    pins = importlib.import_module("lowest").lowest()
+    wanted = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    assert {line.replace(">=", "==") for line in wanted} <= set(pins)
+    assert {pin.partition("==")[0] for pin in pins} >= {"SQLAlchemy", "pyarrow", "fsspec", "redis", "isal"}

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import librmq
+from librmq.config import Config
 from tests.reference import CHECKOUT
 
 
@@ -36,6 +37,26 @@ def test_the_reference_describes_what_is_exported(website: ModuleType) -> None:
     assert "::: librmq.store.MessageStore" in pages["reference/store.md"]
     assert "| [`Broker`](broker.md#librmq.broker.Broker) |" in pages["reference/librmq.md"]
     assert [name for name in vars(librmq)["__all__"] if f"[`{name}`]" not in pages["reference/librmq.md"]] == []
+
+
+def subclasses(of: type) -> set[type]:
+    below: set[type] = set(of.__subclasses__())
+    return {of}.union(*map(subclasses, below))
+
+
+def test_the_reference_shows_every_name_and_setting(website: ModuleType) -> None:
+    """Settings of classes that no package exports are keywords, and stand on a page."""
+    lines = "\n".join(text for _, text in website.reference_pages()).splitlines()
+    shown = {line.removeprefix("::: ") for line in lines if line.startswith("::: ")}
+    rooms = [importlib.import_module(f"librmq.{room}") for room in website.ROOMS]
+    assert {f"{room.__name__}.{name}" for room in rooms for name in room.__all__} <= shown
+    whole = lines[lines.index("::: librmq.config.StoreConfig") + 1 :][:2]
+    assert whole == ["    options:", "      show_if_no_docstring: true"]
+    exported = {name for room in rooms for name in room.__all__}
+    pages = " ".join(page.read_text("utf-8") for page in (CHECKOUT / "docs").rglob("*.md"))
+    private = [each for each in subclasses(Config) if each.__name__ not in exported | {"NamedConfig"}]
+    fields = {name for each in private if each.__module__.startswith("librmq.") for name in each.__annotations__}
+    assert sorted(name for name in fields if name not in pages) == []
 
 
 def test_links_to_tests_lead_to_their_lines(website: ModuleType, tmp_path: Path) -> None:
