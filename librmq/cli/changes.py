@@ -74,9 +74,9 @@ def chosen_queues(topic: str, text: str | None, ids: Collection[int]) -> list[in
     """
     if text is None:
         return sorted(ids)
-    if not _QUEUES.fullmatch(text):
+    bounds = [[int(one) for one in part.split("-")] for part in text.split(",")] if _QUEUES.fullmatch(text) else []
+    if not bounds or any(each != sorted(each) for each in bounds):
         raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
-    bounds = [[int(one) for one in part.split("-")] for part in text.split(",")]
     if any(one not in ids for each in bounds for one in each):
         raise InputError(f"topic {topic!r} has no queue {text}: its queues are {named(ids)}")
     return sorted({one for one in ids if any(each[0] <= one <= each[-1] for each in bounds)})

@@ -373,6 +373,7 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
             f"In {counted(len(rows), 'queue')} the progress is beyond the end, most in queue {worst.queue_id}: "
             f"{worst.consumer_offset} of {worst.max_offset}"
         )
+    options = f"--group {worst.group} --topic {worst.topic} --queue {where} --to end"
     return Finding(
         "progress-beyond-end",
         "error",
@@ -386,8 +387,8 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
             "queue_ids": where,
             "messages": ahead,
         },
-        "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: librmq "
-        f"reset STORE --group {worst.group} --topic {worst.topic} --queue {where} --to end. Broker.open does it.",
+        "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: "
+        + ("Broker.open does it." if where.endswith("…") else f"librmq reset STORE {options}, or Broker.open."),
     )
 
 

@@ -67,18 +67,19 @@ def counted(number: int, noun: str) -> str:
 
 
 NAMED: Final = 20
-"""The most queues or causes that the evidence of one finding names; it counts all."""
+"""The most queues, or ranges of queue ids, that a finding names; it counts all."""
 
 
 def named(ids: Iterable[int]) -> str:
-    """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``."""
+    """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``; of many ranges the first."""
     ranges: list[list[int]] = []
     for one in sorted(ids):
         if ranges and ranges[-1][1] == one - 1:
             ranges[-1][1] = one
         else:
             ranges.append([one, one])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED]]
+    return ",".join([*shown, *(["…"] if len(ranges) > NAMED else [])])
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -191,6 +191,7 @@ def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
         (["reset", "store", *ORDERS, "--to", "soon"], "not a time"),
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "7"], "its queues are 0-1"),
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "²"], "--queue: expected queue ids such as 3"),
+        (["reset", "store", *ORDERS, "--to", "end", "--queue", "1-0"], "--queue: expected queue ids such as 3"),
         (["reset", "store", "--group", "CG_ordr", "--topic", "OrderTopic", "--to", "end"], "did you mean 'CG_order'?"),
         (["reset", "store", "--group", "CG_order", "--topic", "OrdrTopic", "--to", "end"], "mean 'OrderTopic'?"),
         (["skip", "store", *ORDERS, "--keep", "1", "--older-than", "1h"], "expected either"),

@@ -115,6 +115,16 @@ def test_progress_beyond_the_end_is_a_finding_without_lag() -> None:
     assert "--queue 0,3 --to end" in found.next_step
 
 
+def test_many_queues_share_a_short_finding() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    store.progress("G", "T", q0=5, **{f"q{number}": 1 for number in range(1, 2_000, 2)})
+    (found,) = diagnose(store.view)
+    assert (found.evidence["queues"], found.evidence["messages"]) == (1_000, 1_000)
+    assert "1,3,5" in found.evidence["queue_ids"]
+    assert len(" ".join(map(str, (*found, found.evidence)))) < 2_000
+
+
 def test_a_negative_progress_expires_nothing() -> None:
     store = Store()
     store.send("T", 0, 5)
