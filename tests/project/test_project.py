@@ -153,6 +153,30 @@ def test_a_demo_waits_for_no_compiler(
     assert sum(environment.CORE in command for command in commands) == times
 
 
+def test_a_wheel_takes_the_place_of_the_checkout(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its environment keeps the packages: librmq alone is uninstalled and installed again."""
+    environment, quiet = tools("environment"), tools("screen").Screen(io.StringIO(), live=False)
+    commands: list[list[str]] = []
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        commands.append([*map(str, command)])
+        return 0, ""
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment.Environment, "run", lambda place, command: watch(command)[0])
+    place = environment.Environment(tmp_path / "venv")
+    place.prepare(frozenset({"cli"}), quiet)
+    place.bin.mkdir()
+    place.python.touch()
+    commands.clear()
+    (wheel := tmp_path / "librmq.whl").touch()
+    environment.Environment(tmp_path / "venv", wheel).prepare(frozenset({"cli"}), quiet)
+    assert [words[3] for words in commands] == ["uninstall", "install"]
+    assert commands[1][-1] == f"{wheel}[cli]"
+
+
 def test_check_prints_its_arguments() -> None:
     done = run_check("--help")
     assert done.returncode == 0
