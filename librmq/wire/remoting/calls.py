@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
@@ -42,7 +42,13 @@ class RemotingCall(NamedTuple):
         if self.frame.is_binary:
             fields = {} if header is None else to_fields(header)
             return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
-        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), body)
+        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), (body,))
+
+    def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str) -> bytes:
+        """Return the bytes of an answer whose body has these records one after the other; as `answer` does."""
+        if self.frame.is_binary:
+            return self.answer(header, body=b"".join(records), code=code, remark=remark)
+        return encode_answer(self.frame, code, remark, to_text(header), records)
 
 
 Handler = Callable[[RemotingCall], "bytes | None"]

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from librmq.errors import MalformedError
 
-__all__ = ["from_fields", "to_fields", "to_text"]
+__all__ = ["SMALL_NUMBERS", "from_fields", "to_fields", "to_text"]
 
 H = TypeVar("H")
 
@@ -25,6 +25,8 @@ class _Form(NamedTuple):
     """Returns the fields as members of a JSON object, each after a comma."""
 
 
+SMALL_NUMBERS: Final = {str(number): number for number in range(1024)}
+"""Numbers by their texts; a look-up is faster than a check."""
 _forms: Final[dict[tuple[type[Any], bool], _Form]] = {}
 
 
@@ -34,6 +36,7 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
     hints = get_type_hints(header)
     readers, plain, optional, texts, optional_texts = [], [], [], [], []
     known: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth, "_quoted": encode_basestring}
+    known["_small"] = SMALL_NUMBERS
     for number, one in enumerate(fields(header)):
         first, *others = one.name.split("_")
         title = names.get(one.name) or first + "".join(map(str.capitalize, others))
@@ -42,11 +45,11 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
         kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
         read, text = _READERS[kind], f"get({name})" if one.default is not MISSING else f"found[{name}]"
         known[f"_{number}"] = one.default
-        value = "text" if read is None else f"{read}(text, {name})"
+        value = _value(read, "text", name)
         if one.default is not MISSING:
             readers.append(f"_{number} if (text := {text}) is None else {value}")
         else:
-            readers.append(text if read is None else f"{read}({text}, {name})")
+            readers.append(_value(read, text, name))
         shown = _WRITTEN[kind].format(f"header.{one.name}")
         member = f",{json.dumps(name[1:-1])}:{_MEMBERS[kind].format(f'header.{one.name}')}"
         if hint is kind:
@@ -63,6 +66,14 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
     exec(compile(source, f"<fields of {header.__name__}>", "exec"), known)
     form = _forms[header, by_letters] = _Form(known["read"], known["write"], known["text"])
     return form
+
+
+def _value(read: str | None, text: str, name: str) -> str:
+    """Return the expression for the value of a field. Small numbers are looked up, since most are small."""
+    if read is None:
+        return text
+    value = f"{read}({text}, {name})"
+    return f"_small[{text}] if {text} in _small else {value}" if read == "_whole" else value
 
 
 def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:

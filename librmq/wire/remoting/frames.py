@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import json.encoder
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -97,14 +97,16 @@ def encode(frame: Frame) -> bytes:
         MalformedError: it is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
     if frame.is_binary:
-        return _framed(_binary_header(frame), frame.body, 1)
+        return _framed(_binary_header(frame), (frame.body,), 1)
     fields = "".join(["," + _quoted(name) + ":" + _quoted(value) for name, value in frame.fields.items()])
     header = _json_header(frame.code, fields, frame.flag, frame.language, frame.opaque, frame.remark, frame.version)
-    return _framed(header, frame.body, 0)
+    return _framed(header, (frame.body,), 0)
 
 
-def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: bytes) -> bytes:
+def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: Sequence[bytes]) -> bytes:
     """Return the bytes of the answer to a JSON request; ``fields`` are members of an object, each after a comma.
+
+    ``body`` has the body in parts.
 
     Raises:
         MalformedError: it is longer than `MAX_FRAME`.
@@ -112,11 +114,11 @@ def encode_answer(request: Frame, code: int, remark: str | None, fields: str, bo
     return _framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
 
 
-def _framed(header: bytes, body: bytes, kind: int) -> bytes:
-    length = 4 + len(header) + len(body)
+def _framed(header: bytes, parts: Sequence[bytes], kind: int) -> bytes:
+    length = 4 + len(header) + sum(map(len, parts))
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return _PREFIX.pack(length, kind << 24 | len(header)) + header + body
+    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, *parts))
 
 
 class FrameReader:

@@ -15,7 +15,6 @@ from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullResponse, PullStatus, Subscription
 from librmq.runtime.runner import Step
-from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS
@@ -160,16 +159,16 @@ class Pulling:
         suggested = int(response.suggests_replica)  # the id of a slave
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
         status = response.status
-        body = records_body(response.messages)
+        records = [message.raw for message in response.messages]
         if status is PullStatus.FOUND:
             key = f"{call.header.topic}@{call.header.consumer_group}"
-            self._rates.add("get", key, self._runner.now_ms(), len(response.messages), len(body))
+            self._rates.add("get", key, self._runner.now_ms(), len(records), sum(map(len, records)))
         if status is PullStatus.OFFSET_ILLEGAL:
             is_early = call.header.queue_offset < response.min_offset
             remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
         else:
             remark = _REMARKS[status]
-        return call.answer(header, body=body, code=PULL_CODES[status], remark=remark)
+        return call.answer_with(header, records, code=PULL_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
