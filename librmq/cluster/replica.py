@@ -341,7 +341,9 @@ class Replica:
             if not is_same or not self._is_placed(at, answer):
                 continue
             left = store.log.file_size - at % store.log.file_size
-            whole, needed = whole_size(answer.data, left)
+            whole, needed = len(answer.data), 0
+            if at + whole != answer.end:  # otherwise the last record is whole too
+                whole, needed = whole_size(answer.data, left)
             if whole:
                 queues.update(self._add(at, answer.data[:whole]))
                 copied, size = copied + whole, self._config.chunk_size
