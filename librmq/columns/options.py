@@ -118,3 +118,5 @@ class ReadOptions:
     checksums: bool = True
     several: bool = False
     """Whether several stores can be read, so that each row needs its store."""
+    storage_options: Mapping[str, Any] | None = None
+    """Arguments of the file system, for paths that are URLs."""

@@ -5,12 +5,14 @@ They are apart from the planner so that a process that only reads does not load 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from librmq.errors import StoreError
 from librmq.files.damage import Damage
 
-__all__ = ["DataLossError", "Part", "ReadingProcessError", "Slice"]
+__all__ = ["DataLossError", "Part", "ReadingProcessError", "RemoteLog", "Slice"]
 
 
 class DataLossError(StoreError):
@@ -34,6 +36,17 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteLog:
+    """The log of a store behind a URL, for a process that did not plan the read."""
+
+    url: str
+    storage_options: Mapping[str, Any]
+    """Arguments of the file system."""
+    sizes: Mapping[str, int]
+    """Lengths of the log's files, by name within the store."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """The work of one task: entries of queues, or a section of the log with its entries."""
 
@@ -44,3 +57,5 @@ class Part:
     walk: tuple[int, int] | None = None
     damage: tuple[Damage, ...] = ()
     """Damage that planning found and that does not raise."""
+    remote: RemoteLog | None = None
+    """Where the log is, if another process than the planner reads it; the slices then hold all entries."""

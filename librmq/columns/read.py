@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,11 +20,12 @@ import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
+from librmq.columns.entries import slice_entries
 from librmq.columns.options import ReadOptions, View
-from librmq.columns.parts import DataLossError, Part, Slice
-from librmq.columns.remote import RemoteFiles, fetch
+from librmq.columns.parts import DataLossError, Part
+from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.columns.starts import record_starts
-from librmq.consumequeue import ENTRY_SIZE, entry_dtype
+from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.damage import Damage
@@ -106,10 +107,16 @@ class Reading:
         self._options = options
         self._schema = schema
         self._files = files
+        self._logs: dict[str, RemoteStore] = {}
 
     def read(self, part: Part) -> Iterator[pa.RecordBatch]:
         """Yield the rows of ``part``; `CorruptionError` and `DataLossError` as the options say."""
-        return _Task(self._options, self._schema, part, self._files or DiskFiles()).batches()
+        files = self._files or DiskFiles()
+        if part.remote is not None:
+            store = self._logs.setdefault(part.remote.url, RemoteStore.of_log(part.remote))
+            files = RemoteFiles({store.url: store})
+            part = replace(part, path=files.mirror(store.url))
+        return _Task(self._options, self._schema, part, files).batches()
 
 
 class _Task:
@@ -197,7 +204,7 @@ class _Task:
             if self._options.fail_on_data_loss:
                 name = file_name(start)
                 raise DataLossError(
-                    f"{self._part.path}: commitlog/{name} was deleted (option failOnDataLoss=false reads the rest)"
+                    f"{self._store()}: commitlog/{name} was deleted (option failOnDataLoss=false reads the rest)"
                 )
             return
         block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
@@ -355,13 +362,13 @@ class _Task:
 
     def _in_log(self, place: int, what: str) -> Damage:
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
-        return Damage(os.path.join(self._part.path, directory.COMMITLOG, file_name(start)), place, "record", what)
+        return Damage(os.path.join(self._store(), directory.COMMITLOG, file_name(start)), place, "record", what)
 
     def _in_queue(self, rows: _Rows, at: int) -> Damage:
         one, queue_offset = self._part.slices[int(rows.queue[at])], int(rows.queue_offsets[at])
         position = queue_offset * ENTRY_SIZE % self._part.queue_file_size
         name = file_name(queue_offset * ENTRY_SIZE - position)
-        path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
+        path = os.path.join(directory.queue_folder(self._store(), one.topic, one.queue_id), name)
         what = f"queue offset {queue_offset}: found physical offset {rows.places[at]} and size {rows.sizes[at]}"
         return Damage(path, position, "entry", what)
 
@@ -405,7 +412,7 @@ class _Task:
         gone: list[str] = []
         found, queues, offsets = [], [], []
         for number, one in enumerate(self._part.slices):
-            for first, entries in self._slice_entries(one, gone):
+            for first, entries in slice_entries(self._part, one, self._files, gone):
                 found.append(entries)
                 queues.append(np.full(len(entries), number, np.int32))
                 offsets.append(np.arange(first, first + len(entries)))
@@ -423,26 +430,6 @@ class _Task:
         if len(self._part.slices) > 1:
             rows = rows.take(np.argsort(rows.places, kind="stable"))
         return rows, gone
-
-    def _slice_entries(self, one: Slice, gone: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        per_file = self._part.queue_file_size // ENTRY_SIZE
-        at, stored_end = one.begin, min(one.end, one.late_from)
-        while at < stored_end:
-            start = at - at % per_file
-            until = min(stored_end, start + per_file)
-            name = file_name(start * ENTRY_SIZE)
-            path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
-            try:
-                file = self._files.open(path)
-            except StoreIOError:
-                gone.append(path)
-            else:
-                if file.size < (until - start) * ENTRY_SIZE:
-                    raise CorruptionError(path, file.size, "size", f"expected {self._part.queue_file_size} bytes")
-                yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE)
-            at = until
-        if one.late and at < one.end:
-            yield max(at, one.late_from), np.frombuffer(one.late, entry_dtype())
 
     # ----------------------------------------------------------------------------------------------- views of the log
 

@@ -22,6 +22,7 @@ from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
 from librmq.columns.remote import RemoteFiles, RemoteStore, located
+from librmq.columns.sharing import plan_for_others
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
@@ -138,8 +139,8 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     processes = settings.get("processes", 1)
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
         raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
-    if files is not None and processes > 1:
-        raise ConfigError("processes: several processes can only read from the disk; read with processes=1")
+    if files is not None and not isinstance(files, RemoteFiles) and processes > 1:
+        raise ConfigError("processes: several processes read from the disk or a URL, not from files; use processes=1")
     return options, schema, processes, files
 
 
@@ -149,7 +150,7 @@ def batches_of(
     """Plan a read, and return its batches as a stream."""
     if processes > 1:
         shared = replace(options, min_partitions=processes)
-        planned = partial(plan, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
+        planned = partial(plan_for_others, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
         return SharedReader(options, schema, planned, processes)
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)

@@ -7,8 +7,8 @@
                       index/…          the headers
                       config/…, …      copied
 
-Only a store that librmq closed tells where its log ends. Any other store is copied whole, because a reader must look at
-its records as recovery would.
+Only a store that was closed tells where its log ends: by librmq's note, or by the queues after a broker's clean
+shutdown. Any other store is copied whole, because a reader must look at its records as recovery would.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from librmq.columns.options import ReadOptions
+from librmq.columns.parts import RemoteLog
 from librmq.config import ENTRY_SIZE
 from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.seam import Files, make_folders
 from librmq.store.format import directory
 
 __all__ = ["RemoteFiles", "RemoteStore", "fetch", "located"]
@@ -86,6 +87,13 @@ class RemoteStore:
         self._is_kept = False
         return self
 
+    @classmethod
+    def of_log(cls, log: RemoteLog) -> Self:
+        """Name a store of which another process has planned the read: only its log is fetched, and dropped."""
+        self = cls.once(log.url, log.storage_options)
+        self._sizes = dict(log.sizes)
+        return self
+
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url}, {self.fetched_bytes} bytes fetched>"
 
@@ -100,9 +108,23 @@ class RemoteStore:
             self._system, self._root = system, root.rstrip("/")
             folder = tempfile.mkdtemp(prefix="librmq-remote-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self._mirror(folder)
+            if self._sizes:
+                self._blocks = {name: set() for name in self._sizes}
+                make_folders(DiskFiles(), os.path.join(folder, directory.COMMITLOG))
+                for name, size in self._sizes.items():
+                    _make_sparse(os.path.join(folder, name), size)
+            else:
+                self._mirror(folder)
             self._folder = folder
         return self._folder
+
+    @property
+    def log(self) -> RemoteLog:
+        """The store's log, for a process that reads a part of it."""
+        if isinstance(self._system, _memory_system()):
+            raise ConfigError(f"{self.url}: memory:// is in this process only; read with processes=1")
+        folder = directory.COMMITLOG
+        return RemoteLog(self.url, self._options, {k: v for k, v in self._sizes.items() if _below(k, folder)})
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the blocks with these bytes of a log file that were not fetched yet."""
@@ -145,10 +167,11 @@ class RemoteStore:
         logs, index = by_part.pop(directory.COMMITLOG, []), by_part.pop(directory.INDEX, [])
         queues = by_part.pop(directory.CONSUMEQUEUE, [])
         self._copy(path, self._whole(name for names in by_part.values() for name in names))
-        trusts_end = self._fetch_end(path, logs)
-        if trusts_end:
+        is_closed = directory.ABORT not in found
+        if is_closed:
             self._copy(path, ((name, 0, min(_INDEX_HEADER, found[name])) for name in index))
             self._copy_used(path, queues)
+        if is_closed and (self._fetch_end(path, logs) or self._finds_end(path, logs)):
             self._blocks |= {name: set() for name in logs}
         else:
             self._copy(path, self._whole([*queues, *index, *logs]))
@@ -179,7 +202,7 @@ class RemoteStore:
         from librmq.store.recovery.clean_shutdown import read_closed_state
 
         files = DiskFiles()
-        closed = None if directory.ABORT in self._sizes else read_closed_state(path, files)
+        closed = read_closed_state(path, files)
         if closed is None or not logs:
             return False
         size = self._sizes[logs[0]]
@@ -198,6 +221,12 @@ class RemoteStore:
             scan_from=lambda _: closed.log_end,
         )
         return closed.agrees_with(log)
+
+    def _finds_end(self, path: str, logs: list[str]) -> bool:
+        """Return whether the queues show where a broker closed the log."""
+        from librmq.columns.clean_end import note_clean_end
+
+        return note_clean_end(path, {name: self._sizes[name] for name in logs}, lambda ranges: self._copy(path, ranges))
 
     def _copy_used(self, path: str, names: Iterable[str]) -> None:
         """Copy files of queue entries up to the first block that ends with an empty entry."""
@@ -254,9 +283,19 @@ class RemoteFiles(DiskFiles):
 
     def mirrored(self, options: ReadOptions) -> ReadOptions:
         """Return options with the paths of mirrors instead of URLs."""
-        self._mirrors |= {store.path: store for url, store in self._stores.items() if url in options.paths}
-        paths = (self._stores[path].path if path in self._stores else path for path in options.paths)
-        return replace(options, paths=tuple(paths))
+        return replace(options, paths=tuple(map(self.mirror, options.paths)))
+
+    def mirror(self, path: str) -> str:
+        """Return the folder of the mirror if ``path`` is a URL, else ``path``."""
+        if path in self._stores:
+            store = self._stores[path]
+            path = store.path
+            self._mirrors[path] = store
+        return path
+
+    def store(self, path: str) -> RemoteStore | None:
+        """Return the store that is mirrored in ``path``."""
+        return self._mirrors.get(path)
 
     def url(self, path: str) -> str:
         """Return the URL of the store that is mirrored in ``path``."""
@@ -316,6 +355,12 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         known = ", ".join(f"{one}://" for one in (*_BY_PYARROW, "memory"))
         raise ConfigError(f"store: {url}: expected a scheme that fsspec knows, such as {known}: {error}") from error
     return system, str(path)
+
+
+def _memory_system() -> type[Any]:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    return MemoryFileSystem  # type: ignore[no-any-return]
 
 
 def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -22,6 +22,7 @@ from librmq.columns.options import (
     Wanted,
     check_filters,
 )
+from librmq.columns.remote import RemoteStore, located
 from librmq.config import suggest
 from librmq.errors import ConfigError
 
@@ -34,13 +35,14 @@ __all__ = [
     "parse_names",
     "parse_read_options",
     "refuse_unknown",
+    "refuse_urls",
 ]
 
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
     "failOnDataLoss", "mode", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger",
-    "maxTriggerDelay", "checksums", "names",
+    "maxTriggerDelay", "checksums", "names", "storageOptions",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
@@ -79,7 +81,8 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
     if view == "queues" and (begin_ms, end_ms) != (None, None):
         raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
-    paths = _paths(given)
+    storage_options = _storage_options(given)
+    paths = _paths(given, storage_options)
     return ReadOptions(
         paths=paths,
         view=cast(View, view),
@@ -99,8 +102,19 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         mode=cast(Mode, mode),
         min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
         checksums=_flag(given, "checksums", True),
+        storage_options=storage_options,
         several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
     )
+
+
+def refuse_urls(paths: Sequence[str], what: str) -> None:
+    """Raise `ConfigError` if one of the stores is behind a URL, which ``what`` can't read."""
+    for path in paths:
+        if "://" in path:
+            raise ConfigError(
+                f"option path: {path}: {what} only a store in a mounted file system; copy the store there, or read its "
+                'messages with spark.read.format("rocketmq")'
+            )
 
 
 def parse_names(options: Mapping[str, str]) -> str:
@@ -297,7 +311,22 @@ def _is_glob(text: str) -> bool:
     return any(character in text for character in "*?[")
 
 
-def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
+def _storage_options(given: Mapping[str, str]) -> Mapping[str, Any] | None:
+    if "storageOptions" not in given:
+        return None
+    try:
+        found = json.loads(given["storageOptions"])
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            'option storageOptions: expected arguments of the file system as JSON like {"anon": true}, '
+            "found something else"  # it may hold keys
+        )
+    return found
+
+
+def _paths(given: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> tuple[str, ...]:
     texts: list[str] = []
     if "paths" in given:
         try:
@@ -305,14 +334,15 @@ def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
         except (ValueError, TypeError):
             texts = given["paths"].split(",")
     if given.get("path"):
-        whole = local_path(given["path"])
-        texts += [whole] if os.path.exists(whole) else given["path"].split(",")
+        whole = located(os.path.expanduser(given["path"]), storage_options)
+        texts += [given["path"]] if isinstance(whole, str) and os.path.exists(whole) else given["path"].split(",")
     if not texts:
         raise ConfigError("option path: expected the folder of a store, found none")
     found: list[str] = []
     for text in texts:
-        path = local_path(text.strip())
-        if os.path.exists(path) or not _is_glob(path):
+        store = located(os.path.expanduser(text.strip()), storage_options)
+        path = store.url if isinstance(store, RemoteStore) else store
+        if isinstance(store, RemoteStore) or os.path.exists(path) or not _is_glob(path):
             matches = [path]
         else:
             matches = sorted(filter(os.path.isdir, glob.glob(path)))

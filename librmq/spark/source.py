@@ -109,12 +109,13 @@ class RocketMQDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
-        from librmq.spark.options import StreamLimits, parse_read_options
+        from librmq.spark.options import StreamLimits, parse_read_options, refuse_urls
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
             given = self._given(schema)
             options = parse_read_options(given)
+            refuse_urls(options.paths, "a stream reads")
             return StreamReader(options, StreamLimits.parse(given), *read_schema(schema, options, given))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)
@@ -146,9 +147,12 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
-        from librmq.columns.planner import plan
+        from librmq.columns.remote import RemoteFiles, RemoteStore, located
+        from librmq.columns.sharing import plan_for_others
 
-        return [PartPartition(part) for part in plan(self._options)]
+        found = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
+        stores = {one.url: one for one in found if isinstance(one, RemoteStore)}
+        return [PartPartition(part) for part in plan_for_others(self._options, RemoteFiles(stores) if stores else None)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""

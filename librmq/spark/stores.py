@@ -17,7 +17,7 @@ from librmq.columns.options import Mode, Wanted
 from librmq.columns.planner import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
-from librmq.spark.options import parse_read_options
+from librmq.spark.options import parse_read_options, refuse_urls
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
@@ -50,6 +50,7 @@ def paths_of(paths: Paths) -> tuple[str, ...]:
     """Return the folders of stores, with globs resolved; `ConfigError` for a glob that matches nothing."""
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [one for path in each for one in parse_read_options({"path": os.fspath(path)}).paths]
+    refuse_urls(found, "pipelines and the report read")
     return tuple(dict.fromkeys(found))
 
 

@@ -10,14 +10,14 @@ import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.columns.options import View
-from librmq.errors import ConfigError, NotAStoreError
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError
 from tests.stores import from_disk
 
 pytest.importorskip("pyarrow")
@@ -150,6 +150,26 @@ def test_a_store_that_librmq_did_not_close(path: Path, tmp_path: Path, kind: str
         found = reader(remote, view=view).read_all()
         assert found.num_rows >= 699
         assert found.equals(reader(folder, view=view).read_all())
+    if kind in ("closed by a broker", "changed since its close"):
+        part = RemoteStore(remote)
+        assert reader(part, topic="B").read_all().num_rows
+        assert part.fetched_bytes < 1_600_000
+
+
+def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -> None:
+    """The end of the log is unknown then, so the store is copied whole."""
+    folder = tmp_path / "s"
+    shutil.copytree(path, folder)
+    (folder / "librmq" / "closed.json").unlink()
+    for file in folder.glob("consumequeue/*/*/*"):
+        raw = file.read_bytes()
+        used = len(raw.rstrip(b"\0")) // 20 * 20 - 40
+        file.write_bytes(raw[:used].ljust(len(raw), b"\0"))
+    remote = put(folder, "memory://bucket/behind")
+    for view in get_args(View):
+        found = reader(remote, view=view).read_all()
+        assert found.num_rows
+        assert found.equals(reader(folder, view=view).read_all())
 
 
 @pytest.mark.parametrize(
@@ -167,9 +187,27 @@ def test_urls_that_are_refused(store: str, error: type[Exception], text: str) ->
         reader(store)
 
 
+def test_several_processes_read_a_url(path: Path) -> None:
+    """Each of them fetches the blocks of its own parts; the order of rows and the names of stores stay."""
+    url = f"local://{path}"
+    found = reader([url, path], processes=2, columns=["store", "queueOffset", "body"]).read_all()
+    assert found.equals(reader([url, path], columns=["store", "queueOffset", "body"]).read_all())
+    log = reader(url, processes=2, view="log", topic="B", since=START_MS + 300_000).read_all()
+    assert log.equals(reader(path, view="log", topic="B", since=START_MS + 300_000).read_all())
+
+
 def test_settings_that_a_url_does_not_allow(url: str) -> None:
-    with pytest.raises(ConfigError, match="processes: several processes can only read from the disk"):
+    with pytest.raises(ConfigError, match="memory:// is in this process only; read with processes=1"):
         reader(url, processes=2)
+
+
+def test_an_error_names_the_url(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "s")
+    with open(tmp_path / "s" / "commitlog" / f"{0:020}", "r+b") as file:
+        file.seek(3000)
+        file.write(b"\xff" * 100)
+    with pytest.raises(CorruptionError, match=f"local://{tmp_path}/s/commitlog/{0:020}"):
+        reader(f"local://{tmp_path}/s").read_all()
 
 
 def test_names_that_lead_out_of_the_mirror_are_refused(url: str) -> None:

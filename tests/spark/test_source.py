@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def read(path: Path | list[str], schema: str | None = None, **options: str) -> Any:
+def read(path: Path | str | list[str], schema: str | None = None, **options: str) -> Any:
     reader = shared_session().read.format("rocketmq").options(**options)
     if schema is not None:
         reader = reader.schema(schema)
@@ -147,17 +147,43 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
     assert text in str(told.value)
 
 
-@pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "s3a://bucket/store", "hdfs:/store"])
+@pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "hdfs:/store"])
 def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from librmq.errors import ConfigError
     from librmq.spark.options import WriteOptions, parse_read_options
 
-    for parse in (parse_read_options, WriteOptions.parse):
-        with pytest.raises(ConfigError, match="expected a path in a mounted file system"):
-            parse({"path": path})
+    with pytest.raises(ConfigError, match="expected a path or a URL such as s3://bucket/store"):
+        parse_read_options({"path": path})
+    with pytest.raises(ConfigError, match="expected a path in a mounted file system"):
+        WriteOptions.parse({"path": path})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:7").mkdir()
     assert parse_read_options({"path": "run:7"}).paths == (str(tmp_path / "run:7"),)
+
+
+def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
+    """Driver and workers fetch what they need of a store behind a URL."""
+    from librmq.errors import ConfigError
+    from librmq.spark.options import WriteOptions, parse_read_options
+    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark.stores import paths_of
+
+    pytest.importorskip("fsspec")
+    url = f"local://{folder}"
+    columns = "store string, topic string, queueId int, queueOffset bigint, body binary"
+    options = {"tags": "vip", "minPartitions": "3", "storageOptions": '{"auto_mkdir": false}'}
+    found = {tuple(row)[1:] for row in read(url, columns, **options).collect()}
+    assert found == {tuple(row)[1:] for row in read(folder, columns, tags="vip").collect()}
+    assert {row[0] for row in read(url, columns).select("store").distinct().collect()} == {url}
+    with pytest.raises(ConfigError, match="pipelines and the report read only a store in a mounted file system"):
+        paths_of(url)
+    with pytest.raises(ConfigError, match="expected a path in a mounted file system, found the scheme local"):
+        WriteOptions.parse({"path": url})
+    source = RocketMQDataSource({"path": url})
+    with pytest.raises(ConfigError, match="a stream reads only a store in a mounted file system"):
+        source.streamReader(source.schema()).initialOffset()
+    with pytest.raises(ConfigError, match="option storageOptions: expected arguments"):
+        parse_read_options({"path": url, "storageOptions": "{secret"})
 
 
 def test_the_names_of_kafka(folder: Path) -> None:

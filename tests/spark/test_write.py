@@ -428,6 +428,31 @@ def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True, wait_seconds=60) == 10
 
 
+OTHER = """
+import sys
+from librmq import Message, MessageStore
+
+with MessageStore.open(sys.argv[1]) as store:
+    store.append(Message("N", b"theirs", keys="theirs"), 0)
+"""
+
+
+def test_messages_that_others_append_during_a_job_stay(tmp_path: Path) -> None:
+    """The job does not hold the lock during its work; its records follow what another process appended meanwhile."""
+    path = new_store(tmp_path / "store")
+    folder = Path(job_folder(str(path), "job", None))
+    wait_until_free(str(path), 0)
+    staged = stage(folder, 1, 10)
+    assert not run_program(OTHER, path).returncode
+    assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True) == 10
+    with MessageStore.open(path, read_only=True) as store:
+        found = [message for message in store if message.topic == "N"]
+        assert found[0].body == b"theirs"
+        assert [message.queue_offset for message in found] == list(range(11))
+        assert len(list(store.find_by_key("N", "theirs"))) == 1
+    assert verify(str(path)).sound
+
+
 def test_ipv6_hosts() -> None:
     encoder = Encoder("N", 0, 1, "[fe80::1]:10911", 8192, 16376)
     batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
