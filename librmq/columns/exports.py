@@ -133,10 +133,10 @@ def export(
     pattern = _pattern(grep)
     path = os.path.abspath(out)
     form = _format_of(path, format)
-    for name in partition_by:
-        if name not in _PARTITIONS or form != "parquet":
-            raise ConfigError(f"partition_by: expected some of {', '.join(_PARTITIONS)}, for Parquet, found {name!r}")
+    partition_by = _partitions(partition_by, form)
     options, schema, processes, source_files = selection(store, settings)
+    if any(path.startswith(os.path.join(folder, "")) for folder in options.paths):
+        raise ConfigError(f"out: {path} is in the store; export to a folder outside of it")
     files = DiskFiles()
     state_path = os.path.join(path, f"_{_STATE}") if form == "parquet" else f"{path}.{_STATE}"
     make_folders(files, os.path.dirname(state_path))
@@ -205,6 +205,14 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
         return None if grep is None else re.compile(grep)
     except re.error as error:
         raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
+
+
+def _partitions(asked: str | Sequence[str], form: str) -> Sequence[str]:
+    names = [asked] if isinstance(asked, str) else asked
+    for name in names:
+        if name not in _PARTITIONS or form != "parquet":
+            raise ConfigError(f"partition_by: expected some of {', '.join(_PARTITIONS)}, for Parquet, found {name!r}")
+    return names
 
 
 def _format_of(path: str, asked: str | None) -> str:

@@ -17,6 +17,7 @@ from librmq.columns.decode import TIMESTAMP
 from librmq.columns.options import Predicate, ReadOptions
 from librmq.columns.planner import PlannedStore, Ranges
 from librmq.columns.read import TYPES, columns_of
+from librmq.errors import ConfigError
 from librmq.store.engine.queue_table import QueueName
 
 __all__ = ["predicate_of", "pruned"]
@@ -34,8 +35,14 @@ def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
     """Return an expression with the columns that it reads.
 
     Raises:
+        ConfigError: It is no expression.
         pyarrow.ArrowInvalid: The expression does not match the columns of the view.
     """
+    if not isinstance(expression, pc.Expression):
+        raise ConfigError(
+            "filter: expected an expression such as pyarrow.compute.field('topic') == 'orders', "
+            f"found {expression!r:.80}"
+        )
     known = sorted(columns_of(options.view))
     fields = [pa.field(name, TYPES[name]) for name in known]
     pa.schema(fields).empty_table().filter(expression)

@@ -115,7 +115,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
             raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
-    stores = [store] if isinstance(store, str | os.PathLike | RemoteStore) else list(store)
+    stores = [store] if isinstance(store, str | os.PathLike | RemoteStore) else _several("store", store)
     if not stores:
         raise ConfigError("store: expected the folder of a store, found none")
     files = settings.get("files")
@@ -173,6 +173,9 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
         if value not in known:
             raise ConfigError(f"{name}: expected one of {', '.join(known)}, found {value!r:.80}")
+    for name in ("fail_on_data_loss", "checksums"):
+        if not isinstance(settings.get(name, True), bool):
+            raise ConfigError(f"{name}: expected True or False, found {settings.get(name)!r:.80}")
     sql = settings.get("sql")
     tags = check_filters(view, settings.get("tags"), sql, "sql")
     wanted = Wanted(
@@ -236,11 +239,20 @@ def _bounds(wanted: Any) -> tuple[int, int]:
 
 
 def _names(what: str, names: Iterable[str]) -> list[str]:
-    found = [names] if isinstance(names, str) else list(names)
+    found = [names] if isinstance(names, str) else _several(what, names)
+    if not found:
+        raise ConfigError(f"{what}: expected at least one name, found none")
     for name in found:
         if not isinstance(name, str):
             raise ConfigError(f"{what}: expected names, found {name!r:.80}")
     return found
+
+
+def _several(what: str, values: Iterable[Any]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise ConfigError(f"{what}: expected text, or several texts in a list, found {values!r:.80}") from None
 
 
 def _milliseconds(name: str, time: datetime | int | None) -> int | None:

@@ -176,6 +176,10 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mine.csv").read_text() == "a,b\n"
     with pytest.raises(ConfigError, match="partition_by"):
         export(store, tmp_path / "out2", partition_by=["tags"])
+    assert export(store, tmp_path / "by_topic", partition_by="topic").files > 1
+    with pytest.raises(ConfigError, match="is in the store; export to a folder outside of it"):
+        export(store, store / "lake")
+    assert not (store / "lake").exists()
     with pytest.raises(ConfigError, match="view: an export reads"):
         export(store, tmp_path / "out2", view="log")
 
