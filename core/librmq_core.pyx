@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, auto_pickle=False
+# cython: language_level=3, boundscheck=False, wraparound=False, auto_pickle=False, binding=False
 """The compiled core of librmq: what an append and a scan do for a usual record.
 
 A function does the usual case whole. For anything else it has no effect, and its result says so; then librmq runs its
@@ -15,7 +15,7 @@ from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from cpython.tuple cimport PyTuple_SET_ITEM
+from cpython.tuple cimport PyTuple_GET_SIZE, PyTuple_SET_ITEM
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
@@ -31,9 +31,19 @@ cdef extern from "Python.h":
     int PyGC_Disable()
     int PyGC_Enable()
     char *PyByteArray_AS_STRING(object data)
+    bint PyUnicode_IS_COMPACT_ASCII(object text)
+    object PyObject_CallNoArgs(object called)
+    long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
 
 cdef extern from *:
     """
+    #include <structmember.h>
+    static Py_ssize_t rmq_slot(PyObject *descriptor) {  /* where instances keep the value of a slot */
+        if (Py_TYPE(descriptor) != &PyMemberDescr_Type)
+            return 0;
+        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
+        return member->type == T_OBJECT_EX ? member->offset : 0;
+    }
     #if PY_VERSION_HEX >= 0x030E0000  /* a tuple keeps its hash, and -1 is none */
     #define rmq_forget_hash(made) (((PyTupleObject *)(made))->ob_hash = -1)
     #else
@@ -41,13 +51,14 @@ cdef extern from *:
     #endif
     """
     void rmq_forget_hash(object made)
+    Py_ssize_t rmq_slot(object descriptor)
 
 cdef extern from "crc32.h":
     void rmq_crc32_init()
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 3
+API = 4
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0
@@ -132,9 +143,37 @@ the place of its value in the dict. librmq fills and bounds it."""
 
 cdef dict _shapes = shapes
 cdef object _mmap = mmap.mmap
+cdef object UNSET = object()
 # The records of the running append. The interpreter lock protects them, because nothing in between gives it up.
 cdef uint8_t scratch[SCRATCH]
 cdef uint8_t batch_scratch[BATCH_SCRATCH]
+cdef int64_t last_ms = -1
+cdef object last_time = None  # as an object, because many records have one time
+
+
+cdef struct Piece:
+    const char *before
+    Py_ssize_t size
+    Py_ssize_t number
+
+
+cdef struct Shape:
+    Py_ssize_t count
+    PyObject *names[MOST_PROPERTIES]
+    Piece pieces[MOST_PROPERTIES]
+    Py_ssize_t tags, unique, keys
+    bint delays, waits
+
+
+cdef struct Values:
+    const Shape *shape
+    PyObject *values[MOST_PROPERTIES]
+
+
+# The last shape of each number of properties, and what keeps its bytes and names.
+cdef Shape kept_shapes[8]
+cdef Shape no_shape
+cdef list kept = [None] * 8
 
 
 cdef class LogState:
@@ -154,26 +193,41 @@ cdef class DispatchState:
 cdef class LaneState:
     """What appends need of a `Lane`, which inherits from it."""
 
-    cdef public int64_t next_queue_offset, pending_from, prefix_hash
+    cdef public int64_t next_queue_offset, pending_from
     cdef public list pending
     cdef public bytes topic_field
-    cdef public object topic, queue, queue_id
+    cdef public object topic, queue, queue_id, prefix_hash
+    cdef object plain_queue  # the queue, once it was seen to have no extension
+    cdef tuple name
+
+
+cdef class AlarmState:
+    """What appends need of a `Housekeeping`, which inherits from it."""
+
+    cdef public int64_t alarm
 
 
 cdef class AppendState:
     """What appends need of an `Appender`, which inherits from it, and the usual append."""
 
     cdef public bint accepts, is_usual
-    cdef public object parts, _host, _housekeeping, lock, message_class, result_class, now_ms, system_now_ms
-    cdef public object manual_now_ms
+    cdef public object parts, _host, lock, message_class, result_class, now_ms, system_now_ms, manual_now_ms
+    cdef public object is_locked
+    cdef public AlarmState _housekeeping
     cdef public LogState log
     cdef public DispatchState dispatcher
     cdef public dict lanes
     cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
+    cdef Py_ssize_t topic_at, body_at, flag_at, properties_at, delays_at
+    cdef LaneState last_lane
 
-    def append_batch_usual(self, messages, queue_id=0, *, wait=True, **fields):
+    def append_batch_usual(
+        self, messages, queue_id=0, *, properties=UNSET, born_timestamp_ms=UNSET, born_host=UNSET, store_host=UNSET,
+        sys_flag=UNSET, reconsume_times=UNSET, wait=True
+    ):
         """Append a usual batch here, any other by `Appender.append_batch`."""
-        if self.is_usual and not fields and type(messages) is list:
+        fields = (properties, born_timestamp_ms, born_host, store_host, sys_flag, reconsume_times)
+        if self.is_usual and type(messages) is list and all_unset(fields):
             results = _append_batch(self, messages, queue_id)
             if results is not None:
                 if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
@@ -183,18 +237,46 @@ cdef class AppendState:
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return results
-        return self.append_batch(messages, queue_id, wait=wait, **fields)
+        names = "properties", "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times"
+        return self.append_batch(messages, queue_id, wait=wait, **given(names, fields))
 
-    def append_usual(self, message, queue_id=0, *, wait=True, **fields):
+    def append_usual(
+        self, message, queue_id=0, *, born_timestamp_ms=UNSET, born_host=UNSET, store_host=UNSET, sys_flag=UNSET,
+        reconsume_times=UNSET, prepared_transaction_offset=UNSET, properties_raw=UNSET, wait=True
+    ):
         """Append a usual message here, any other by `Appender.append`."""
-        if self.is_usual and not fields:
-            result = _append(self, message, queue_id)
+        cdef int64_t end = 0
+        if (
+            self.is_usual and properties_raw is UNSET and sys_flag is UNSET and born_timestamp_ms is UNSET
+            and born_host is UNSET and store_host is UNSET and reconsume_times is UNSET
+            and prepared_transaction_offset is UNSET
+        ):
+            result = _append(self, message, queue_id, &end)
             if result is not None:
-                end = result[0] + result[1]
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return result
-        return self.append(message, queue_id, wait=wait, **fields)
+        names = (
+            "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times",
+            "prepared_transaction_offset", "properties_raw",
+        )
+        fields = (
+            born_timestamp_ms, born_host, store_host, sys_flag, reconsume_times, prepared_transaction_offset,
+            properties_raw,
+        )
+        return self.append(message, queue_id, wait=wait, **given(names, fields))
+
+
+cdef bint all_unset(tuple fields):
+    for value in fields:
+        if value is not UNSET:
+            return False
+    return True
+
+
+cdef dict given(tuple names, tuple fields):
+    """Return the fields that a caller gave."""
+    return {name: value for name, value in zip(names, fields) if value is not UNSET}
 
 
 cdef inline void put32(uint8_t *at, uint32_t value) noexcept:
@@ -202,8 +284,8 @@ cdef inline void put32(uint8_t *at, uint32_t value) noexcept:
 
 
 cdef inline void put64(uint8_t *at, uint64_t value) noexcept:
-    put32(at, value >> 32)
-    put32(at + 4, value & 0xFFFFFFFF)
+    put32(at, <uint32_t>(value >> 32))
+    put32(at + 4, <uint32_t>value)
 
 
 cdef uint32_t hashed(uint32_t code, int kind, const void *data, Py_ssize_t begin, Py_ssize_t end) noexcept:
@@ -230,37 +312,77 @@ def string_hash(str text not None):
     return java_hash(text)
 
 
-cdef Py_ssize_t put_properties(dict properties, uint8_t *at) except -2:
-    """Write properties in stored form; return their size, -1 if they are unusual."""
-    cdef PyObject *values[MOST_PROPERTIES]
-    cdef PyObject *name
-    cdef PyObject *value
-    cdef Py_ssize_t place = 0, count = PyDict_Size(properties), number = 0, size, total = 0
-    cdef const char *text
+no_shape.tags = no_shape.unique = no_shape.keys = -1
+
+
+cdef bint keep_shape(Shape *shape, tuple names):
+    """Keep the stored form of properties with these names; return whether librmq has it."""
+    cdef list pieces = _shapes.get(names)
+    cdef Py_ssize_t count = PyTuple_GET_SIZE(names), at
     cdef bytes before
-    if not count:
-        return 0
+    if pieces is None:
+        return False
+    kept[count & 7] = names, pieces
+    shape.count, shape.tags, shape.unique, shape.keys, shape.delays, shape.waits = count, -1, -1, -1, False, False
+    for at in range(count):
+        name = names[at]
+        shape.names[at] = <PyObject *>name
+        if name == "TAGS":
+            shape.tags = at
+        elif name == "UNIQ_KEY":
+            shape.unique = at
+        elif name == "KEYS":
+            shape.keys = at
+        shape.delays |= name == "DELAY"
+        shape.waits |= name == "WAIT"
+        before, number = pieces[at]
+        shape.pieces[at].before, shape.pieces[at].size = PyBytes_AS_STRING(before), PyBytes_GET_SIZE(before)
+        shape.pieces[at].number = number
+    return True
+
+
+cdef bint find_values(dict properties, Values *found):
+    """Find the values of properties and their stored form; return whether both are usual."""
+    cdef PyObject *name
+    cdef Py_ssize_t place = 0, count = PyDict_Size(properties), number = 0
+    cdef Shape *shape = &kept_shapes[count & 7]
+    cdef bint is_kept = shape.count == count
     if count > MOST_PROPERTIES:
-        return -1
-    while PyDict_Next(properties, &place, &name, &value):
+        return False
+    while PyDict_Next(properties, &place, &name, &found.values[number]):
         # Names of another type could run Python code when they are compared.
-        if not PyUnicode_CheckExact(<object>name) or not PyUnicode_CheckExact(<object>value):
-            return -1
-        values[number] = value
+        if not PyUnicode_CheckExact(<object>found.values[number]) or not PyUnicode_CheckExact(<object>name):
+            return False
+        is_kept &= shape.names[number] == name
         number += 1
-    shape = _shapes.get(tuple(properties))
-    if shape is None:
-        return -1
-    for before, number in <list>shape:
-        size = PyBytes_GET_SIZE(before)
-        if total + size > MOST_PROPERTY_BYTES:
+    found.shape = shape if count else &no_shape
+    return is_kept or count == 0 or keep_shape(shape, tuple(properties))
+
+
+cdef object value_of(const Values *found, Py_ssize_t number):
+    """Return a value, None for a number of -1."""
+    return <object>found.values[number] if number >= 0 else None
+
+
+cdef Py_ssize_t put_properties(const Values *found, uint8_t *at) except -2:
+    """Write properties in stored form; return their size, -1 if they are unusual."""
+    cdef Py_ssize_t number, size, total = 0
+    cdef const char *text
+    cdef const Piece *piece
+    for number in range(found.shape.count):
+        piece = &found.shape.pieces[number]
+        if total + piece.size > MOST_PROPERTY_BYTES:
             return -1
-        memcpy(at + total, PyBytes_AS_STRING(before), size)
-        total += size
-        try:
-            text = PyUnicode_AsUTF8AndSize(<object>values[number], &size)
-        except UnicodeEncodeError:
-            return -1
+        memcpy(at + total, piece.before, piece.size)
+        total += piece.size
+        value = <object>found.values[piece.number]
+        if PyUnicode_IS_COMPACT_ASCII(value):
+            text, size = <const char *>PyUnicode_DATA(value), PyUnicode_GET_LENGTH(value)
+        else:
+            try:
+                text = PyUnicode_AsUTF8AndSize(value, &size)
+            except UnicodeEncodeError:
+                return -1
         if total + size > MOST_PROPERTY_BYTES or memchr(text, 2, size) != NULL:
             return -1
         memcpy(at + total, text, size)
@@ -268,31 +390,65 @@ cdef Py_ssize_t put_properties(dict properties, uint8_t *at) except -2:
     return total
 
 
+cdef bint find_slots(AppendState self):
+    """Find where messages keep their parts; return whether they do so in slots."""
+    made = vars(self.message_class)
+    self.topic_at, self.body_at, self.flag_at = rmq_slot(made["topic"]), rmq_slot(made["body"]), rmq_slot(made["flag"])
+    self.properties_at, self.delays_at = rmq_slot(made["properties"]), rmq_slot(made["_delays"])
+    return self.topic_at and self.body_at and self.flag_at and self.properties_at and self.delays_at
+
+
+cdef inline object part(object message, Py_ssize_t at):
+    """Return the part of a message, UNSET for none."""
+    cdef PyObject *found = (<PyObject **>(<char *><PyObject *>message + at))[0]
+    return UNSET if found == NULL else <object>found
+
+
 cdef bint is_usual(AppendState self, object message, object topic):
     """Return whether a message has the usual types and no delay; its topic must be ``topic`` unless that is None."""
-    if type(message) is not self.message_class:
+    if type(message) is not self.message_class or not (self.topic_at or find_slots(self)):
         return False
-    cdef object flag = message.flag, properties = message.properties, body = message.body
+    own, body, flag = part(message, self.topic_at), part(message, self.body_at), part(message, self.flag_at)
     if (
-        message._delays is not None or not PyUnicode_CheckExact(message.topic) or not PyBytes_CheckExact(body)
-        or not PyDict_CheckExact(properties) or not PyLong_CheckExact(flag) or "DELAY" in <dict>properties
-        or not -0x80000000 <= flag <= 0x7FFFFFFF or PyBytes_GET_SIZE(body) > self._max_body_size
+        part(message, self.delays_at) is not None or not PyUnicode_CheckExact(own) or not PyBytes_CheckExact(body)
+        or not PyDict_CheckExact(part(message, self.properties_at)) or not PyLong_CheckExact(flag)
+        or PyBytes_GET_SIZE(body) > self._max_body_size
     ):
         return False
-    return topic is None or (message.topic == topic and "WAIT" not in <dict>properties)
+    return topic is None or own is topic or own == topic
+
+
+cdef bint flag_of(AppendState self, object message, uint32_t *flag):
+    """Find the flag of a message; return whether it has 32 bits."""
+    cdef int overflow = 0
+    cdef long long found = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
+    flag[0] = <uint32_t>found
+    return not overflow and found == <int32_t>found
 
 
 cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
     """Return the lane of a queue, None if it is unusual or not open."""
+    cdef LaneState lane = self.last_lane
+    cdef tuple name
     if not PyLong_CheckExact(queue_id) or not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
         return None
-    cdef LaneState lane = self.lanes.get((topic, queue_id))
+    name = lane.name if lane is not None and lane.topic is topic and lane.queue_id is queue_id else (topic, queue_id)
+    lane = self.lanes.get(name)
+    if lane is None or (lane.plain_queue is not lane.queue and not is_plain(lane)):
+        return None
+    lane.name, self.last_lane = name, lane
+    return lane
+
+
+cdef bint is_plain(LaneState lane):
+    """Return whether records of a lane are usual, and note it."""
     if (
-        lane is None or lane.queue.ext is not None or PyUnicode_GET_LENGTH(topic) == SCHEDULE_TOPIC_SIZE
+        lane.queue.ext is not None or PyUnicode_GET_LENGTH(lane.topic) == SCHEDULE_TOPIC_SIZE
         or PyBytes_GET_SIZE(lane.topic_field) > 128
     ):
-        return None
-    return lane
+        return False
+    lane.plain_queue = lane.queue
+    return True
 
 
 cdef int64_t clock_ms(AppendState self) except -3:
@@ -305,76 +461,65 @@ cdef int64_t clock_ms(AppendState self) except -3:
     return now if now >= 0 else -2
 
 
-cdef object _append(AppendState self, object message, object queue_id):
+cdef object _append(AppendState self, object message, object queue_id, int64_t *end):
     """Append a usual message and return the result, or None before any effect."""
-    if not is_usual(self, message, None):
+    cdef int64_t now = clock_ms(self)  # first, because it may run Python code
+    if now == -2 or not is_usual(self, message, None):
         return None
-    cdef LaneState lane = usual_lane(self, message.topic, queue_id)
-    cdef int64_t now = clock_ms(self)
-    cdef object body = message.body  # again, because Python code ran since the last look
-    if (
-        lane is None or now == -2 or not PyBytes_CheckExact(body) or PyBytes_GET_SIZE(body) >= self._compress_from
-        or PyBytes_GET_SIZE(body) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
-    ):
+    cdef LaneState lane = usual_lane(self, part(message, self.topic_at), queue_id)
+    if lane is None or PyBytes_GET_SIZE(part(message, self.body_at)) >= self._compress_from:
         return None
-    mutex = self.lock.mutex
-    if not mutex.acquire(False):
-        return None
-    cdef int collects = PyGC_Disable()  # it could run Python code, which gives up the interpreter
+    # Nothing from here on gives up the interpreter, so a lock that is free remains free.
+    cdef int collects = PyGC_Disable()  # it could run Python code
     try:
-        return _write(self, lane, body, message.properties, <int32_t>message.flag, <uint32_t>queue_id, now)
+        if PyObject_CallNoArgs(self.is_locked) is True:
+            return None
+        return _write(self, lane, message, <uint32_t>queue_id, now, end)
     finally:
         if collects:
             PyGC_Enable()
-        mutex.release()
 
 
 cdef object _append_batch(AppendState self, list messages, object queue_id):
     """The same for a batch."""
-    if not messages:
-        return None
-    topic = getattr(messages[0], "topic", None)
-    if topic is None:
-        return None
-    for message in messages:
-        if not is_usual(self, message, topic):
-            return None
-    cdef LaneState lane = usual_lane(self, topic, queue_id)
     cdef int64_t now = clock_ms(self)
-    if lane is None or now == -2:
+    if now == -2 or not messages or not is_usual(self, messages[0], None):
         return None
-    mutex = self.lock.mutex
-    if not mutex.acquire(False):
+    topic = part(messages[0], self.topic_at)
+    cdef LaneState lane = usual_lane(self, topic, queue_id)
+    if lane is None:
         return None
     cdef int collects = PyGC_Disable()
     try:
-        result = _write_batch(self, lane, messages, <uint32_t>queue_id, now)
+        if PyObject_CallNoArgs(self.is_locked) is True:
+            return None
+        return _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now)
     finally:
         if collects:
             PyGC_Enable()
-        mutex.release()
-    return result
 
 
 cdef int64_t encode(
-    AppendState self, LaneState lane, object body, dict properties, int32_t flag, uint32_t queue_id, uint8_t *record
+    AppendState self, LaneState lane, object message, const Values *found, uint32_t queue_id, uint8_t *record
 ) except -2:
-    """Write a record without its place and times; return its size, -1 if its properties are unusual."""
+    """Write a record without its place and times; return its size, -1 if its properties or its flag are unusual."""
+    body = part(message, self.body_at)
     cdef Py_ssize_t body_size = PyBytes_GET_SIZE(body), topic_size = PyBytes_GET_SIZE(lane.topic_field), raw_size
     cdef uint8_t *place = record + HEADER
+    cdef uint32_t flag
     memcpy(place, PyBytes_AS_STRING(body), body_size)
     place += body_size
     memcpy(place, PyBytes_AS_STRING(lane.topic_field), topic_size)
     place += topic_size
-    raw_size = put_properties(properties, place + 2)
-    if raw_size < 0:
+    raw_size = put_properties(found, place + 2)
+    if raw_size < 0 or not flag_of(self, message, &flag):
         return -1
     place[0], place[1] = raw_size >> 8, raw_size & 255
     put32(record, HEADER + body_size + topic_size + 2 + raw_size)
     put32(record + 4, MAGIC)
     put32(record + 8, rmq_crc32(record + HEADER, body_size, FOLDS) & 0x7FFFFFFF)
     put32(record + 12, queue_id)
-    put32(record + 16, <uint32_t>flag)
+    put32(record + 16, flag)
     put32(record + 36, 0)
     memcpy(record + 48, PyBytes_AS_STRING(self._host), 8)
     memcpy(record + 64, PyBytes_AS_STRING(self._host), 8)
@@ -397,14 +542,20 @@ cdef bytes new_entry(int64_t physical_offset, int64_t size, object tags):
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(entry)
     put64(at, physical_offset)
     put32(at + 8, size)
-    put64(at + 12, <uint64_t><int64_t>(java_hash(tags) if tags else 0))
+    put64(at + 12, <uint64_t><int64_t>(0 if tags is None else java_hash(tags)))
     return entry
 
 
-cdef int64_t system_ms() noexcept:
+cdef object time_now(int64_t *now):
+    """Set a time that is -1 to the system's; return it as an object."""
     cdef timespec time
-    clock_gettime(CLOCK_REALTIME, &time)
-    return <int64_t>time.tv_sec * 1000 + time.tv_nsec // 1000000
+    global last_ms, last_time
+    if now[0] < 0:
+        clock_gettime(CLOCK_REALTIME, &time)
+        now[0] = <int64_t>time.tv_sec * 1000 + time.tv_nsec // 1000000
+    if now[0] != last_ms:
+        last_time, last_ms = now[0], now[0]
+    return last_time
 
 
 cdef bint can_write(AppendState self, int64_t size):
@@ -417,11 +568,10 @@ cdef bint can_write(AppendState self, int64_t size):
     )
 
 
-cdef object copy_in(LogState log, const uint8_t *data, int64_t size):
-    """Copy records to the end of the log, which `can_write` allowed."""
+cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size):
+    """Copy records to the end of the log, ``begin``, which `can_write` allowed."""
     cdef Py_buffer view
     cdef int64_t at = log.end - log._file_start
-    begin = log.end
     PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
     if at + size > view.len:
         PyBuffer_Release(&view)
@@ -432,25 +582,30 @@ cdef object copy_in(LogState log, const uint8_t *data, int64_t size):
     log.end += size
 
 
-cdef object _write(
-    AppendState self, LaneState lane, object body, dict properties, int32_t flag, uint32_t queue_id, int64_t now
-):
-    """Write the record, and note its entry and keys, under the lock."""
+cdef object _write(AppendState self, LaneState lane, object message, uint32_t queue_id, int64_t now, int64_t *end):
+    """Write the record, and note its entry and keys, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
-    cdef int64_t size = encode(self, lane, body, properties, flag, queue_id, scratch), physical_offset, queue_offset
+    cdef int64_t size, physical_offset, queue_offset
+    cdef Values found
     global appended
+    if (
+        PyBytes_GET_SIZE(part(message, self.body_at)) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
+        or not find_values(part(message, self.properties_at), &found) or found.shape.delays
+    ):
+        return None
+    size = encode(self, lane, message, &found, queue_id, scratch)
     if size < 0 or not can_write(self, size):
         return None
-    now = system_ms() if now < 0 else now
     physical_offset, queue_offset = self.log.end, lane.next_queue_offset
-    put_place(scratch, queue_offset, physical_offset, now)
     # First everything that can fail.
-    entry = new_entry(physical_offset, size, properties.get("TAGS"))
-    py_offset, py_now = physical_offset, now
-    record = (py_offset, py_now, lane.prefix_hash, properties.get("UNIQ_KEY"), properties.get("KEYS"))
-    result = new_result(self.result_class, (py_offset, size, queue_offset, py_now, self._host))
+    py_now = time_now(&now)
+    put_place(scratch, queue_offset, physical_offset, now)
+    entry = new_entry(physical_offset, size, value_of(&found, found.shape.tags))
+    py_offset = physical_offset
+    record = new_record(lane, &found, py_offset, py_now)
+    result = new_result(self.result_class, py_offset, size, queue_offset, py_now, self._host)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
-    copy_in(self.log, scratch, size)
+    copy_in(self.log, py_offset, scratch, size)
     lane.next_queue_offset = queue_offset + 1
     if not lane.pending:
         lane.pending_from = queue_offset
@@ -459,50 +614,48 @@ cdef object _write(
     dispatcher.records.append(record)
     dispatcher.writing_at = -1
     appended += 1
+    end[0] = physical_offset + size
     return result
 
 
 cdef object _write_batch(
-    AppendState self, LaneState lane, list messages, uint32_t queue_id, int64_t now
+    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now
 ):
-    """Write the records side by side, and note their entries and keys, under the lock."""
+    """Write the records side by side, and note their entries and keys, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
-    cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset
-    cdef Py_ssize_t number, count = PyList_GET_SIZE(messages)
-    cdef list sizes = [], entries = [], records = [], results = []
-    cdef dict properties
+    cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
+    cdef Py_ssize_t number = 0, count = PyList_GET_SIZE(messages)
+    cdef list entries = [], records = [], results = []
+    cdef uint8_t *record
+    cdef Values found
     global appended
+    if not can_write(self, 0):
+        return None
+    py_now = time_now(&now)
     for message in messages:
-        if type(message) is not self.message_class or not PyBytes_CheckExact(message.body):
-            return None  # it was changed since the last look
-        body = message.body
-        if PyBytes_GET_SIZE(body) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total:
+        record = batch_scratch + total
+        if (
+            not is_usual(self, message, topic)
+            or PyBytes_GET_SIZE(part(message, self.body_at)) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total
+            or not find_values(part(message, self.properties_at), &found)
+            or found.shape.delays or found.shape.waits
+        ):
             return None
-        size = encode(self, lane, body, message.properties, <int32_t>message.flag, queue_id, batch_scratch + total)
+        size = encode(self, lane, message, &found, queue_id, record)
         if size < 0:
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
-        sizes.append(size)
+        put_place(record, queue_offset + number, physical_offset + total, now)
+        entries.append(new_entry(physical_offset + total, size, value_of(&found, found.shape.tags)))
+        py_offset = physical_offset + total
+        records.append(new_record(lane, &found, py_offset, py_now))
+        results.append(new_result(self.result_class, py_offset, size, queue_offset + number, py_now, self._host))
         total += size
+        number += 1
     if encoded > self._max_body_size or not can_write(self, total):
         return None
-    now = system_ms() if now < 0 else now
-    py_now = now
-    prefix_hash = lane.prefix_hash
-    total = 0
-    for number in range(count):
-        size, properties = sizes[number], messages[number].properties
-        physical_offset = self.log.end + total
-        put_place(batch_scratch + total, queue_offset + number, physical_offset, now)
-        entries.append(new_entry(physical_offset, size, properties.get("TAGS")))
-        py_offset = physical_offset
-        records.append((py_offset, py_now, prefix_hash, properties.get("UNIQ_KEY"), properties.get("KEYS")))
-        results.append(
-            new_result(self.result_class, (py_offset, sizes[number], queue_offset + number, py_now, self._host))
-        )
-        total += size
-    dispatcher.writing_at = self.log.end
-    copy_in(self.log, batch_scratch, total)
+    dispatcher.writing_at = physical_offset
+    copy_in(self.log, physical_offset, batch_scratch, total)
     lane.next_queue_offset = queue_offset + count
     if not lane.pending:
         lane.pending_from = queue_offset
@@ -514,15 +667,30 @@ cdef object _write_batch(
     return results
 
 
-cdef object new_result(object result_class, tuple fields):
+cdef tuple new_record(LaneState lane, const Values *found, object physical_offset, object now):
+    """Return what the index needs of a record."""
+    return (
+        physical_offset, now, lane.prefix_hash, value_of(found, found.shape.unique), value_of(found, found.shape.keys)
+    )
+
+
+cdef object new_result(
+    object result_class, object physical_offset, int64_t size, int64_t queue_offset, object now, object host
+):
     """Return a named tuple of these fields, without a call of its class."""
     cdef object result = (<PyTypeObject *>result_class).tp_alloc(<type>result_class, 5)
-    cdef int number
     rmq_forget_hash(result)
-    for number in range(5):
-        Py_INCREF(fields[number])
-        PyTuple_SET_ITEM(result, number, fields[number])
+    put_item(result, 0, physical_offset)
+    put_item(result, 1, size)
+    put_item(result, 2, queue_offset)
+    put_item(result, 3, now)
+    put_item(result, 4, host)
     return result
+
+
+cdef inline void put_item(object result, Py_ssize_t at, object value) noexcept:
+    Py_INCREF(value)
+    PyTuple_SET_ITEM(result, at, value)
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
@@ -567,7 +735,7 @@ def key_hashes(list records not None):
         record = records[number]
         place, time, prefix_hash, unique, keys = record
         place_at[number], time_at[number] = place, time
-        prefix = <uint32_t>(<int64_t>prefix_hash & 0xFFFFFFFF)
+        prefix = <uint32_t><int64_t>prefix_hash
         if unique:
             if not text_of(unique, &kind, &data, &size) or found >= room:
                 return None

@@ -10,9 +10,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["CORE", "CORE_STATE", "AppendState", "DispatchState", "LaneState", "LogState"]
+__all__ = ["CORE", "CORE_STATE", "AlarmState", "AppendState", "DispatchState", "LaneState", "LogState"]
 
-_API: Final = 3
+_API: Final = 4
 _SWITCH: Final = "LIBRMQ_CORE"
 
 
@@ -50,10 +50,13 @@ if TYPE_CHECKING:
     class LaneState:
         """The same of `librmq.store.engine.dispatch.Lane`."""
 
+    class AlarmState:
+        """The same of `librmq.store.engine.housekeeping.Housekeeping`."""
+
     class AppendState:
         """The same of `librmq.store.engine.append.Appender`."""
 
 else:
-    LogState, DispatchState, LaneState, AppendState = (
-        getattr(CORE, name, object) for name in ("LogState", "DispatchState", "LaneState", "AppendState")
+    LogState, DispatchState, LaneState, AlarmState, AppendState = (
+        getattr(CORE, name, object) for name in ("LogState", "DispatchState", "LaneState", "AlarmState", "AppendState")
     )

@@ -75,6 +75,7 @@ class Appender(AppendState):
     def __init__(self, clock: Clock, refusal: Callable[[], Exception], wake: Callable[[], None]) -> None:
         """Take ``refusal()``, which returns why no append is accepted, and ``wake()``, which wakes housekeeping."""
         self.lock = AppendLock(clock)
+        self.is_locked = self.lock.mutex.locked
         self.accepts = False
         """Whether appends are accepted."""
         self.parts: Parts | None = None
@@ -94,6 +95,7 @@ class Appender(AppendState):
         self.parts, self.accepts = None, False
         self._watchers, self._watching = [], threading.Lock()
         self.lock.forget()
+        self.is_locked = self.lock.mutex.locked
 
     def configure(self, config: StoreConfig, levels: DelayLevels) -> None:
         """Use these settings from now on."""

@@ -18,6 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
 from librmq.runtime.background import Background
+from librmq.runtime.core import AlarmState
 from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.group_commit import GroupCommit
@@ -32,7 +33,7 @@ _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
 _AGAIN_MS: Final = 10_000  # after a temporary failure
 
 
-class Housekeeping:
+class Housekeeping(AlarmState):
     """Scheduled work of one store. Not thread-safe: one caller at a time.
 
     ``alarm`` is a physical offset: an append that ends at or after it must wake the caller of `run_due`. Appends only
