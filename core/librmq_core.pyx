@@ -58,15 +58,15 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 4
+API = 5
 """Number that librmq compares at its import; it changes with the functions here."""
 
-cdef int64_t appended = 0, scanned = 0
+cdef int64_t appended = 0, scanned = 0, pulled = 0
 
 
 def counts():
-    """Return how many records were appended and scanned here, to prove in a test that this code ran."""
-    return {"append": appended, "records": scanned}
+    """Return how many records were appended, scanned and pulled here, to prove in a test that this code ran."""
+    return {"append": appended, "records": scanned, "pull": pulled}
 
 
 cdef uint32_t MAGIC = 0xDAA320A7
@@ -94,6 +94,10 @@ def crc32(bytes data, bint folds=True):
 
 cdef inline uint32_t big32(const uint8_t *at) noexcept:
     return <uint32_t>at[0] << 24 | <uint32_t>at[1] << 16 | <uint32_t>at[2] << 8 | at[3]
+
+
+cdef inline int64_t big64(const uint8_t *at) noexcept:
+    return <int64_t>(<uint64_t>big32(at) << 32 | big32(at + 4))
 
 
 def records(bytes chunk, Py_ssize_t inside, int64_t chunk_offset, bint check_body):
@@ -810,3 +814,85 @@ def put_entries(
         PyBuffer_Release(&time_view)
         PyBuffer_Release(&physical_view)
     return fresh
+
+
+# ----------------------------------------------------------------------------------------------------------------- pull
+
+cdef object stored_class = None, body_limit = None
+cdef Py_ssize_t raw_at = 0
+
+
+def use_stored_messages(type made not None, limit):
+    """Take the class of messages that were read, and the longest body that it decompresses; return whether it fits."""
+    global stored_class, body_limit, raw_at
+    stored_class, body_limit, raw_at = made, limit, rmq_slot(vars(made)["raw"])
+    return raw_at > 0
+
+
+def body_of(message):
+    """Return the body of a message that was read, here if it is stored as it was sent."""
+    cdef uint64_t length, size
+    cdef const uint8_t *at
+    if not isinstance(message, stored_class):
+        raise TypeError("body: expected a message that was read")
+    raw = part(message, raw_at)
+    if PyBytes_CheckExact(raw):
+        size, at = PyBytes_GET_SIZE(raw), <const uint8_t *>PyBytes_AS_STRING(raw)
+        if size >= FIXED:
+            length = big32(at + 84)
+            if not at[39] & 49 and length < size - 90:  # no IPv6 hosts (16, 32), not compressed (1)
+                return PyBytes_FromStringAndSize(<const char *>at + HEADER, length)
+    return message.decompressed_body(body_limit)
+
+
+def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes):
+    """Return the messages of the first queue entries and their bytes, or None if anything is unusual.
+
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``end``.
+    """
+    cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
+    cdef Py_ssize_t count = min(PyBytes_GET_SIZE(entries) // 20, max_count), number
+    cdef int64_t place, size, total = 0, last = -1
+    cdef Py_buffer view
+    cdef list found = []
+    cdef bytes raw
+    global pulled
+    if not isinstance(buffer, _mmap) or not raw_at:
+        return None
+    for number in range(count):
+        place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
+        if place < start or place <= last or size < FIXED or size > end - place:
+            return None
+        last = place
+        if number and total + size > max_bytes:
+            count = number
+            break
+        total += size
+    cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
+    try:
+        if end - start > view.len:
+            return None
+        for number in range(count):
+            place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
+            raw = PyBytes_FromStringAndSize(<const char *>view.buf + (place - start), size)
+            # The copy is checked, because another process can change the mapping.
+            if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
+                big32(<const uint8_t *>PyBytes_AS_STRING(raw) + 4) != MAGIC
+            ):
+                return None
+            found.append(new_stored(raw))
+    finally:
+        PyBuffer_Release(&view)
+        if collects:
+            PyGC_Enable()
+    pulled += count
+    return found, total
+
+
+cdef object new_stored(bytes raw):
+    """Return the message of a record, without a call of its class."""
+    cdef object made = (<PyTypeObject *>stored_class).tp_alloc(<type>stored_class, 0)
+    Py_INCREF(raw)
+    (<PyObject **>(<char *><PyObject *>made + raw_at))[0] = <PyObject *>raw
+    return made

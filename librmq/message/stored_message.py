@@ -40,6 +40,7 @@ from librmq.message.record import (
     split_keys,
     tags_code,
 )
+from librmq.runtime.core import CORE
 
 __all__ = ["DECOMPRESSED_LIMIT", "StoredMessage"]
 
@@ -312,3 +313,7 @@ class StoredMessage:
             )
         except RecordError as error:
             return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
+
+
+if CORE is not None and CORE.use_stored_messages(StoredMessage, DECOMPRESSED_LIMIT):
+    StoredMessage.body = property(CORE.body_of, doc=StoredMessage.body.__doc__)  # type: ignore[method-assign,assignment]

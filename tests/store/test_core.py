@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import subprocess
 import sys
 import zlib
@@ -22,6 +23,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.java.hashing import string_hash
 from librmq.message.message import Message
+from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
 from librmq.runtime import core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
@@ -96,6 +98,77 @@ def test_scans_are_equal(sizes: list[int], flips: list[tuple[int, int]], check_b
     with pytest.MonkeyPatch.context() as patch:
         without_core(patch)
         assert scanned(files, config, check_body=check_body) == compiled
+
+
+def pulled(store: MessageStore, most: int) -> list[Any]:
+    """Return the messages of all queues with their bodies, and the errors of reads."""
+    found: list[Any] = []
+    for (topic, queue_id), queue in sorted(store.queues.items()):
+        for at in range(0, queue.max_offset + 2, most):
+            try:
+                result = store.read(topic, queue_id, at, most)
+                found.append((result.status, result.next_offset, result.total_size))
+                found += [(message.raw, message.body) for message in result.messages]
+            except RmqError as error:
+                found.append(str(error))
+    return found
+
+
+@needs_core
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2000), min_size=1, max_size=60),
+    st.lists(st.tuples(st.integers(0, 60_000), st.integers(0, 255)), max_size=3),
+    st.integers(1, 40),
+)
+def test_pulls_are_equal(sizes: list[int], flips: list[tuple[int, int]], most: int) -> None:
+    """Of whole logs and damaged ones; the counter shows that the compiled code ran."""
+    files, config = filled(sizes)
+    with MessageStore.open("/store", config, files=files, read_only=True) as store:
+        buffer = store.log.sequence.file(0).buffer
+        for at, value in flips:
+            buffer[at] = value
+        before = CORE.counts()["pull"]
+        compiled = pulled(store, most)
+        if not flips:
+            assert CORE.counts()["pull"] > before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("librmq.store.engine.read.CORE", None)
+            assert pulled(store, most) == compiled
+
+
+@needs_core
+@given(st.binary(min_size=91, max_size=300), st.integers(0, 400))
+def test_bodies_are_equal(raw: bytes, length: int) -> None:
+    """Also of bytes that are no record, or claim a body that is longer than they are."""
+    for flags in (0, 1, 16, 32, 0x101):
+        data = raw[:36] + flags.to_bytes(4, "big") + raw[40:84] + length.to_bytes(4, "big") + raw[88:]
+        message, said = StoredMessage(data), []
+        for body in (vars(StoredMessage)["body"].fget, lambda one: one.decompressed_body(DECOMPRESSED_LIMIT)):
+            try:
+                said.append(body(message))
+            except RmqError as error:
+                said.append(type(error))
+        if not flags & 49 and length < len(data) - 90:
+            assert said[0] == data[88 : 88 + length]
+        else:
+            assert said[0] == said[1]
+
+
+@needs_core
+@given(st.lists(st.tuples(st.integers(-5, 4200), st.integers(-5, 300)), min_size=1, max_size=8), st.integers(0, 40))
+def test_pulls_stay_within_the_file(entries: list[tuple[int, int]], start: int) -> None:
+    """Whatever queue entries claim."""
+    buffer = mmap.mmap(-1, 4096)
+    for place, size in entries:
+        if 0 <= place - start <= 4000:
+            buffer[place - start : place - start + 8] = struct.pack(">iI", size, 0xDAA320A7)
+    raw = b"".join(struct.pack(">qiq", place, size, 0) for place, size in entries)
+    for end in (start + 4096, start + 100, start + 5000):
+        found = CORE.pull(raw, buffer, start, end, len(entries), 1 << 20)
+        if found is not None:
+            assert [len(message.raw) for message in found[0]] == [size for _, size in entries]
+            assert end <= start + 4096
 
 
 @needs_core

@@ -18,9 +18,11 @@ from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
+from librmq.files.seam import Buffer
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.core import CORE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 
 _MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
+_PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _heads: dict[int, bytes] = {}  # the first bytes of a record with a given size
 _HEADS_KEPT: Final = 4096
 _UNKNOWN_MEMORY: Final = 8 << 30
@@ -157,30 +160,50 @@ def _read_all(
     The fast path needs entries that all point into one file, at records of the usual magic.
     """
     # Hot path of every pull, in which each step for a message counts.
-    raw = queue.read(queue_offset, max(max_messages, 1))
-    if not raw:
+    raw_entries = queue.read(queue_offset, max(max_messages, 1))
+    if not raw_entries:
         return None
     log_end, file_size, sequence = log.end, log.file_size, log.sequence
-    places, sizes = places_and_sizes(raw)
-    begin = places[0]
+    (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
     max_count, max_bytes = transfer.limits(log_end, begin)
-    if log_end - begin > transfer.memory >= log_end - places[-1]:
+    if log_end - begin > transfer.memory >= log_end - last:
         return None  # messages in memory have other limits
     max_count = max(min(max_count, max_messages), 1)
+    start = begin - begin % file_size
+    file = sequence.mapped.get(start) or sequence.file_at(start)
+    if file is None:
+        return None
+    limit = min(start + file_size, log_end)
+    found = None
+    if CORE is not None:
+        found = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    if found is None:
+        found = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    if found is None:
+        return None
+    messages, total = found
+    return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
+
+
+def _cut_out(
+    raw_entries: bytes, buffer: Buffer, start: int, limit: int, max_count: int, max_bytes: int
+) -> tuple[list[StoredMessage], int] | None:
+    """Return the messages of the first entries and their bytes, None if anything is unusual.
+
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``.
+    """
+    places, sizes = places_and_sizes(raw_entries)
     if len(places) > max_count:
         del places[max_count:], sizes[max_count:]
     total = sum(sizes)
     while total > max_bytes and len(sizes) > 1:
         total -= sizes.pop()
         places.pop()
-    start = begin - begin % file_size
-    file = sequence.mapped.get(start) or sequence.file_at(start)
-    if file is None or places != sorted(places) or len(set(places)) < len(places):
+    if places != sorted(places) or len(set(places)) < len(places):
         return None
-    limit = min(start + file_size, log_end)
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    buffer, new, heads = file.buffer, object.__new__, _heads
+    new, heads = object.__new__, _heads
     messages = []
     before, head = 0, _head(0)  # no record begins with this
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
@@ -193,7 +216,7 @@ def _read_all(
         message = new(StoredMessage)
         message.raw = raw
         messages.append(message)
-    return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
+    return messages, total
 
 
 def _head(size: int) -> bytes:
