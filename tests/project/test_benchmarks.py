@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -226,3 +227,19 @@ def test_the_command_shows_a_table(name: str, rows: str, shown: str) -> None:
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
     assert "rounds: 1." in done.stdout
+
+
+def test_growth_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(monkeypatch, "growth").main(["--quick", "--rows", "messages,producers"]) == 0
+    shown = capsys.readouterr().out
+    for path in ("append", "pull of 32, a message", "lookup by key", "closed cleanly", "after a kill"):
+        assert path in shown
+
+
+@pytest.mark.slow
+@pytest.mark.platform
+@pytest.mark.skipif(importlib.util.find_spec("librmq_core") is None, reason="librmq-core is not installed")
+def test_both_codes_are_measured(monkeypatch: pytest.MonkeyPatch, common: ModuleType, tmp_path: Path) -> None:
+    rows = load(monkeypatch, "core").both(common.Bench(rounds=1, scratch=tmp_path, scale=0.001))
+    assert {row.case for row in rows} == {"128 B", "1 KiB"}
+    assert all(row.measured > 0 for row in rows)

@@ -1,0 +1,367 @@
+"""Cost against size: what a call costs while a store, its queues, its consumers or its producers become more.
+
+Costs are processor time of the whole process, the least of several parts, so that other work on the machine counts
+little. Stores above a million messages are sparse: only their newest messages have bytes, the older files are holes.
+
+``python -m benchmarks.growth [--quick] [--write]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from benchmarks.common import CHECKOUT, PERFORMANCE, machine, write_section
+from librmq.broker import Broker
+from librmq.client.producer import Producer
+from librmq.config import StoreConfig
+from librmq.consumer import PushConsumer
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.runtime.manual import ManualRunner
+from librmq.store import MessageStore
+
+PICTURE: Final = CHECKOUT / "docs" / "pictures" / "growth.svg"
+TOPIC: Final = "orders"
+BODY: Final = b"x" * 128
+BATCH: Final = 256
+TAIL: Final = 1 << 18
+"""Number of messages of a sparse store that have bytes, more than its last three files of the log."""
+CONFIG: Final = StoreConfig(commitlog_file_size=16 << 20, disk_refuse_ratio=100)
+PARTS: Final = 5
+RECORD: Final = 260
+"""About the size of a record."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that are measured."""
+
+    messages: tuple[int, ...] = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+    queues: tuple[int, ...] = (1, 10, 100, 1_000, 10_000, 50_000)
+    consumers: tuple[int, ...] = (1, 10, 100, 1_000)
+    producers: tuple[int, ...] = (1, 2, 4, 8, 16)
+    dense: int = 1_000_000
+    """The largest store without holes."""
+    calls: int = 4_096
+    """Number of calls of a part."""
+
+
+QUICK: Final = Sizes((1_000, 4_000), (1, 16), (1, 4), (1, 2), calls=512)
+
+
+@dataclass
+class Panel:
+    """Curves over one size."""
+
+    title: str
+    size: str
+    unit: str
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(self, name: str, size: int, cost: float) -> None:
+        """Add a point; ``cost`` is in seconds."""
+        self.curves.setdefault(name, []).append((size, cost * {"µs": 1e6, "ms": 1e3}[self.unit]))
+
+
+def least(part: Callable[[int], int], parts: int = PARTS) -> float:
+    """Return the processor time of one call, the least of some parts; ``part`` takes its number, returns its calls."""
+    found = []
+    for number in range(parts):
+        begin = time.process_time()
+        calls = part(number)
+        found.append((time.process_time() - begin) / calls)
+    return min(found)
+
+
+def messages(first: int, count: int) -> list[Message]:
+    """Make messages with one key each."""
+    return [Message(TOPIC, BODY, tags="paid", keys=f"k{number:09d}") for number in range(first, first + count)]
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def fill(path: Path, count: int, dense: int) -> None:
+    """Make a closed store of ``count`` messages; above ``dense`` of them, only the newest have bytes."""
+    holes = max(0, count - TAIL) if count > dense else 0
+    size, files = CONFIG.commitlog_file_size, 0
+    with MessageStore.open(path, CONFIG) as store:
+        if holes:
+            files = holes * RECORD // size
+            store.log.begin_at(files * size)
+            store.appender.lane(TOPIC, 0).next_queue_offset = holes
+        for first in range(holes, count, BATCH):
+            store.append_batch(messages(first, min(BATCH, count - first)))
+    queue = path / "consumequeue" / TOPIC / "0"
+    make_holes(path / "commitlog", size, files * size)
+    if holes:
+        name = min(os.listdir(queue))
+        make_holes(queue, (queue / name).stat().st_size, int(name))
+
+
+def make_holes(folder: Path, size: int, end: int) -> None:
+    """Make files of zeros without blocks in front of those that a folder has."""
+    for start in range(0, end, size):
+        with open(folder / f"{start:020d}", "wb") as file:
+            file.truncate(size)
+
+
+def by_messages(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
+    """Measure calls, and opening, of stores of growing size."""
+    calls = Panel("one queue", "messages in the store", "µs")
+    opened = Panel("opening the store", "messages in the store", "ms")
+    for count in sizes.messages:
+        path = scratch / f"messages-{count}"
+        fill(path, count, sizes.dense)
+        add_openings(opened, path, count, is_dense=count <= sizes.dense)
+        with MessageStore.open(path, CONFIG) as store:
+            add_calls(calls, store, count, sizes.calls)
+    yield calls
+    yield opened
+
+
+def add_openings(panel: Panel, path: Path, count: int, *, is_dense: bool) -> None:
+    """Measure the opening of a store that was closed, and of one that was killed after some appends.
+
+    A recovery reads what the index can't vouch for, so all of a log that has holes.
+    """
+
+    def closed(_: int) -> int:
+        MessageStore.open(path, CONFIG).close()
+        return 1
+
+    panel.add("closed cleanly", count, least(closed, 3))
+    if not is_dense:
+        return
+    seconds = []
+    for _ in range(3):
+        store = MessageStore.open(path, CONFIG)
+        store.append_batch([Message("last", BODY)] * BATCH)
+        store.abandon()
+        begin = time.process_time()
+        store = MessageStore.open(path, CONFIG)
+        seconds.append(time.process_time() - begin)
+        if not store.recovered:
+            raise RuntimeError("the store was opened without a recovery")
+        store.close()
+    panel.add("after a kill", count, min(seconds))
+
+
+def add_calls(panel: Panel, store: MessageStore, count: int, calls: int) -> None:
+    """Measure append, pull and lookup in a store whose newest messages, at least ``TAIL`` or all, have bytes."""
+    made = messages(count, calls * PARTS)
+    first = max(0, count - TAIL)
+
+    def append(number: int) -> int:
+        for message in made[number * calls : (number + 1) * calls]:
+            store.append(message)
+        return calls
+
+    def pull(number: int) -> int:
+        found = 0
+        for at in range(first + number, count - 32, max(1, (count - 32 - first) // 128)):
+            found += len([message.body for message in store.read(TOPIC, 0, at, 32).messages])
+        return found
+
+    def look_up(number: int) -> int:
+        places = range(first + number, count, max(1, (count - first) // 256))
+        found = sum(len(store.find_by_key(TOPIC, f"k{at:09d}", max_messages=1)) for at in places)
+        if found != len(places):
+            raise RuntimeError(f"{found} of {len(places)} messages were found")
+        return found
+
+    panel.add("lookup by key", count, least(look_up))
+    panel.add("pull of 32, a message", count, least(pull))
+    panel.add("append", count, least(append))
+
+
+# --------------------------------------------------------------------------------------------------------------- others
+
+
+def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
+    """Measure appends dealt out over queues, pulls of them, and opening."""
+    calls = Panel("calls dealt out over queues", "queues", "µs")
+    opened = Panel("opening a store of queues", "queues", "ms")
+    for count in sizes.queues:
+        path, places = scratch / f"queues-{count}", [(f"T{number // 16}", number % 16) for number in range(count)]
+        with MessageStore.open(path, CONFIG) as store:
+            for topic, queue_id in places:
+                store.append(Message(topic, BODY), queue_id)
+            made = [Message(places[number * 7919 % count][0], BODY) for number in range(sizes.calls)]
+
+            def append(_: int, store: MessageStore = store, count: int = count, made: Sequence[Message] = made) -> int:
+                for number, message in enumerate(made):
+                    store.append(message, number * 7919 % count % 16)
+                store.appender.drain()
+                return len(made)
+
+            def pull(part: int, store: MessageStore = store, places: Sequence[tuple[str, int]] = places) -> int:
+                for topic, queue_id in places[part :: max(1, len(places) // 500)]:
+                    store.read(topic, queue_id, 0, 1)
+                return len(places[part :: max(1, len(places) // 500)]) or 1
+
+            calls.add("append", count, least(append))
+            calls.add("pull of one message", count, least(pull))
+        add_openings(opened, path, count, is_dense=True)
+    yield calls
+    yield opened
+
+
+@contextmanager
+def group(consumers: int) -> Iterator[tuple[ManualRunner, Producer, list[object]]]:
+    """Start consumers of one group, by hand and in memory, with a queue for each."""
+    runner = ManualRunner()
+    seen: list[object] = []
+    config = StoreConfig.tiny(commitlog_file_size=16 << 20)
+    with Broker.open("/broker", store_config=config, files=MemoryFiles(), runner=runner) as broker:
+        broker.create_topic(TOPIC, consumers)
+        made = []
+        for number in range(consumers):
+            consumer = PushConsumer(broker, group="readers", instance_name=f"c{number}")
+            consumer.subscribe(TOPIC)(seen.append)
+            made.append(consumer.start())
+        with Producer(broker, "writers") as producer:
+            runner.advance(60_000)
+            yield runner, producer, seen
+        for consumer in made:
+            consumer.shutdown()
+
+
+def by_consumers(_: Path, sizes: Sizes) -> Iterator[Panel]:
+    """Measure the send of a message with its delivery to a listener, and an idle second of the whole group."""
+    panel = Panel("a group of consumers, a queue each", "consumers", "µs")
+    for count in sizes.consumers:
+        with group(count) as (runner, producer, seen):
+
+            def deliver(
+                _: int, runner: ManualRunner = runner, producer: Producer = producer, seen: list[object] = seen
+            ) -> int:
+                seen.clear()
+                for _ in range(sizes.calls // 8):
+                    producer.send(TOPIC, BODY)
+                    runner.advance()
+                if len(seen) != sizes.calls // 8:
+                    raise RuntimeError(f"{len(seen)} of {sizes.calls // 8} messages came")
+                return len(seen)
+
+            panel.add("send and delivery", count, least(deliver, 3))
+    yield panel
+
+
+def by_producers(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
+    """Measure appends of several threads to one store."""
+    panel = Panel("threads that append", "producers", "µs")
+    for count in sizes.producers:
+        with MessageStore.open(scratch / f"producers-{count}", CONFIG) as store:
+            made = messages(0, sizes.calls * 4)
+
+            def append(_: int, store: MessageStore = store, count: int = count, made: Sequence[Message] = made) -> int:
+                def run(share: Sequence[Message]) -> None:
+                    for message in share:
+                        store.append(message)
+
+                threads = [threading.Thread(target=run, args=(made[number::count],)) for number in range(count)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                return len(made)
+
+            panel.add("append", count, least(append))
+    yield panel
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def table(panels: Sequence[Panel]) -> str:
+    """Return the points in Markdown."""
+    lines = ["| cost | of | at |", "| --- | --- | --- |"]
+    for panel in panels:
+        for name, points in panel.curves.items():
+            shown = "; ".join(f"{size:,}: {cost:.3g} {panel.unit}" for size, cost in points)
+            lines.append(f"| {panel.title}: {name} | {panel.size} | {shown} |")
+    return "\n".join(lines)
+
+
+def draw(panels: Sequence[Panel], target: Path) -> None:
+    """Draw the panels as SVG. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    matplotlib.rcParams["svg.hashsalt"] = "growth"
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    figure = Figure(figsize=(9, 3.1 * ((len(panels) + 1) // 2)), layout="constrained")
+    places = figure.subplots((len(panels) + 1) // 2, 2, squeeze=False).flat
+    for panel, place in zip(panels, places, strict=False):
+        for name, points in panel.curves.items():
+            place.plot([size for size, _ in points], [cost for _, cost in points], marker="o", markersize=3, label=name)
+        place.set(xscale="log", yscale="log", xlabel=panel.size, ylabel=panel.unit, title=panel.title)
+        lowest = min(cost for points in panel.curves.values() for _, cost in points)
+        highest = max(cost for points in panel.curves.values() for _, cost in points)
+        place.set_ylim(lowest / 4, highest * 10)  # so that what is flat looks flat
+        for axis in (place.xaxis, place.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axis.set_minor_formatter(NullFormatter())
+        place.grid(alpha=0.3)
+        place.legend(fontsize="small", loc="upper left", ncols=2)
+    for place in list(places)[len(panels) :]:
+        place.set_visible(False)
+    figure.savefig(target, metadata={"Date": None})
+
+
+MEASURED: Final = {
+    "messages": by_messages, "queues": by_queues, "consumers": by_consumers, "producers": by_producers
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the points, and write them and the picture into the documentation if that is wanted."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", default=",".join(MEASURED), metavar="A,B", help="which of %(default)s")
+    parser.add_argument("--largest", type=int, default=100_000_000, metavar="N", help="messages of the largest store")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves into this file")
+    parser.add_argument("--write", action="store_true", help=f"into {PERFORMANCE.name}, with its picture")
+    chosen = parser.parse_args(arguments)
+    names = chosen.rows.split(",")
+    if unknown := sorted(set(names) - set(MEASURED)):
+        parser.error(f"no such rows: {', '.join(unknown)}; there are {', '.join(MEASURED)}")
+    if chosen.write and (chosen.quick or set(names) != set(MEASURED)):
+        parser.error("--write: the documentation gets all rows at full size")
+    sizes = QUICK if chosen.quick else Sizes()
+    logging.getLogger("librmq").setLevel(logging.ERROR)
+    panels: list[Panel] = []
+    with tempfile.TemporaryDirectory(prefix="librmq-growth-") as scratch:
+        place = machine(Path(scratch))
+        sizes = Sizes(
+            tuple(size for size in sizes.messages if size <= chosen.largest), sizes.queues, sizes.consumers,
+            sizes.producers, sizes.dense, sizes.calls,
+        )  # fmt: skip
+        for name in names:
+            print(f"measuring {name} …", file=sys.stderr, flush=True)
+            panels += MEASURED[name](Path(scratch), sizes)
+    shown = table(panels)
+    print(shown)
+    if chosen.picture:
+        draw(panels, chosen.picture)
+    if chosen.write:
+        draw(panels, PICTURE)
+        write_section(PERFORMANCE, "growth", f"{shown}\n\nMeasured on: {place}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Fuzzes the compiled core under sanitizers: builds it with them in a scratch folder, and feeds it damaged data.
+
+``python tools/fuzz_core.py [--seconds N] [--seed N]``; without a C compiler or its sanitizers it says so and ends well.
+A reading beyond a buffer, an undefined operation or a crash ends it with status 1 and the sanitizer's report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
+FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
+NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "DELAY", "WAIT", "region", "é", "n" * 300, "\U0001f600")
+USUAL_NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "region", "amount")
+TEXTS: Final = ("", "a", "b c", "é", "日本", "\U0001f600x", "x" * 4000, "\ud800", "a\2b", "a\1b", "3")
+
+
+def sanitizer() -> str:
+    """Return the path of the sanitizer's library, or why there is none after a question mark."""
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    if compiler is None:
+        return "?no C compiler"
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    library = found.stdout.strip()
+    return library if found.returncode == 0 and os.path.isabs(library) else f"?{compiler} has no address sanitizer"
+
+
+def build(scratch: Path) -> None:
+    """Build the core with sanitizers into ``scratch``."""
+    source = scratch / "source"
+    shutil.copytree(CHECKOUT / "core", source, ignore=shutil.ignore_patterns("build", "*.egg-info", "*.c"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    variables = {**os.environ, "CFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    subprocess.run([*command, "--target", str(scratch / "built"), str(source)], env=variables, check=True)
+
+
+def damaged(chance: random.Random, data: bytes) -> bytes:
+    """Return the bytes with some of them, or a length, changed, or with another end."""
+    made = bytearray(data)
+    for _ in range(chance.randrange(4)):
+        at = chance.randrange(len(made)) if made else 0
+        value = chance.choice(
+            (b"\0", b"\xff", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff", bytes([chance.randrange(256)]))
+        )
+        made[at : at + len(value)] = value
+    return bytes(made[: chance.randrange(len(made) + 1)] if chance.random() < 0.3 else made)
+
+
+class Fuzzer:
+    """Calls of the core with data that no caller would give."""
+
+    def __init__(self, seed: int) -> None:
+        from librmq.config import StoreConfig
+        from librmq.files.memory import MemoryFiles
+        from librmq.runtime.core import CORE, CORE_STATE
+        from librmq.store import MessageStore
+
+        if CORE is None:
+            raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
+        self.core = CORE
+        self.chance = random.Random(seed)
+        config = StoreConfig.tiny(commitlog_file_size=1 << 20)
+        self.store = MessageStore.open("/store", config, files=MemoryFiles(), background=False)
+        self.log = b""
+        for _ in range(64):
+            self.append()
+        messages = [message for message in self.store if len(message.raw) < 3000]
+        self.log = b"".join(message.raw for message in messages)
+        ends = list(accumulate((len(message.raw) for message in messages), initial=0))
+        self.places = [(at, end - at) for at, end in pairwise(ends) if end <= 1 << 14]
+
+    def append(self) -> None:
+        """Append a message, or a batch, of unusual properties and sizes."""
+        from librmq.errors import RmqError
+        from librmq.message.message import Message
+
+        chance = self.chance
+        is_usual = chance.random() < 0.7
+        names = USUAL_NAMES if is_usual else (*NAMES, *(f"p{number}" for number in range(chance.choice((0, 3, 70)))))
+        texts = TEXTS[:7] if is_usual else TEXTS
+        chosen = chance.sample(names, chance.randrange(len(names) + 1))
+        message = Message(
+            "T" * chance.choice((1, 5, 19, 127)),
+            bytes(chance.choice((0, 1, 63, 64, 65, 1000) if chance.random() < 0.98 else (99_000,))),
+        )
+        message.properties.update({name: chance.choice(texts) for name in chosen})
+        message.flag = 0 if is_usual else chance.choice((0, -1, 1 << 31, 1 << 70))
+        with suppress(RmqError, TypeError):
+            if chance.random() < 0.3:
+                self.store.append_batch([message] * chance.choice((1, 3, 300)), chance.randrange(3))
+            else:
+                self.store.append(message, 0 if is_usual else chance.choice((0, 1, -1, 1 << 40)))
+
+    def scan(self) -> None:
+        """Read records out of a damaged chunk."""
+        chunk = damaged(self.chance, self.log[self.chance.randrange(len(self.log)) :][:5000])
+        self.core.records(chunk, self.chance.randrange(len(chunk) + 50), 0, self.chance.random() < 0.5)
+        found, _ = self.core.records(damaged(self.chance, self.log), 0, 0, True)
+        for _, _, raw in found[:20]:
+            self.read_body(raw)
+
+    def read_body(self, raw: bytes) -> None:
+        """Read the parts of a damaged message."""
+        from librmq.errors import RmqError
+        from librmq.message.stored_message import StoredMessage
+
+        with suppress(RmqError):
+            _ = StoredMessage(damaged(self.chance, raw)).body
+
+    def pull(self) -> None:
+        """Pull by queue entries that lead anywhere."""
+        chance, size = self.chance, 1 << 14
+        buffer = mmap.mmap(-1, size)
+        data = damaged(chance, self.log)[:size]
+        buffer[: len(data)] = data
+        start = chance.choice((0, 0, size, 1 << 40))
+        sizes = (chance.choice((0, 90, 91, 200, 1 << 20, -1)) for _ in range(chance.randrange(40)))
+        entries = b"".join(struct.pack(">qiq", start + chance.randrange(-50, size + 50), each, 0) for each in sizes)
+        if chance.random() < 0.7:
+            entries = b"".join(struct.pack(">qiq", start + at, length, 0) for at, length in self.places)
+        end = start + chance.choice((size, size, 100, size + 100, 1 << 50))
+        self.core.pull(damaged(chance, entries), buffer, start, end, chance.randrange(50), 1 << 16)
+
+    def index(self) -> None:
+        """Hash keys, and write index entries over slots that lead anywhere."""
+        chance = self.chance
+        texts = [None, *TEXTS, b"", b"k1 k2", b"\xff", 5, " ".join("abcdefgh"), "k " * 50]
+        rows = [
+            (number, number, chance.choice((0, -(1 << 31), 1 << 31)), chance.choice(texts), chance.choice(texts))
+            for number in range(chance.randrange(40))
+        ]
+        self.core.key_hashes(rows)
+        slots, room, count = 7, 50, chance.randrange(60)
+        buffer = mmap.mmap(-1, 40 + 4 * slots + 20 * room)
+        buffer[40 : 40 + 4 * slots] = chance.randbytes(4 * slots)
+        hashes = np.array([chance.choice((0, 1, 1 << 31, -1, (1 << 62) - 1)) for _ in range(count)], np.int64)
+        places = np.arange(count + chance.choice((0, 0, 0, 1)), dtype=np.int64)
+        with suppress(ValueError):
+            number = chance.choice((0, 1, 40, -1, 1 << 40))
+            self.core.put_entries(buffer, slots, number, places, places, hashes, chance.choice((0, 1 << 40)), 5)
+
+    def checksum(self) -> None:
+        """Compute checksums at odd places and lengths."""
+        data = self.log[self.chance.randrange(100) :][: self.chance.randrange(300)]
+        assert self.core.crc32(data) == self.core.crc32(data, False)
+
+    def run(self, seconds: float) -> int:
+        """Call everything until the time is over; return the number of calls."""
+        parts: list[Callable[[], Any]] = [
+            self.append, self.scan, self.pull, self.index, self.checksum, lambda: self.read_body(self.log[:300])
+        ]  # fmt: skip
+        calls, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.chance.choice(parts)()
+            calls += 1
+        return calls
+
+
+def main() -> int:
+    """Build, fuzz in a process with the sanitizer's library, and return its status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20, metavar="N", help="how long to fuzz (20)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the damage (1)")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.run:
+        fuzzer = Fuzzer(chosen.seed)
+        print(f"{fuzzer.run(chosen.seconds)} calls, {fuzzer.core.counts()}: nothing found")
+        return 0
+    library = sanitizer()
+    if library.startswith("?"):
+        print(f"skipped: {library[1:]}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="librmq-fuzz-") as folder:
+        scratch = Path(folder)
+        build(scratch)
+        variables = {
+            **os.environ,
+            "LD_PRELOAD": library,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "PYTHONMALLOC": "malloc",
+            "LIBRMQ_CORE": "on",
+            "PYTHONPATH": os.pathsep.join((str(scratch / "built"), os.environ.get("PYTHONPATH", ""))),
+        }
+        command = [
+            sys.executable,
+            "-P",
+            __file__,
+            "--run",
+            "--seconds",
+            str(chosen.seconds),
+            "--seed",
+            str(chosen.seed),
+        ]
+        return 1 if subprocess.run(command, env=variables, check=False).returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
