@@ -44,6 +44,8 @@ class RemoteLog:
     """Arguments of the file system."""
     sizes: Mapping[str, int]
     """Lengths of the log's files, by name within the store."""
+    folder: str
+    """Where the planner's machine keeps what is fetched, until the read has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ class _Reading:
         if not sys.executable:
             raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
         self._own = Reading(options, schema)
+        self._planned = planned  # it holds the mirror of a remote store
         self._own_parts: dict[int, _OwnPart] = {}
         self._ahead = 0
         self._reader_of: dict[int, _Child] = {}

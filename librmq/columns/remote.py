@@ -71,6 +71,7 @@ class RemoteStore:
         self._options = dict(storage_options or {})
         self._is_kept = True
         self._folder: str | None = None
+        self._within: str | None = None
         self._system: Any = None
         self._root = ""
         self._sizes: dict[str, int] = {}
@@ -92,6 +93,7 @@ class RemoteStore:
         """Name a store of which another process has planned the read: only its log is fetched, and dropped."""
         self = cls.once(log.url, log.storage_options)
         self._sizes = dict(log.sizes)
+        self._within = log.folder
         return self
 
     def __repr__(self) -> str:
@@ -106,8 +108,11 @@ class RemoteStore:
         if self._folder is None:
             system, root = _file_system(self.url, self._options)
             self._system, self._root = system, root.rstrip("/")
-            folder = tempfile.mkdtemp(prefix="librmq-remote-")
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            within = self._within if self._within and os.path.isdir(self._within) else None
+            whole = tempfile.mkdtemp(prefix="librmq-remote-", dir=within)
+            weakref.finalize(self, shutil.rmtree, whole, ignore_errors=True)
+            folder = os.path.join(whole, "store")
+            os.mkdir(folder)
             if self._sizes:
                 self._blocks = {name: set() for name in self._sizes}
                 make_folders(DiskFiles(), os.path.join(folder, directory.COMMITLOG))
@@ -123,8 +128,9 @@ class RemoteStore:
         """The store's log, for a process that reads a part of it."""
         if isinstance(self._system, _memory_system()):
             raise ConfigError(f"{self.url}: memory:// is in this process only; read with processes=1")
-        folder = directory.COMMITLOG
-        return RemoteLog(self.url, self._options, {k: v for k, v in self._sizes.items() if _below(k, folder)})
+        sizes = {name: size for name, size in self._sizes.items() if _below(name, directory.COMMITLOG)}
+        # Processes that are killed at the end of a read leave files, which go with this mirror.
+        return RemoteLog(self.url, self._options, sizes, os.path.dirname(self.path))
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the blocks with these bytes of a log file that were not fetched yet."""
