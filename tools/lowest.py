@@ -16,7 +16,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 EXTRAS = ("arrow", "bloom", "cli", "compression", "fast", "metrics", "redis", "remote", "report", "sql")
 """What is installed at its lowest: each extra for users but those of Spark, Java and gRPC."""
-TOOLS = ("pytest", "pytest-xdist", "hypothesis", "httpx", "tzdata")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "httpx", "tzdata", "pandas<3")
 TESTS = ("tests/store", "tests/message", "tests/columns", "tests/diagnosis")
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?>=([\w.]+)")
 
