@@ -297,6 +297,20 @@ def test_another_process_continues_writing(tmp_path: Path) -> None:
     assert verify(path).sound
 
 
+def test_a_new_file_without_a_record_is_left_out(tmp_path: Path) -> None:
+    """A writer has ended a file of the log, and not yet begun the next one."""
+    path, size = str(tmp_path / "store"), StoreConfig.tiny().commitlog_file_size
+    with MessageStore.open(path, StoreConfig.tiny()) as store:
+        while store.append(Message("T", b"x" * 100)).physical_offset < size:
+            pass
+    for file in (tmp_path / "store" / "commitlog").iterdir():
+        if int(file.name) >= size:
+            file.write_bytes(bytes(size))
+    made = snapshot(path, str(tmp_path / "target"))
+    assert size - 1000 < made.end < size
+    assert verify(made.path).sound
+
+
 class Expiring(MemoryFiles):
     """Files that delete the oldest ones of log, queues and index when a log file is opened for the ``nth`` time."""
 

@@ -368,7 +368,14 @@ def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
         if following is not None and log.walk(end).physical_offset == end:  # otherwise it was being written
             what = f"expected a record, because sound ones follow from {following} on: repair the log before a snapshot"
             raise CorruptionError(log.sequence.path_at(end), end, "record", what)
-        return end
+        return end if end % config.commitlog_file_size else _end_of_records(log, end)
+
+
+def _end_of_records(log: CommitLog, end: int) -> int:
+    """Return the end of the last record of the file before ``end``: its blank is written again without a next file."""
+    ends: list[int] = []
+    log.walk(max(0, end - log.file_size), lambda _log, place, raw: ends.append(place + len(raw)))
+    return max((place for place in ends if place <= end), default=end)
 
 
 def _listed(folder: str, files: Files) -> list[FolderEntry]:
