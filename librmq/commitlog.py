@@ -4,9 +4,13 @@
 
     file   | record | record | ... | record | blank | (left as it is) |        one record never crosses files
     blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, if the next did not fit
+    mark   | number of bytes 4  | magic 756e646f 4 |                           8 bytes, while records are written there
 
 A record goes to the next file if its size + 8 is more than the rest of this one. The last file is zero after the log's
 end. `librmq.message.record` draws the record itself. Mirrors 4.9.4's ``CommitLog``.
+
+The mark is librmq's own. Several records are copied into the file at once, and a kill can leave any part of that copy.
+Until all of them are there, the mark replaces size and magic of the first, so readers and recovery end the log there.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ _MAGIC: Final = record.MESSAGE_MAGIC
 _V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE
 _BLANK_MAGIC: Final = record.BLANK_MAGIC
+_UNFINISHED_MAGIC: Final = record.UNFINISHED_MAGIC
 _MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
@@ -185,6 +190,29 @@ class CommitLog(LogState):
         self.last_write = begin
         self.end = begin + size
 
+    def copy_many_in(self, data: bytes, size: int) -> None:
+        """Write records side by side like `copy_in`; a kill leaves all of them, or a mark for `unfinished_at`."""
+        begin = self.end
+        self._put(begin - self._file_start, data)
+        self.last_write = begin
+        self.end = begin + size
+
+    def _put(self, at: int, data: bytes) -> None:
+        """Write records side by side into the file that is written."""
+        buffer = self._buffer
+        assert buffer is not None
+        if len(data) <= _BLANK_SIZE:
+            buffer[at : at + len(data)] = data
+            return
+        buffer[at : at + _BLANK_SIZE] = _SIZE_AND_MAGIC.pack(len(data), _UNFINISHED_MAGIC)
+        buffer[at + _BLANK_SIZE : at + len(data)] = data[_BLANK_SIZE:]
+        buffer[at : at + _BLANK_SIZE] = data[:_BLANK_SIZE]
+
+    def unfinished_at(self, physical_offset: int) -> int:
+        """Return how many bytes a killed writer was writing at ``physical_offset``, 0 if there is no mark of that."""
+        size, magic = _SIZE_AND_MAGIC.unpack(self.data_at(physical_offset, _BLANK_SIZE).ljust(_BLANK_SIZE, b"\0"))
+        return int(size) if magic == _UNFINISHED_MAGIC else 0
+
     def make_room(self, size: int) -> None:
         """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.
 
@@ -231,7 +259,7 @@ class CommitLog(LogState):
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
             self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
-        self._put_in_order(at, used)
+        self._put(at, used)
         if is_checked:
             items = _split(data, self.end)
         else:
@@ -247,19 +275,6 @@ class CommitLog(LogState):
         self.last_write = self.end
         self.end += size
         return items
-
-    def _put_in_order(self, at: int, data: bytes) -> None:
-        """Write records one after another into the file that is written.
-
-        A kill in the middle of one large write can leave its end without its begin, so sound records behind zeros.
-        """
-        buffer, place, end = self._buffer, 0, len(data)
-        assert buffer is not None
-        while place < end:
-            size = _SIZE_AND_MAGIC.unpack_from(data, place)[0] if place + _BLANK_SIZE <= end else 0
-            following = min(place + size, end) if size > 0 else end
-            buffer[at + place : at + following] = data[place:following]
-            place = following
 
     def _next_file(self) -> int:
         """Return the start of the file after this one."""

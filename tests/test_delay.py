@@ -198,17 +198,17 @@ def test_a_disk_full_between_two_files_repeats_nothing(
     waiting = Waiting()
     for number in range(40):
         waiting.put(str(number).encode() * 100)
-    log, write = waiting.store.log, waiting.store.log.copy_in
+    log, write = waiting.store.log, waiting.store.log.copy_many_in
     calls = 0
 
-    def copy_in(data: bytes, size: int) -> None:
+    def copy_many_in(data: bytes, size: int) -> None:
         nonlocal calls
         calls += 1
         if calls in (6, 7):
             raise StoreIOError("reserve", "commitlog", OSError(errno.ENOSPC, "no space left"))
         write(data, size)
 
-    monkeypatch.setattr(log, "copy_in", copy_in)
+    monkeypatch.setattr(log, "copy_many_in", copy_many_in)
     waiting.pass_to(1_000)
     written = len(waiting.told)
     assert 0 < written < 40

@@ -6,9 +6,11 @@ import os
 from typing import Any, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
+from librmq.commitlog import CommitLog
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
+from librmq.message.record import BLANK_MAGIC, BLANK_SIZE
 from librmq.protocol import (
     CopiedTables,
     CopyTables,
@@ -59,16 +61,16 @@ class StoredMaster:
     def _answer(self, request: Request[Any]) -> object:
         store = self._store
         if isinstance(request, FollowLog):
-            if store.log.end <= request.physical_offset:
+            if _end(store.log) <= request.physical_offset:
                 store.refresh()
             log, at = store.log, request.physical_offset
-            end = log.end
+            end = _end(log)
             data = log.data_at(at, min(request.size, end - at)) if log.begin <= at < end else b""
             return LogBytes(data, log.begin, end)
         if isinstance(request, DescribeLog):
             store.refresh()
             place = None if self._files.is_shared else self._files, os.path.realpath(self.path)
-            return LogDescription(self.path, place, store.config, store.log.begin, store.log.end)
+            return LogDescription(self.path, place, store.config, store.log.begin, _end(store.log))
         if isinstance(request, CopyTables):
             tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
             return CopiedTables(tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows)
@@ -81,3 +83,13 @@ class StoredMaster:
     def close(self) -> None:
         """Release the store."""
         self._store.close()
+
+
+def _end(log: CommitLog) -> int:
+    """Return the log's end, after the blank of its last file.
+
+    A reader beside a writer ends the log before that blank, and a reader alone after it.
+    """
+    end, left = log.end, -log.end % log.file_size
+    blank = left.to_bytes(4, "big") + BLANK_MAGIC.to_bytes(4, "big")
+    return end + left if left >= BLANK_SIZE and log.data_at(end, BLANK_SIZE) == blank else end

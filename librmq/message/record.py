@@ -96,6 +96,8 @@ Raw = bytes | bytearray | memoryview | mmap.mmap
 MESSAGE_MAGIC: Final = 0xDAA320A7
 MESSAGE_MAGIC_V2: Final = 0xDAA320AB
 BLANK_MAGIC: Final = 0xCBD43194
+UNFINISHED_MAGIC: Final = 0x756E646F
+"""After a number of bytes, in place of the first record's size and magic, while several records are written there."""
 BLANK_SIZE: Final = 8
 """Smallest size of a blank; this many bytes always stay free at the end of a file."""
 FIXED_SIZE: Final = 91

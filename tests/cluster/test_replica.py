@@ -391,6 +391,41 @@ def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
         again.close()
 
 
+def test_a_restarted_writer_behind_a_blank_is_followed(tmp_path: Path) -> None:
+    """The writer is killed after the blank of a log file and before the first record of the next one."""
+    store = MessageStore.open(tmp_path / "m", StoreConfig.tiny())
+    end = store.append(Message("T", b"o-1"))[0]
+    store.log.make_room(store.log.file_size - 50)
+    assert store.log.end == store.log.file_size > end
+    store.abandon()
+    with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=ManualRunner()) as replica:
+        assert replica.end == store.log.end
+        with MessageStore.open(tmp_path / "m") as again:
+            assert replica.follow()
+            again.append(Message("T", b"o-2"))
+            assert replica.follow()
+            assert [one.body for one in replica.store] == [b"o-1", b"o-2"]
+
+
+@pytest.mark.parametrize("part", ["commitlog", "consumequeue/T/0", "index"])
+def test_a_store_killed_with_an_empty_file_is_read(tmp_path: Path, part: str) -> None:
+    """A kill can leave a new file without a length; readers and replicas ignore it, as a recovery does."""
+    store = MessageStore.open(tmp_path / "m", StoreConfig.tiny())
+    for number in range(30):
+        store.append(Message("T", b"o-%d" % number, keys="k"))
+    store.flush()
+    store.abandon()
+    last = max((tmp_path / "m" / part).iterdir())
+    following = int(last.name) + (1 if part == "index" else last.stat().st_size)
+    (last.parent / str(following).zfill(len(last.name))).touch()
+    before = {path: path.stat().st_size for path in (tmp_path / "m").rglob("*")}
+    with MessageStore.open(tmp_path / "m", read_only=True) as reader:
+        assert len(list(reader)) == 30
+    with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=ManualRunner()) as replica:
+        assert len(list(replica.store)) == 30
+    assert {path: path.stat().st_size for path in (tmp_path / "m").rglob("*")} == before
+
+
 def test_senders_in_threads_share_a_copy(tmp_path: Path) -> None:
     config = BrokerConfig(replication="sync")
     with (

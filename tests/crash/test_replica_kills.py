@@ -89,18 +89,3 @@ def test_a_power_failure_is_survived(check: object) -> None:
 def test_many_power_failures_are_survived(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(KILLS // 10, "rounds of 10 kills", at_least=20):
         (check_replica if number % 2 else check_master)(1000 + number, 10)
-
-
-def test_a_copy_is_written_record_by_record() -> None:
-    """A kill in the middle of one large write can leave sound records behind zeros, which no recovery accepts."""
-    files = RecordingFiles()
-    pair = Pair(3, MemoryFiles(), files)
-    pair.replica.close()
-    for number in range(20):
-        send(pair.master, "T", b"%d," % number * 20)
-    begin = len(files.trace)
-    Replica.open("/copy", of=pair.master, files=files).close()
-    writes = [event for event in files.trace[begin:] if event.call == "write" and "/commitlog/" in event.path]
-    assert len(writes) > 20
-    for event in writes:
-        assert int.from_bytes(event.data[:4]) in (len(event.data), FILE - event.offset), event  # or a blank's begin

@@ -106,14 +106,6 @@ class Child:
         assert self.process.wait() == -signal.SIGKILL
 
 
-def remove_empty_files(*paths: Path) -> None:
-    """Remove files that a kill has left without a length, as the next opening does; readers refuse them until then."""
-    for path in paths:
-        for file in path.rglob("*"):
-            if file.name.isdigit() and file.is_file() and not file.stat().st_size:
-                file.unlink()
-
-
 def log_of(path: Path) -> bytes:
     """Return the bytes of a log up to its end, as another process sees them."""
     with MessageStore.open(path, CONFIG, read_only=True) as store:
@@ -149,7 +141,6 @@ def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
                 follower.read(at_end=rng.choice(writer.lines)[2])
             if rng.random() < 0.5:
                 writer.kill()
-                remove_empty_files(master)
                 for thread, number, place in writer.lines:
                     acknowledged[place] = life, thread, number
                 follower.read(at_end=writer.lines[-1][2])
@@ -160,7 +151,6 @@ def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
                 check_copy(master, copy)
                 follower = start(FOLLOWER, master, copy)
         writer.kill()
-        remove_empty_files(master)
         for thread, number, place in writer.lines:
             acknowledged[place] = life, thread, number
         follower.read(at_end=max(acknowledged) + 1)
@@ -182,7 +172,6 @@ def kill_both(folder: Path, seed: int, kills: int) -> None:
             child = Child(process)
             child.read(until=rng.choice([1, 10, 100, 400]))
             child.kill()
-        remove_empty_files(master, copy)
         for thread, number, place in child.lines:
             acknowledged[place] = life, thread, number
         copied = log_of(copy)

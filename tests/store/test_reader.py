@@ -707,7 +707,7 @@ def test_a_reader_shows_the_result_of_a_recovery(config: StoreConfig, clean: boo
     found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
     folder = on_disk(found, tmp_path / "store")
     clock = ManualClock(START_MS + 86_400_000)
-    if what == "with an empty file":  # `recover` clears the empty file away
+    if what == "with an empty file" and clean:  # no kill explains it; `recover` clears it away
         with pytest.raises(CorruptionError):
             MessageStore.open(folder, config, clock=clock, read_only=True)
         return

@@ -72,6 +72,9 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 # ------------------------------------------------------------------------------------------------- after a kill
 
 
+MAGIC = record.MESSAGE_MAGIC.to_bytes(4, "big")
+
+
 @configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     """A store killed between any two writes recovers every record that was written completely, and continues."""
@@ -86,7 +89,7 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     whole: set[int] = set()
     for number, event in enumerate(files.trace):
         apply(replay, event)
-        if event.call == "write" and "/commitlog/" in event.path and len(event.data) > 8:
+        if event.call == "write" and "/commitlog/" in event.path and event.data[4:8] == MAGIC:
             whole.add(int(os.path.basename(event.path)) + event.offset)
         if (number % (3 * step()) and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
             continue

@@ -462,7 +462,7 @@ class Appender(AppendState):
             with critical:
                 log.make_room(size)
         dispatcher.writing_at = log.end
-        log.copy_in(data, size)
+        log.copy_many_in(data, size)
         for lane, entries in entries_of.items():
             if entries:
                 if not lane.pending:

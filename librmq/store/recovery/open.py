@@ -134,7 +134,7 @@ def load(  # noqa: C901 (a step for each part of a store)
     # After a kill the check opens all queues one by one, if their folders hold only allowed names.
     at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
     cuts: list[Damage] = []
-    if mode in (RecoveryMode.LAST_EXIT, RecoveryMode.WHOLE_LOG) and (thorough or not clean):
+    if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
         cuts = clear_leftovers(path, files, queues=not at_check)
     mend = cuts if writable and thorough else None
     place = os.path.join(path, directory.CHECKPOINT)
@@ -225,7 +225,7 @@ def load(  # noqa: C901 (a step for each part of a store)
                 unclean.list(name)
             except CorruptionError:
                 folder = directory.queue_folder(path, *name)
-                left = _beside_missing(folder, files, log.begin) if mode is RecoveryMode.LAST_EXIT else []
+                left = _beside_missing(folder, files, log.begin)
                 if not left:
                     raise
                 cuts += _clear(left, files)

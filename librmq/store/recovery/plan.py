@@ -210,15 +210,19 @@ class Planner:
         )
 
     def _explained_by_crash(self, at: int, until: int) -> bool:
-        """Return whether no sound record is after ``at``, or only uncovered ones after zeros."""
+        """Return whether no sound record is after ``at``, or only uncovered ones after zeros.
+
+        Records of an unfinished write at ``at`` do not count.
+        """
         log = self._parts.log
-        following = salvage.find_record(log.sequence, at + 1, until)
+        unfinished = 0 if self._clean else log.unfinished_at(at)
+        following = salvage.find_record(log.sequence, at + max(unfinished, 1), until)
         if following is None:
             return True
         place = following % log.file_size
         stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
         vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        return not self._clean and not vouched_for and _may_be_unwritten(log, at, following)
+        return not self._clean and not vouched_for and (unfinished > 0 or _may_be_unwritten(log, at, following))
 
 
 def unvouched_index(parts: Parts) -> Sequence[IndexFile]:

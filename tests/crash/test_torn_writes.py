@@ -1,0 +1,83 @@
+"""A process is killed inside one write of the log: any part of the copied bytes can be there.
+
+The kernel keeps everything that was written before. A C library copies large pieces in an order of its own, often the
+first bytes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
+from librmq.clock import ManualClock
+from librmq.cluster import Replica
+from librmq.files.memory import MemoryFiles
+from librmq.store.recovery.verify import verify
+from librmq.testing import CrashImages, RecordingFiles
+from librmq.testing.files import Event
+from tests.broker.parties import send
+
+STORE = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
+
+
+def torn(event: Event) -> Iterator[list[Event]]:
+    """Yield what a kill can leave of a write; up to 8 bytes are written by one instruction."""
+    data, at = event.data, event.offset
+    pieces = [Event("write", event.path, at + begin, data[begin : begin + 32]) for begin in range(0, len(data), 32)]
+    yield []
+    if len(pieces) > 1:
+        yield pieces[1:]
+        yield pieces[: len(pieces) // 2]
+        yield pieces[len(pieces) // 2 :]
+        yield pieces[1::2]
+
+
+def killed_in(trace: list[Event], number: int) -> Iterator[MemoryFiles]:
+    """Yield the files after a kill in the write with that number."""
+    settled = [Event("flush", path) for path in {one.path for one in trace[:number] if one.call == "create"}]
+    for part in torn(trace[number]):
+        before = trace[:number] + part + settled
+        yield CrashImages(before).image(0, len(before)).files()
+
+
+def log_writes(trace: list[Event], begin: int = 0) -> list[int]:
+    return [n for n in range(begin, len(trace)) if trace[n].call == "write" and "/commitlog/" in trace[n].path]
+
+
+def test_a_kill_inside_a_write_loses_nothing_else() -> None:
+    files, acknowledged = RecordingFiles(), list[tuple[int, bytes]]()
+    store = MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False)
+    for number in range(6):
+        bodies = [b"%d/%d," % (number, place) * (1 + 7 * place) for place in range(5)]
+        for batch in [bodies[:1], bodies[1:]] if number % 2 else [bodies]:
+            store.append_batch([Message("T", body) for body in batch], number % 2)
+            acknowledged += [(len(files.trace), body) for body in batch]
+    store.abandon()
+    for number in log_writes(files.trace):
+        expected = [body for at, body in acknowledged if at <= number]
+        for image in killed_in(files.trace, number):
+            with MessageStore.open("/s", STORE, files=image, clock=ManualClock(), background=False) as opened:
+                assert [message.body for message in opened][: len(expected)] == expected
+            assert verify("/s", STORE, image).damage == ()
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_a_kill_inside_a_copy_is_made_up_for(is_at_once: bool) -> None:
+    """The copy is made of many records at once, or of each as its send waits."""
+    runner, files = ManualRunner(), RecordingFiles()
+    with Broker.open("/b", runner=runner, files=MemoryFiles(), store_config=STORE) as master:
+        if is_at_once:
+            for number in range(20):
+                send(master, "T", b"%d," % number * 20)
+        with Replica.open("/copy", of=master, files=files) as replica:
+            for number in range(20, 30):
+                send(master, "T", b"%d," % number * 20)
+                assert replica.follow()
+        for number in log_writes(files.trace):
+            for image in killed_in(files.trace, number):
+                with Replica.open("/copy", of=master, files=image) as again:
+                    assert again.follow()
+                    assert [one.body for one in again.store] == [one.body for one in master.store]
+                assert verify("/copy", STORE, image).damage == ()
