@@ -31,7 +31,7 @@ from librmq.message.message import Message
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 
-PICTURE: Final = CHECKOUT / "docs" / "pictures" / "growth.svg"
+PICTURE: Final = CHECKOUT / "docs" / "growth.svg"
 TOPIC: Final = "orders"
 BODY: Final = b"x" * 128
 BATCH: Final = 256
