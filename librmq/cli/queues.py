@@ -8,7 +8,7 @@ import dataclasses
 from librmq.cli.input import files_and_config
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.errors import InputError
+from librmq.errors import CorruptionError, InputError
 from librmq.store import MessageStore
 
 __all__ = ["open_store", "queue", "queues"]
@@ -18,6 +18,9 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
     """Open the store that a command reads, without a lock and without changes.
 
     With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
+
+    Raises:
+        CorruptionError: The store is damaged, or a kill has left a file of length zero.
     """
     files, config = files_and_config(arguments)
     if all_in_memory:
@@ -26,7 +29,13 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
             max_transfer_count_on_disk=config.max_transfer_count_in_memory,
             max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
         )
-    return MessageStore.open(arguments.store, config, read_only=True, files=files)
+    store = MessageStore.open(arguments.store, config, read_only=True, files=files)
+    for damage in store.recovered:
+        if damage.kind == "size":
+            store.close()
+            what = f"{damage.what}: `librmq recover` removes it"
+            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
+    return store
 
 
 def queues(arguments: argparse.Namespace, output: Output) -> int:
