@@ -657,6 +657,9 @@ def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, ca
         assert other.claim("k", "c", KEPT, KEPT + 9) is (Claim.TAKEN_OVER if after else Claim.NEW)
         assert other.purge(KEPT, 10) == 0, "the expiry of a record that is gone takes the new one along"
         assert other.look("k", KEPT) == DedupRecord(False, "c", KEPT + 9)
+        if kind == "sqlite":
+            store.close()
+            other.close()
         number += 1
     assert number > 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
 import zlib
 from contextlib import suppress
 from typing import Any
@@ -58,7 +59,9 @@ TEXT = st.text(st.characters(codec="utf-8"))
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 V4 = st.tuples(st.ip_addresses(v=4).map(str), INT32)
-V6 = st.tuples(st.ip_addresses(v=6).map(lambda ip: ":".join(f"{int(g, 16):x}" for g in ip.exploded.split(":"))), INT32)
+V6 = st.tuples(
+    st.ip_addresses(v=6).map(lambda ip: ":".join(f"{part:x}" for part in struct.unpack(">8H", ip.packed))), INT32
+)
 
 
 @st.composite
