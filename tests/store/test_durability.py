@@ -683,6 +683,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         store.close()
         """,
         tmp_path / "store",
+        PYTHONWARNINGS="ignore::DeprecationWarning",  # Python 3.12 warns of a fork beside threads
     )
     assert (done.returncode, done.stderr) == (0, "")
     with MessageStore.open(tmp_path / "store") as store:
