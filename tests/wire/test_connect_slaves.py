@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,12 +11,12 @@ import pytest
 import librmq
 from librmq import Broker, BrokerUnreachableError, ConsumeFrom, NoRouteError
 from librmq.cluster import Replica
-from librmq.protocol import MaxOffset, PullMessage, QueryOffset, Subscription
+from librmq.protocol import MaxOffset, PullMessage, PullStatus, QueryOffset, Subscription
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.wire.fake_servers import FakeServer
-from tests.wire.test_connect import Inbox, until
+from tests.wire.test_connect import WAIT_S, Inbox, until
 
 
 class Pair:
@@ -137,3 +138,50 @@ def test_a_slave_that_lacks_a_message_is_not_asked_in_a_loop() -> None:
             with pytest.raises(BrokerUnreachableError, match="the slave has no message at 5 yet"):
                 route.endpoint("fake").call(pull)
             assert route.topic_route("orders")[0].permission == 4
+
+
+@pytest.mark.parametrize("queue_offset", [0, 5])
+def test_bounds_of_a_slave_move_no_consumer(queue_offset: int) -> None:
+    """A slave that begins later or ends earlier than its master is passed over, so that progress stays as it is."""
+    moved = {"nextBeginOffset": "3", "minOffset": "2", "maxOffset": "3", "suggestWhichBrokerId": "0"}
+    with FakeServer(lambda frame: answer_to(frame, 21, fields=moved)) as slave:
+        slave.slaves = {1: slave.address}
+        slave.broker = None
+        with librmq.connect(slave.address) as route:
+            pull = PullMessage("c", "g", "orders", 0, queue_offset, 32, Subscription("orders"))
+            with pytest.raises(BrokerUnreachableError, match=f"the slave has no message at {queue_offset} yet"):
+                route.endpoint("fake").call(pull)
+
+
+def test_the_master_serves_what_a_slave_refuses() -> None:
+    """The slave has not copied the topic yet."""
+    with Suggesting(1) as master, FakeServer(lambda frame: answer_to(frame, 17, "topic not exist")) as slave:
+        master.slaves = {1: slave.address}
+        with librmq.connect(master.address) as route:
+            for offset in range(2):
+                route.endpoint("fake").call(PullMessage("c", "g", "orders", 0, offset, 32, Subscription("orders")))
+        assert [offset for offset, _ in master.pulls()] == ["0", "1"]
+
+
+def test_an_empty_answer_of_a_slave_leads_to_the_master() -> None:
+    """The slave holds each pull of a consumer that has come to its end, and suggests the master."""
+    came, may_answer = threading.Event(), threading.Semaphore(0)
+    empty = {"nextBeginOffset": "1", "minOffset": "0", "maxOffset": "1", "suggestWhichBrokerId": "0"}
+
+    def held(frame: Frame) -> Frame:
+        may_answer.acquire(timeout=WAIT_S)
+        return answer_to(frame, 19, fields=empty)
+
+    with Suggesting(1) as master, FakeServer(held) as slave:
+        master.slaves = {1: slave.address}
+        with librmq.connect(master.address) as route:
+            call = route.endpoint("fake").call
+            call(PullMessage("c", "g", "orders", 0, 0, 32, Subscription("orders")))
+            pull = PullMessage("c", "g", "orders", 0, 1, 32, Subscription("orders"), notify=came.set)
+            for _ in range(2):
+                assert call(pull).status is PullStatus.HELD
+                came.clear()
+                may_answer.release()
+                assert came.wait(WAIT_S)
+            call(pull)
+            until(lambda: [offset for offset, _ in master.pulls()] == ["0", "1"])

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
-from librmq.errors import BrokerUnreachableError
+from librmq.errors import BrokerError, BrokerUnreachableError
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
@@ -155,7 +155,7 @@ class BrokerGroup:
 
     def _pull(self, request: PullMessage) -> PullResponse:
         place = request.topic, request.queue_id
-        failure: BrokerUnreachableError | None = None
+        failure: BrokerError | BrokerUnreachableError | None = None
         for number in self._order(self._suggested.get(place, MASTER)):
             one = self._members[number]
             try:
@@ -163,14 +163,19 @@ class BrokerGroup:
             except BrokerUnreachableError as error:
                 failure = failure or error
                 continue
-            if response.status is not PullStatus.HELD:
-                self._suggested[place] = one.suggested(*place)
-                if number != MASTER and _is_useless(request, response):
-                    failure = failure or BrokerUnreachableError(
-                        f"{one.name} at {one.address}: the slave has no message at {request.queue_offset} yet"
-                    )
-                    continue
-            return response
+            except BrokerError as error:
+                if number == MASTER:
+                    raise
+                failure = failure or error  # a slave may not have copied a topic or a group yet
+                continue
+            suggested = one.take_suggested(*place)
+            if suggested is not None:
+                self._suggested[place] = suggested
+            if number == MASTER or not _is_useless(request, response):
+                return response
+            failure = failure or BrokerUnreachableError(
+                f"{one.name} at {one.address}: the slave has no message at {request.queue_offset} yet"
+            )
         raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
 
     def _order(self, suggested: int) -> list[int]:
@@ -192,6 +197,12 @@ class BrokerGroup:
 
 
 def _is_useless(request: PullMessage, response: PullResponse) -> bool:
-    """Return whether a slave lacks what was asked for, so that the same pull would only be repeated."""
+    """Return whether a slave lacks what was asked for.
+
+    The same pull would only be repeated. Its bounds say nothing: a slave behind its master ends earlier, and a new one
+    can begin later, so that a client which went there would get messages twice or never.
+    """
+    if response.status is PullStatus.OFFSET_ILLEGAL:
+        return True
     is_empty = response.status is PullStatus.NO_MATCHED_MESSAGE
     return is_empty and response.next_offset == request.queue_offset

@@ -80,7 +80,7 @@ class LongPulls:
         self._pulls: dict[_Key, _Pull] = {}
         self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
         self.suggested: dict[tuple[str, int], int] = {}
-        """The broker id that the last answer suggests for the next pull, by topic and queue id; 0 is the master."""
+        """What answers suggest for the next pull, until it is taken: broker ids by topic and queue id."""
 
     def pull(self, request: PullMessage) -> PullResponse:
         """Return the answer to a pull if it is here; otherwise send the pull, and return HELD.

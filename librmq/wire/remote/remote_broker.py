@@ -223,9 +223,12 @@ class RemoteBroker:
         with self._lock:
             self._beats |= {key: beat for key, beat in list(other._beats.items()) if key not in self._beats}
 
-    def suggested(self, topic: str, queue_id: int) -> int:
-        """Return the id of the broker that should get the next pull of a queue; 0 is the master."""
-        return self._pulls.suggested.get((topic, queue_id), 0)
+    def take_suggested(self, topic: str, queue_id: int) -> int | None:
+        """Return the id of the broker that should get the next pull of a queue, 0 for the master.
+
+        None if no answer to a pull has said it since the last call.
+        """
+        return self._pulls.suggested.pop((topic, queue_id), None)
 
     def has_client(self, client_id: str) -> bool:
         """Return whether a client has sent a heartbeat and not left."""
