@@ -33,6 +33,7 @@ _OK: Final = SendStatus.SEND_OK
 _LONGEST_TIME: Final = 18
 _LONGEST_NUMBER: Final = 9
 _MOST_RESTS: Final = 256
+_LONGEST_REST: Final = 4096
 
 
 def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMessage | None:
@@ -144,7 +145,7 @@ class KnownSends:
 
         Two headers are read that have other values in these places. The values of the fields must change with them.
         """
-        if len(self._known) >= _MOST_RESTS:
+        if len(self._known) >= _MOST_RESTS or len(rest) > _LONGEST_REST:  # they are kept as long as the connection
             return None
         found = None
         for values in (("13", "14", "15", "16"), ("23", "24", "25", "26")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -155,6 +156,20 @@ def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
             errors = [str(each) for each in found if isinstance(each, Exception)]
             asked.append(([answer for _, answer in answers], [frame.flag for frame in frames], errors, records(broker)))
     assert asked[0] == asked[1]
+
+
+def test_long_headers_are_not_kept() -> None:
+    """A client sends large ones that all differ; its connection stays open."""
+    with served() as (_, producing, channel):
+        reader = FrameReader(known=producing.known(channel.peer).read)
+        tracemalloc.start()
+        try:
+            for number in range(40):
+                assert frames_of(reader, HEADER.replace('"flag"', f'"x":"{number:<200000}","flag"'))
+            kept = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+    assert kept < 2_000_000
 
 
 def frames_of(reader: FrameReader, header: str) -> list[Frame]:
