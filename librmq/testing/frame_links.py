@@ -160,7 +160,7 @@ class _TurnTransport:
 
     def tell(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1
-        self._send(frame)
+        self._send(frame, times=2 if self._repeated() == "request" else 1)
 
     def answer(self, frame: Frame) -> None:
         self._send(frame)

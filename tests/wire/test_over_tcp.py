@@ -68,6 +68,15 @@ def test_a_request_that_arrives_twice_is_explained(rmq: Kit, over_tcp: bool) -> 
 
 
 @pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+def test_a_send_without_an_answer_arrives_twice(rmq: Kit, over_tcp: bool) -> None:
+    """The next request does not."""
+    rmq.faults.repeat_request("orders")
+    rmq.producer().send_oneway("orders", b"x")
+    rmq.producer().send("orders", b"y")
+    assert [one.body for one in rmq.broker.messages("orders")] == [b"x", b"x", b"y"]
+
+
+@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
 def test_an_answer_that_arrives_twice_is_ignored(rmq: Kit, over_tcp: bool) -> None:
     rmq.faults.repeat_answer(times=2)
     sent = [rmq.producer().send("orders", b"%d" % number) for number in range(4)]
