@@ -298,5 +298,7 @@ class _Place:
 def _is_place(found: object) -> bool:
     if not isinstance(found, dict) or type(found.get("physical_offset")) is not int:
         return False
-    types = [type(one) for one in found.get("record") or (0, "", 0)]
-    return types == [int, str, int] and type(found.get("since_ms", 0)) is int
+    record_before = found.get("record", [0, "", 0])
+    if not isinstance(record_before, list) or [type(one) for one in record_before] != [int, str, int]:
+        return False
+    return type(found.get("since_ms", 0)) is int

@@ -215,5 +215,7 @@ def test_wrong_words_are_refused(filled: Shell) -> None:
     assert "expected --group, --topic and --to; or --route" in filled("replay", "full", "--topic", "orders").said
     both = filled("replay", "full", "--route", "127.0.0.1:1", "--to", "g")
     assert "leave them out with --route" in both.said
-    (filled.folder / "full" / "librmq" / "replay.json").write_text(json.dumps([1]))
-    assert "delete it to begin at the start" in filled("replay", "full", "--route", "127.0.0.1:1").said
+    place = {"physical_offset": 0}
+    for wrong in ([1], {"a": place | {"record": 5}}, {"a": place | {"record": [0, 0, 0]}}, {"a": {"since_ms": 1}}):
+        (filled.folder / "full" / "librmq" / "replay.json").write_text(json.dumps(wrong))
+        assert "delete it to begin at the start" in filled("replay", "full", "--route", "127.0.0.1:1").said
