@@ -904,8 +904,8 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
             count = number
             break
         total += size
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)  # first, because it fails for a mapping that was closed
     cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
-    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
     try:
         if end - start > view.len:
             return None

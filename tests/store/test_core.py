@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import struct
@@ -169,6 +170,16 @@ def test_pulls_stay_within_the_file(entries: list[tuple[int, int]], start: int) 
         if found is not None:
             assert [len(message.raw) for message in found[0]] == [size for _, size in entries]
             assert end <= start + 4096
+
+
+@needs_core
+def test_a_pull_from_a_closed_mapping_keeps_collection() -> None:
+    """A refused pull does not leave the garbage collector of the process off."""
+    buffer = mmap.mmap(-1, 4096)
+    buffer.close()
+    with pytest.raises(ValueError, match="closed"):
+        CORE.pull(struct.pack(">qiq", 0, 100, 0), buffer, 0, 4096, 1, 1 << 20)
+    assert gc.isenabled()
 
 
 @needs_core
