@@ -209,9 +209,10 @@ class CommitLog(LogState):
         buffer[at : at + _BLANK_SIZE] = data[:_BLANK_SIZE]
 
     def unfinished_at(self, physical_offset: int) -> int:
-        """Return how many bytes a killed writer was writing at ``physical_offset``, 0 if there is no mark of that."""
+        """Return how many bytes a writer was or is writing at ``physical_offset``, 0 if there is no mark of that."""
         size, magic = _SIZE_AND_MAGIC.unpack(self.data_at(physical_offset, _BLANK_SIZE).ljust(_BLANK_SIZE, b"\0"))
-        return int(size) if magic == _UNFINISHED_MAGIC else 0
+        fits = size <= self.file_size - physical_offset % self.file_size  # a write never crosses files
+        return int(size) if magic == _UNFINISHED_MAGIC and fits else 0
 
     def make_room(self, size: int) -> None:
         """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.

@@ -13,8 +13,10 @@ import pytest
 from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.cluster import Replica
+from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.snapshot import snapshot
 from librmq.testing import CrashImages, RecordingFiles
 from librmq.testing.files import Event
 from tests.broker.parties import send
@@ -81,3 +83,41 @@ def test_a_kill_inside_a_copy_is_made_up_for(is_at_once: bool) -> None:
                     assert again.follow()
                     assert [one.body for one in again.store] == [one.body for one in master.store]
                 assert verify("/copy", STORE, image).damage == ()
+
+
+def beside_a_batch(marked: int = 0) -> tuple[MessageStore, MemoryFiles, int]:
+    """Return a store while a batch is copied to the end of its log, its files and that end; all but the head is there.
+
+    The mark states the size of the batch, or ``marked``.
+    """
+    files = MemoryFiles()
+    store = MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False)
+    store.append(Message("T", b"before"))
+    end = store.log.end
+    store.append_batch([Message("T", b"%d" % number) for number in range(5)])
+    store.flush()
+    mark = (marked or store.log.end - end).to_bytes(4, "big") + b"undo"
+    files.open(store.log.sequence.path_at(end), writable=True).buffer[end : end + 8] = mark
+    return store, files, end
+
+
+def test_a_batch_being_written_is_no_damage() -> None:
+    store, files, end = beside_a_batch()
+    try:
+        found = verify("/s", STORE, files).damage
+        assert [one for one in found if one.file.startswith("/s/commitlog")] == []
+        assert snapshot("/s", "/copy", STORE, files=files).end == end
+    finally:
+        store.abandon()
+    with MessageStore.open("/copy", STORE, files=files, background=False) as copy:
+        assert [message.body for message in copy] == [b"before"]
+
+
+@pytest.mark.parametrize("marked", [2**32 - 1, 4096])
+def test_a_mark_beyond_its_file_is_damage(marked: int) -> None:
+    """No write crosses files, so sound records after such a mark are never cut without a question."""
+    store, files, end = beside_a_batch(marked)
+    store.abandon()
+    with pytest.raises(CorruptionError, match="sound records") as refused:
+        MessageStore.open("/s", STORE, files=files, background=False)
+    assert refused.value.offset == end

@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
     """Check with these settings; ``writer`` names the process whose log can be ahead, if any."""
     closed = writer is None and not has_abort(files, path)
-    look = _Look(path, config, files, closed=closed)
+    look = _Look(path, config, files, closed=closed, written=writer is not None)
     damage = look.damage()
     notes = [UNKNOWABLE]
     for (topic, queue_id), count in sorted(look.left_out.items()):
@@ -90,7 +90,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
         for _ in range(_LOOKS - 1):
             if damage:  # a second look rules out bytes of a running write
-                again = set(_Look(path, config, files, closed=False).damage())
+                again = set(_Look(path, config, files, closed=False, written=True).damage())
                 damage = [one for one in damage if one in again]
     return Verdict(tuple(damage), tuple(notes))
 
@@ -98,9 +98,9 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 class _Look:
     """One check of a store."""
 
-    def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool) -> None:
+    def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool) -> None:
         self.left_out: dict[QueueName, int] = {}
-        self._closed = closed
+        self._closed, self._written = closed, written
         self._path = path
         self._config = config
         self._files = files
@@ -112,7 +112,8 @@ class _Look:
             return self._found
         end = log.found_end
         if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # no running write
-            self._note(end.damage)
+            if not self._written or not log.unfinished_at(end.physical_offset):
+                self._note(end.damage)
         else:
             behind = log.data_behind(end.physical_offset)
             if behind:
