@@ -11,7 +11,9 @@ import pytest
 
 import librmq
 from librmq import BrokerUnreachableError, ConfigError, ConsumeFrom, NoRouteError
+from librmq.clock import SystemClock
 from librmq.wire.remote import remote_route
+from librmq.wire.remote.host_names import HostNames
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from tests.wire.fake_servers import FakeServer
@@ -95,6 +97,34 @@ def test_a_hanging_look_up_stops_no_other_client(served: Served, monkeypatch: py
         finally:
             end.set()
     assert asked == ["hangs.invalid"]  # nothing looks it up again while it hangs
+
+
+class Standing(SystemClock):
+    """A clock that a test moves, while waiting takes real time."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def test_the_routes_of_many_topics_look_a_name_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds it is looked up again, because it may lead elsewhere."""
+    asked: list[str] = []
+
+    def found(host: str, *rest: object, **fields: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        return [(0, 0, 0, "", (f"127.0.0.{len(asked)}", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    clock = Standing()
+    names = HostNames(WAIT_S, clock)
+    for _ in range(20):
+        names.prepare("broker:10911")
+    assert (asked, names.find("broker")) == (["broker"], ("127.0.0.1",))
+    clock.seconds += 5
+    names.prepare("broker:10911")
+    assert names.find("broker") == ("127.0.0.2",)
 
 
 def test_an_unknown_name_is_said() -> None:

@@ -67,7 +67,7 @@ def connect(
             rest.callback(own.shutdown)
         notices = Notices(runner)
         rest.callback(notices.close)
-        names = HostNames(timeout_s, runner.clock.wait)
+        names = HostNames(timeout_s, runner.clock)
         dial = dial_by_tcp(tls, keys, timeout_s, names.find)
         opened = ExitStack()
         route = RemoteRoute(

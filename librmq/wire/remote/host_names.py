@@ -5,19 +5,25 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from typing import Final
 
+from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError
 
 __all__ = ["HostNames"]
+
+_FRESH_S: Final = 5.0
+"""So long a look-up counts, since the route of each topic names the same brokers."""
 
 
 class _Known:
     """What is known of one name."""
 
-    __slots__ = ("ended", "error", "found", "is_late")
+    __slots__ = ("begin_s", "ended", "error", "found", "is_late")
 
     def __init__(self) -> None:
+        self.begin_s = 0.0
+        """When the last look-up began."""
         self.found: tuple[str, ...] = ()
         self.error: OSError | None = None
         self.ended: threading.Event | None = None
@@ -29,17 +35,20 @@ class _Known:
 class HostNames:
     """Addresses by name, kept until a later look-up finds others. Thread-safe."""
 
-    def __init__(self, timeout_s: float, wait: Callable[[threading.Event, float], bool]) -> None:
-        """Wait up to ``timeout_s`` for a look-up; ``wait(event, seconds)`` waits."""
+    def __init__(self, timeout_s: float, clock: Clock) -> None:
+        """Wait up to ``timeout_s`` for a look-up."""
         self._timeout_s = timeout_s
-        self._wait = wait
+        self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
 
     def prepare(self, address: str) -> None:
         """Look up the name in ``host:port`` again, so that a later connection need not wait for that. Waits itself."""
         host = _host(address)
-        if not _is_number(host):
+        if _is_number(host):
+            return
+        known = self._known.get(host)
+        if known is None or not 0 <= self._clock.monotonic() - known.begin_s < _FRESH_S:
             self._look_up(host)
 
     def find(self, host: str) -> tuple[str, ...]:
@@ -64,13 +73,13 @@ class HostNames:
             known = self._known.setdefault(host, _Known())
             if known.ended is None:
                 ended = known.ended = threading.Event()
-                known.is_late = False
+                known.is_late, known.begin_s = False, self._clock.monotonic()
                 thread = threading.Thread(target=self._run, args=(host, known, ended), daemon=True, name=f"find {host}")
                 thread.start()
             elif known.is_late:
                 return known
             ended = known.ended
-        known.is_late = not self._wait(ended, self._timeout_s)
+        known.is_late = not self._clock.wait(ended, self._timeout_s)
         return known
 
     def _run(self, host: str, known: _Known, ended: threading.Event) -> None:
