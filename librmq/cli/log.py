@@ -19,7 +19,7 @@ from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record
 
-__all__ = ["dump", "zero_from"]
+__all__ = ["dump", "ends_at"]
 
 _ZEROS: Final = bytes(1 << 20)
 
@@ -59,7 +59,7 @@ def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
     try:
         yield from _whole_files(sequence, sequence.begin, check_body=True)
     except CorruptionError as error:
-        if not zero_from(sequence, error.offset):
+        if not ends_at(sequence, error.offset):
             raise
 
 
@@ -70,7 +70,7 @@ def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], o
         try:
             yield from _whole_files(sequence, at, check_body=False)
         except CorruptionError as error:
-            if zero_from(sequence, error.offset):
+            if ends_at(sequence, error.offset):
                 return
             damaged(error)
             following = find_record(sequence, error.offset + 1, check_body=False)
@@ -91,8 +91,11 @@ def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> 
         yield physical_offset, size, raw
 
 
-def zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
-    """Return whether only zeros follow up to the end of the last file."""
+def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:
+    """Return whether the log ends here: only zeros follow in all files, or a batch that is not completely written."""
+    unfinished = CommitLog(sequence).unfinished_at(physical_offset)
+    if unfinished:
+        return find_record(sequence, physical_offset + unfinished) is None
     at = physical_offset
     while (file := sequence.file_at(at)) is not None:
         start = at % file.size

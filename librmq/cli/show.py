@@ -83,9 +83,9 @@ def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
                 if test(message):
                     yield message
     except CorruptionError as error:
-        from librmq.cli.log import zero_from
+        from librmq.cli.log import ends_at
 
-        if not zero_from(sequence, error.offset):
+        if not ends_at(sequence, error.offset):
             raise
 
 

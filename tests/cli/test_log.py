@@ -197,6 +197,19 @@ def test_bytes_after_the_end(log: Log) -> None:
         assert f" at {end}: " in err
 
 
+@pytest.mark.parametrize("words", [[], ["--all"]])
+def test_a_batch_being_written_ends_the_log(log: Log, words: list[str]) -> None:
+    """The mark replaces size and magic of its first record; sound records behind its bytes are no end."""
+    at = log.places[-2]
+    log.data[at : at + 8] = (len(log.data) - at).to_bytes(4, "big") + b"undo"
+    status, rows, err = log.dump(*words)
+    assert (status, places(rows), err) == (0, log.places[:-2], "")
+    log.data[at : at + 4] = (log.places[-1] - at).to_bytes(4, "big")
+    status, _, err = log.dump(*words)
+    assert status == 1
+    assert f" at {at}: " in err
+
+
 def test_a_record_inside_a_body_is_not_a_record(tmp_path: Path) -> None:
     inner = Log(tmp_path).add(b"inner")
     log = Log(tmp_path)
