@@ -70,6 +70,7 @@ class Rebalancing:
         self._made_ms = member.runner.now_ms()
         route = member.route
         self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
+        self._is_remote = hasattr(route, "known_route")
         self._open = False
         self._brokers: frozenset[str] = frozenset()
         self._there: dict[str, frozenset[MessageQueue]] = {}
@@ -140,6 +141,7 @@ class Rebalancing:
         member = self._member
         queues = self._queues(topic)
         if not queues:
+            self._open |= self._is_remote  # the route forgets a missing topic that no consumer asks for
             return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in self._route_of(topic)])

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import BrokerUnreachableError, ConfigError, ConsumeFrom, NoRouteError
+from librmq import BrokerUnreachableError, ConfigError, ConsumeFrom, MessageModel, NoRouteError
 from librmq.clock import SystemClock
+from librmq.consumer import rebalancing
 from librmq.wire.remote import remote_route
 from librmq.wire.remote.host_names import HostNames
+from librmq.wire.remote.name_servers import LearntRoute
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from tests.wire.fake_servers import FakeServer
@@ -142,6 +144,39 @@ def test_of_too_many_topics_the_first_are_forgotten(served: Served, monkeypatch:
         route.refresh()
         assert len(names.asked) - asked == 1 + 3  # the brokers, and the topics that are kept
         assert len(route.topic_route("t0")) == 1
+
+
+def test_a_missing_topic_is_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that exists and was asked for before it does not keep it."""
+    monkeypatch.setattr(remote_route, "FORGET_MS", 0)
+    asked: list[str] = []
+    find = served.route.name_servers.topic
+
+    def counted(topic: str) -> LearntRoute:
+        asked.append(topic)
+        return find(topic)
+
+    monkeypatch.setattr(served.route.name_servers, "topic", counted)
+    for topic in ("orders", "missing"):
+        served.route.topic_route(topic)
+    for _ in range(2):
+        served.route.refresh()
+    assert asked == ["orders", "missing", "missing", "orders", "orders"]
+
+
+def test_a_consumer_keeps_asking_for_a_missing_topic(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The route has forgotten it when it is made."""
+    monkeypatch.setattr(remote_route, "FORGET_MS", 0)
+    monkeypatch.setattr(rebalancing, "INTERVAL_MS", 50)
+    inbox = Inbox(1)
+    consumer = librmq.PushConsumer(served.route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("later", inbox)
+    with consumer:
+        served.route.topic_route("other")
+        served.route.refresh()
+        with librmq.Producer(served.broker, "shop") as producer:
+            producer.send("later", b"x")
+        assert inbox.wait() == [b"x"]
 
 
 def test_a_simple_consumer_is_refused_when_it_is_made(served: Served) -> None:

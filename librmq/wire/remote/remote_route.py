@@ -185,19 +185,12 @@ class RemoteRoute:
         return found or ()
 
     def _note_asked(self, topic: str) -> bool:
-        """Note that a topic is in use, and forget others if there are too many; return whether one of them exists.
-
-        A topic that does not exist is forgotten if nothing asks for it any more.
-        """
-        is_less = False
-        now_ms = self.runner.now_ms()
+        """Note that a topic is in use, and forget others if there are too many; return whether one of them exists."""
         self._asked.pop(topic, None)
-        self._asked[topic] = now_ms  # the last in order
-        while self._asked:
+        self._asked[topic] = self.runner.now_ms()  # the last in order
+        is_less = False
+        while len(self._asked) > MOST_TOPICS:
             first = next(iter(self._asked))
-            is_old = first not in self._topics and not 0 <= now_ms - self._asked[first] < FORGET_MS
-            if not is_old and len(self._asked) <= MOST_TOPICS:
-                break
             del self._asked[first]
             is_less |= self._topics.pop(first, None) is not None
         return is_less
@@ -273,6 +266,10 @@ class RemoteRoute:
                     self._topics[topic] = learnt.queues
                 else:
                     self._topics.pop(topic, None)
+        now_ms = self.runner.now_ms()
+        for topic, asked_ms in list(self._asked.items()):
+            if topic not in self._topics and not 0 <= now_ms - asked_ms < FORGET_MS:
+                del self._asked[topic]
         in_use = {data.broker_name for queues in self._topics.values() for data in queues}
         for name in set(self._links) - set(brokers.brokers) - in_use:
             changed = True
