@@ -16,6 +16,7 @@ from librmq.consumer import rebalancing
 from librmq.wire.remote import remote_route
 from librmq.wire.remote.host_names import HostNames
 from librmq.wire.remote.name_servers import LearntRoute
+from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from tests.wire.fake_servers import FakeServer
@@ -169,14 +170,15 @@ def test_a_consumer_keeps_asking_for_a_missing_topic(served: Served, monkeypatch
     monkeypatch.setattr(remote_route, "FORGET_MS", 0)
     monkeypatch.setattr(rebalancing, "INTERVAL_MS", 50)
     inbox = Inbox(1)
-    consumer = librmq.PushConsumer(served.route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("later", inbox)
-    with consumer:
-        served.route.topic_route("other")
-        served.route.refresh()
-        with librmq.Producer(served.broker, "shop") as producer:
-            producer.send("later", b"x")
-        assert inbox.wait() == [b"x"]
+    with RemotingServer(served.broker, auto_create=False) as server, librmq.connect(server.address) as route:
+        consumer = librmq.PushConsumer(route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("later", inbox)
+        with consumer:
+            route.topic_route("other")
+            route.refresh()
+            with librmq.Producer(served.broker, "shop") as producer:
+                producer.send("later", b"x")
+            assert inbox.wait() == [b"x"]
 
 
 def test_a_simple_consumer_is_refused_when_it_is_made(served: Served) -> None:
