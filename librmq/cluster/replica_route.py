@@ -6,45 +6,28 @@ Mirrors how clients of 4.9 choose between a master and its slaves (``PullAPIWrap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from librmq.cluster.replica import Replica
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.protocol import (
+    MEMBERSHIP,
     PERM_WRITE,
+    REPLICA_READS,
     ChannelClosed,
-    CheckSubscription,
-    ConsumerIds,
     Endpoint,
-    GroupSubscriptions,
-    Heartbeat,
-    MaxOffset,
-    MinOffset,
     PullMessage,
     PullResponse,
-    QueryMessages,
-    QueryOffset,
     QueueData,
-    QueueOffsetAt,
     Request,
     Route,
-    TopicGroups,
     Unregister,
-    UpdateOffset,
-    ViewMessage,
 )
 from librmq.runtime.runner import Runner
 
 __all__ = ["ReplicaRoute"]
 
 R = TypeVar("R")
-_READS: Final = frozenset(
-    (
-        *(PullMessage, CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
-        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
-    )
-)
-_MEMBERSHIP: Final = frozenset((Heartbeat, Unregister, ChannelClosed))
 
 
 class _Pair:
@@ -60,14 +43,14 @@ class _Pair:
         kind = type(request)
         if kind is PullMessage:
             return cast(R, self._pull(cast(PullMessage, request)))
-        if kind in _MEMBERSHIP:
+        if kind in MEMBERSHIP:
             if isinstance(request, Unregister | ChannelClosed):
                 self._forget(request)
             return self._tell_both(request)
         try:
             return self._of_master(request)
         except BrokerUnreachableError:
-            if kind not in _READS or self._replica.dead:
+            if kind not in REPLICA_READS or self._replica.dead:
                 raise
             return self._replica.broker.call(request)
 

@@ -77,6 +77,8 @@ from librmq.protocol.receiving import ForwardToDeadLetters as ForwardToDeadLette
 from librmq.protocol.receiving import Receive as Receive
 from librmq.protocol.receiving import Received as Received
 from librmq.protocol.receiving import ReceiveResponse as ReceiveResponse
+from librmq.protocol.replication import MEMBERSHIP as MEMBERSHIP
+from librmq.protocol.replication import REPLICA_READS as REPLICA_READS
 from librmq.protocol.replication import CopiedTables as CopiedTables
 from librmq.protocol.replication import CopyTables as CopyTables
 from librmq.protocol.replication import DescribeLog as DescribeLog

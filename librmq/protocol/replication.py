@@ -1,14 +1,49 @@
-"""Requests of replicas to their master: bytes of its log, and its tables."""
+"""Requests of replicas to their master: bytes of its log, and its tables; and what clients ask of either."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from librmq.config import StoreConfig
+from librmq.protocol.administration import QueryMessages, ViewMessage
+from librmq.protocol.consuming import (
+    ChannelClosed,
+    CheckSubscription,
+    ConsumerIds,
+    GroupSubscriptions,
+    Heartbeat,
+    MaxOffset,
+    MinOffset,
+    QueryOffset,
+    QueueOffsetAt,
+    TopicGroups,
+    Unregister,
+    UpdateOffset,
+)
 from librmq.protocol.request import Request, value
 
-__all__ = ["CopiedTables", "CopyTables", "DescribeLog", "FollowLog", "LeaveLog", "LogBytes", "LogDescription"]
+__all__ = [
+    "MEMBERSHIP",
+    "REPLICA_READS",
+    "CopiedTables",
+    "CopyTables",
+    "DescribeLog",
+    "FollowLog",
+    "LeaveLog",
+    "LogBytes",
+    "LogDescription",
+]
+
+REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
+    (
+        *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
+        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
+    )
+)
+"""Requests that a replica answers while its master can't be reached; pulls have rules of their own."""
+MEMBERSHIP: Final[frozenset[type[Request[Any]]]] = frozenset((Heartbeat, Unregister, ChannelClosed))
+"""Requests that a client sends to a master and its replicas."""
 
 
 @value

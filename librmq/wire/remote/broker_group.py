@@ -12,24 +12,14 @@ from typing import Any, Final, TypeVar, cast
 
 from librmq.errors import BrokerError, BrokerUnreachableError
 from librmq.protocol import (
-    ChannelClosed,
-    CheckSubscription,
-    ConsumerIds,
-    GroupSubscriptions,
+    MEMBERSHIP,
+    REPLICA_READS,
     Heartbeat,
-    MaxOffset,
-    MinOffset,
     PullMessage,
     PullResponse,
     PullStatus,
-    QueryMessages,
-    QueryOffset,
-    QueueOffsetAt,
     Request,
-    TopicGroups,
-    Unregister,
     UpdateOffset,
-    ViewMessage,
 )
 from librmq.wire.remote.remote_broker import RemoteBroker
 
@@ -37,12 +27,6 @@ __all__ = ["BrokerGroup"]
 
 R = TypeVar("R")
 MASTER: Final = 0
-_READS: Final = frozenset(
-    (
-        *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
-        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
-    )
-)
 
 
 class BrokerGroup:
@@ -115,9 +99,9 @@ class BrokerGroup:
         kind = type(request)
         if kind is PullMessage:
             return cast("R", self._pull(cast("PullMessage", request)))
-        if kind in (Heartbeat, Unregister, ChannelClosed):
+        if kind in MEMBERSHIP:
             return self._tell_all(request)
-        if kind in _READS:
+        if kind in REPLICA_READS:
             return self._first_answer(request)
         master = self._members.get(MASTER)
         if master is None:
