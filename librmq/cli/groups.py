@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from librmq.cli.input import refuse_leftovers
 from librmq.cli.output import Output, complain
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
@@ -19,9 +20,14 @@ __all__ = ["groups", "lag", "near", "note_topic", "open_view"]
 
 @contextmanager
 def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
-    """View the store that a command reads, with the settings in ``--config`` if it is given."""
+    """View the store that a command reads, with the settings in ``--config`` if it is given.
+
+    Raises:
+        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+    """
     if arguments.config is None:
         with StoreView.open(arguments.store) as view:
+            refuse_leftovers(view.store)
             yield view
     else:
         from librmq.cli.queues import open_store

@@ -9,15 +9,18 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, InputError
+from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
 from librmq.store.format.directory import check_config, check_kind, infer_config
+
+if TYPE_CHECKING:
+    from librmq.store import MessageStore
 
 __all__ = [
     "check_text",
@@ -30,6 +33,7 @@ __all__ = [
     "read_config",
     "read_ranges",
     "read_rows",
+    "refuse_leftovers",
     "settle_config",
     "standard_input",
 ]
@@ -39,6 +43,19 @@ _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
 _DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def refuse_leftovers(store: MessageStore) -> None:
+    """Close a store that a reader could open only without files that a kill has left.
+
+    Raises:
+        CorruptionError: There is such a file.
+    """
+    for damage in store.recovered:
+        if damage.kind == "size":
+            store.close()
+            what = f"{damage.what}: `librmq recover` removes it"
+            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
 
 
 def parse_time(text: str, clock: Clock) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from librmq.cli.input import files_and_config
+from librmq.cli.input import files_and_config, refuse_leftovers
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.errors import CorruptionError, InputError
+from librmq.errors import InputError
 from librmq.store import MessageStore
 
 __all__ = ["open_store", "queue", "queues"]
@@ -30,11 +30,7 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
             max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
         )
     store = MessageStore.open(arguments.store, config, read_only=True, files=files)
-    for damage in store.recovered:
-        if damage.kind == "size":
-            store.close()
-            what = f"{damage.what}: `librmq recover` removes it"
-            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
+    refuse_leftovers(store)
     return store
 
 

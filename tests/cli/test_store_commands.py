@@ -260,6 +260,11 @@ def test_recover_removes_files_of_length_zero(run: Run, copy: Path) -> None:
     ahead.write_bytes(b"")
     before = run("queues", copy)
     assert before[0] == 1
+    for command in ("lag", "groups", "diagnose"):
+        status, printed, err = run(command, copy)
+        assert (status, printed) == (1, [])
+        assert str(ahead) in err
+        assert "librmq recover" in err
     status, printed, _ = run("recover", copy)
     assert status == 0
     assert printed[0]["cut"][0]["file"] == f"commitlog/{ahead.name}"
