@@ -12,6 +12,7 @@ from typing import Final
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
+from librmq.wire.remote.host_names import split_address
 from librmq.wire.remote.signing import AccessKeys
 from librmq.wire.remote.transport import Dial, Ended, Requested, Transport
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
@@ -221,8 +222,7 @@ def dial_by_tcp(
         return socket.create_connection((last, port), timeout=timeout_s)
 
     def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
+        host, port = split_address(address)
         try:
             connected = connected_to(host, int(port))
         except (OSError, ValueError, OverflowError) as error:

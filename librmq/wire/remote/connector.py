@@ -14,7 +14,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
-from librmq.wire.remote.host_names import HostNames
+from librmq.wire.remote.host_names import HostNames, split_address
 from librmq.wire.remote.name_servers import addresses_of
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remote.signing import AccessKeys
@@ -87,9 +87,9 @@ def connect(
 def _own_host(addresses: Sequence[str], names: HostNames) -> str | None:
     """Return this machine's address towards the name servers; None if it has none."""
     for address in addresses:
-        host, _, port = address.rpartition(":")
+        host, port = split_address(address)
         with suppress(OSError, BrokerUnreachableError):
-            number = names.find(host.strip("[]"))[0]
+            number = names.find(host)[0]
             family = socket.AF_INET6 if ":" in number else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as asking:
                 asking.connect((number, int(port)))  # sends nothing

@@ -10,7 +10,7 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError
 
-__all__ = ["HostNames"]
+__all__ = ["HostNames", "split_address"]
 
 _FRESH_S: Final = 5.0
 """So long a look-up counts, since the route of each topic names the same brokers."""
@@ -44,7 +44,7 @@ class HostNames:
 
     def prepare(self, address: str) -> None:
         """Look up the name in ``host:port`` again, so that a later connection need not wait for that. Waits itself."""
-        host = _host(address)
+        host, _ = split_address(address)
         if _is_number(host):
             return
         known = self._known.get(host)
@@ -94,8 +94,10 @@ class HostNames:
         ended.set()
 
 
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
+def split_address(address: str) -> tuple[str, str]:
+    """Return the host and the port of ``host:port``, where an IPv6 host may have brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
 
 
 def _is_number(host: str) -> bool:
