@@ -221,14 +221,16 @@ class Lag:
 
 
 def _pairs(earlier: TopicProgress, later: TopicProgress) -> Iterator[tuple[QueueLag, QueueLag]]:
-    """Yield each queue of both measurements; brokers of a cluster have queues of the same ids, in the same order."""
-    old: dict[int, list[QueueLag]] = {}
-    for row in earlier.rows():
-        old.setdefault(row.queue_id, []).append(row)
-    for row in later.rows():
-        same = old.get(row.queue_id)
-        if same:
-            yield same.pop(0), row
+    """Yield each queue of both measurements.
+
+    Brokers of a cluster have queues of the same ids, in the same order. An id is left out if more or fewer brokers
+    answered for it, because it is unknown which one is missing.
+    """
+    old = {queue_id: list(rows) for queue_id, rows in groupby(earlier.rows(), lambda row: row.queue_id)}
+    for queue_id, rows in groupby(later.rows(), lambda row: row.queue_id):
+        same = list(rows)
+        if len(old.get(queue_id, ())) == len(same):
+            yield from zip(old[queue_id], same, strict=True)
 
 
 def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:

@@ -79,6 +79,14 @@ def test_a_message_is_found_by_its_ids(shell: Shell, served: RemotingServer) -> 
         assert shell("show", "--route", served.address, *words).rows == [row]
 
 
+def test_rates_of_a_cluster(shell: Shell, served: RemotingServer) -> None:
+    rows = shell("lag", "--route", served.address, "--every", "100ms", "--limit", 2).rows
+    assert [(row["group"], row["topic"], row["lag"], row["consumed_per_s"]) for row in rows] == [
+        ("billing", "orders", 6, 0.0)
+    ] * 2
+    assert all(row["seconds"] >= 0.1 and row["stored_per_s"] == 0 and row["drain_s"] is None for row in rows)
+
+
 def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) -> None:
     reset = ("--route", served.address, "--group", "billing", "--topic", "orders")
     dry = shell("reset", *reset, "--to", "end", "--dry-run").rows
