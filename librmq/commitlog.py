@@ -20,36 +20,22 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple, Self
 
-from librmq.errors import BodyChecksumError, CorruptionError, MessageIllegalError, RecordError
+from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Buffer, Files, without_zeros
-from librmq.message import record
-from librmq.message.checksum import crc32
+from librmq.message import frames, record
+from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.message.message import StoredMessage
-from librmq.runtime.core import CORE, LogState
-from librmq.runtime.headway import advance
+from librmq.runtime.core import LogState
 
-__all__ = ["CommitLog", "LogEnd", "LogItem"]
+__all__ = ["CommitLog", "LogEnd"]
 
-_SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
-_FRAME: Final = ("size", "magic", "body_crc", "sys_flag", "body_length")
-_unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # negative lengths come out large
-_MAGIC: Final = record.MESSAGE_MAGIC
-_V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE
-_BLANK_MAGIC: Final = record.BLANK_MAGIC
-_UNFINISHED_MAGIC: Final = record.UNFINISHED_MAGIC
-_MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
-_CHUNK: Final = 1 << 20
 _MAX_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
-
-
-LogItem = tuple[int, int, bytes | None]
-"""An item of the log: physical offset, size, and the bytes of a record, or None for the blank of a file."""
 
 
 class LogEnd(NamedTuple):
@@ -192,27 +178,16 @@ class CommitLog(LogState):
 
     def copy_many_in(self, data: bytes, size: int) -> None:
         """Write records side by side like `copy_in`; a kill leaves all of them, or a mark for `unfinished_at`."""
+        assert self._buffer is not None
         begin = self.end
-        self._put(begin - self._file_start, data)
+        frames.put_together(self._buffer, begin - self._file_start, data)
         self.last_write = begin
         self.end = begin + size
 
-    def _put(self, at: int, data: bytes) -> None:
-        """Write records side by side into the file that is written."""
-        buffer = self._buffer
-        assert buffer is not None
-        if len(data) <= _BLANK_SIZE:
-            buffer[at : at + len(data)] = data
-            return
-        buffer[at : at + _BLANK_SIZE] = _SIZE_AND_MAGIC.pack(len(data), _UNFINISHED_MAGIC)
-        buffer[at + _BLANK_SIZE : at + len(data)] = data[_BLANK_SIZE:]
-        buffer[at : at + _BLANK_SIZE] = data[:_BLANK_SIZE]
-
     def unfinished_at(self, physical_offset: int) -> int:
         """Return how many bytes a writer was or is writing at ``physical_offset``, 0 if there is no mark of that."""
-        size, magic = _SIZE_AND_MAGIC.unpack(self.data_at(physical_offset, _BLANK_SIZE).ljust(_BLANK_SIZE, b"\0"))
-        fits = size <= self.file_size - physical_offset % self.file_size  # a write never crosses files
-        return int(size) if magic == _UNFINISHED_MAGIC and fits else 0
+        head = self.data_at(physical_offset, _BLANK_SIZE)
+        return frames.unfinished_size(head, self.file_size - physical_offset % self.file_size)
 
     def make_room(self, size: int) -> None:
         """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.
@@ -260,9 +235,9 @@ class CommitLog(LogState):
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
             self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
-        self._put(at, used)
+        frames.put_together(self._buffer, at, used)
         if is_checked:
-            items = _split(data, self.end)
+            items = frames.split(data, self.end)
         else:
             try:
                 items = list(self._items(self._buffer, start, at, at + size, True))
@@ -297,7 +272,7 @@ class CommitLog(LogState):
             if at + _BLANK_SIZE > self._reserved:
                 self._reserved = sequence.reserve(self._file_start, at, at + _BLANK_SIZE)
             assert self._buffer is not None
-            self._buffer[at : at + _BLANK_SIZE] = _SIZE_AND_MAGIC.pack(remaining, _BLANK_MAGIC)
+            self._buffer[at : at + _BLANK_SIZE] = frames.blank(remaining)
             sequence.mark_dirty(self._file_start)
         self.end = following
         self._resume()
@@ -410,9 +385,9 @@ class CommitLog(LogState):
             return None  # deleted since the file was looked up
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
-        found, magic = _SIZE_AND_MAGIC.unpack_from(file.buffer, at)
+        found, magic = SIZE_AND_MAGIC.unpack_from(file.buffer, at)
         if (
-            magic not in _MAGICS
+            magic not in MAGICS
             or (size is not None and found != size)
             or not record.FIXED_SIZE <= found <= self.file_size - at
         ):
@@ -448,7 +423,8 @@ class CommitLog(LogState):
         try:
             record.check_record(raw, 0, len(raw), check_body=check_body)
         except RecordError as error:
-            raise self._damage(physical_offset, error) from error
+            path = self._sequence.path(physical_offset - physical_offset % self.file_size)
+            raise frames.damage(path, physical_offset, error) from error
         return StoredMessage(raw)
 
     def store_timestamp_ms(self, physical_offset: int, size: int | None = None) -> int | None:
@@ -479,61 +455,6 @@ class CommitLog(LogState):
                 at = self.begin  # files were deleted
                 continue
             at = yield from self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
-
-    def _items(
-        self, buffer: Buffer, start: int, place: int, end: int, check_body: bool
-    ) -> Generator[LogItem, None, int]:
-        """Yield the records of one file from ``place`` up to ``end`` and its blank; return the next place of the log.
-
-        Raises:
-            CorruptionError: The bytes are neither a record nor a blank.
-        """
-        # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
-        # checked here like `record.check_record` does; it checks all others.
-        file_size, check, unpack, fixed = self.file_size, crc32, _unpack_frame, record.FIXED_SIZE
-        chunk, chunk_at, chunk_size = b"", place, 0
-        while place < end:
-            inside = place - chunk_at
-            if CORE is not None and inside + fixed <= chunk_size:
-                found, inside_end = CORE.records(chunk, inside, start + chunk_at, check_body)
-                if found:
-                    yield from found
-                    place = chunk_at + inside_end
-                    continue
-            elif inside + fixed <= chunk_size:
-                size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
-                if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
-                    raw = chunk[inside : inside + size]
-                    body_end = 88 + body_size
-                    topic_end = body_end + 1 + raw[body_end]
-                    if (
-                        topic_end
-                        != body_end + 20  # the length of the schedule topic's name; its records need more checks
-                        and topic_end + 2 <= size
-                        and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
-                        and topic_end < body_end + 129
-                        and (not check_body or not body_size or check(raw[88:body_end]) & 0x7FFFFFFF == checksum)
-                    ):
-                        yield start + place, size, raw
-                        place += size
-                        continue
-            if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
-                chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
-                chunk_size = len(chunk)
-                advance(chunk_size)
-                continue
-            try:
-                size = record.check_record(buffer, place, file_size, check_body=check_body)
-            except RecordError as error:
-                raise self._damage(start + place, error) from error
-            if not size:
-                yield start + place, file_size - place, None
-                return start + file_size
-            yield start + place, size, buffer[place : place + size]
-            place += size
-            chunk = b""
-            chunk_size = 0
-        return start + place
 
     def search(self, text: bytes) -> Iterator[StoredMessage]:
         """Yield the messages whose records contain ``text``, in log order, from the whole log."""
@@ -590,7 +511,7 @@ class CommitLog(LogState):
             if size:
                 following = place + size
                 raw = buffer[place:following]
-                if not any(buffer[following : following + _BLANK_SIZE]) and not _is_whole(raw, at):
+                if not any(buffer[following : following + _BLANK_SIZE]) and not frames.is_whole(raw, at):
                     return
                 yield at, size, raw
                 at += size
@@ -601,29 +522,12 @@ class CommitLog(LogState):
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         buffer = self._sequence.file(start).buffer
         raw = buffer[: min(96, self.file_size)]
-        if len(raw) < record.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:
+        if len(raw) < record.FIXED_SIZE or SIZE_AND_MAGIC.unpack_from(raw)[1] not in MAGICS:
             return None
         return record.store_timestamp_ms(raw)
 
-    def _damage(self, physical_offset: int, error: RecordError) -> CorruptionError:
-        kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
-        path = self._sequence.path(physical_offset - physical_offset % self.file_size)
-        return CorruptionError(path, physical_offset, kind, error.reason)
-
-
-def _split(data: bytes, physical_offset: int) -> list[LogItem]:
-    """Return the whole records in ``data``, which begins at ``physical_offset``, as `CommitLog.scan` does."""
-    items: list[LogItem] = []
-    at = 0
-    while at < len(data):
-        size = _SIZE_AND_MAGIC.unpack_from(data, at)[0]
-        items.append((physical_offset + at, size, data[at : at + size]))
-        at += size
-    return items
-
-
-def _is_whole(raw: bytes, physical_offset: int) -> bool:
-    """Return whether a sound record was copied to its last byte, over bytes that were zero before."""
-    address = int.from_bytes(raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8], "big")
-    _, _, topic_at, topic_end, properties_at, end = record.frame(raw, 0, len(raw))
-    return address == physical_offset and 0 not in raw[topic_at:topic_end] and 0 not in raw[properties_at:end]
+    def _items(
+        self, buffer: Buffer, start: int, place: int, end: int, check_body: bool
+    ) -> Generator[LogItem, None, int]:
+        """Yield the items of the file at ``start``; see `frames.items`."""
+        return frames.items(buffer, self._sequence.path(start), start, place, end, self.file_size, check_body)

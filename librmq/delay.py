@@ -433,9 +433,7 @@ class DelaySchedule:
             raise MessageIllegalError(f"REAL_QID: expected a queue id, found {queue_text!r:.80}")
         if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
             raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
-        return self._store.appender.prepare_again(
-            waiting, CopyTarget(topic or "", queue_id, raw, unique_key, keys, tags)
-        )
+        return self._store.copies.prepare_again(waiting, CopyTarget(topic or "", queue_id, raw, unique_key, keys, tags))
 
     def _write(
         self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Prepared], places: Sequence[int]
@@ -443,7 +441,7 @@ class DelaySchedule:
         """Append copies of the messages at these queue offsets, and report each."""
         done = 0
         while done < len(copies):
-            results = self._store.appender.append_copies(copies[done:])
+            results = self._store.copies.append(copies[done:])
             self._unsaved = True
             level.next_offset = places[done + len(results) - 1] + 1
             if self._delivered is not None:

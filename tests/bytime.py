@@ -30,8 +30,8 @@ class ByTime:
 
     topic: ClassVar[str]
     """The topic in which messages wait."""
-    appends: ClassVar[str]
-    """The name of the store's method that delivers messages."""
+    appends: ClassVar[tuple[str, str]]
+    """The part of the store, and the name of its method, that delivers messages."""
 
     def __init__(self, config: StoreConfig = SMALL, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
         self.files = files or MemoryFiles()
@@ -74,7 +74,7 @@ class Waiting(ByTime):
     """The schedule of messages with a delay level."""
 
     topic = SCHEDULE_TOPIC
-    appends = "append_copies"
+    appends = ("copies", "append")
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Wheel(ByTime):
     """The timers, which deliver messages after any delay."""
 
     topic = TIMER_TOPIC
-    appends = "append_again"
+    appends = ("appender", "append_again")
 
     def __init__(
         self,

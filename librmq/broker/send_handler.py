@@ -140,7 +140,7 @@ class SendHandler:
 
         It has the usual steps of `send` alone, because a server of the wire spends most of its time here.
         """
-        topics, prepare, cluster = self._topics, self._store.appender.prepare, self._cluster
+        topics, prepare, cluster = self._topics, self._store.copies.prepare, self._cluster
         prepared: list[Prepared] = []
         stored: list[dict[str, str]] = []
         waits: list[str | None] = []
@@ -178,7 +178,7 @@ class SendHandler:
             return []
         if self._store.appender.lock.is_writing():
             self._check_busy(sends[0].message.topic)
-        results = self._store.appender.append_copies(prepared)
+        results = self._store.copies.append(prepared)
         self._arrivals.delivered_all(prepared, stored, results)
         prefix = self._id_prefix
         confirms = self._flushed if self._confirms else None

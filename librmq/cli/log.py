@@ -11,10 +11,11 @@ from librmq.cli.input import files_and_config
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
-from librmq.commitlog import CommitLog, LogItem
+from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
+from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record

@@ -19,6 +19,7 @@ from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.store.engine.append import Appender
+from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
@@ -87,6 +88,7 @@ class StoreHandle:
         """The folder to delete when the store is released."""
         self.thread = HousekeepingThread(path, self._run_due, clock)
         self.appender = Appender(clock, self._refusal, self.thread.wake)
+        self.copies = CopyWriter(self.appender)
         self._bitmap_of = bitmap_of
         self._in_background = in_background
         self._file_lock: FileLock | None = None
@@ -140,6 +142,7 @@ class StoreHandle:
         self.levels = DelayLevels.parse(config.message_delay_level)
         self.transfer = Transfer(config)
         self.appender.configure(config, self.levels)
+        self.copies.configure(config)
 
     def _load(self, mode: RecoveryMode) -> None:
         """Open the parts for writing and repair them."""
@@ -287,7 +290,7 @@ class StoreHandle:
         if not copied.is_regular:  # for example, a topic was deleted and made again
             self.recover()
             copied = copied._replace(queues=list(self.queues))
-        appender.copied(copied.end)
+        appender.finish(copied.end)
         return copied
 
     def _copy(self, physical_offset: int, data: bytes, is_checked: bool) -> CopiedRecords:

@@ -22,6 +22,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.core import CORE_STATE
 from librmq.store.engine.append import Appender
+from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.engine.log_copy import CopiedRecords
 from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
@@ -57,6 +58,8 @@ class MessageStore:
     """The groups' SQL filters, for the messages' bitmaps if the store has extension files."""
     appender: Appender
     """The writer itself, for copies of records that the store has and for parts of a broker."""
+    copies: CopyWriter
+    """The writer of several records under one lock, for parts of a broker."""
     _handle: StoreHandle
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -133,7 +136,7 @@ class MessageStore:
             in_background=not read_only and (clock is None if background is None else background),
             replica_of=replica_of,
         )
-        store.appender = handle.appender
+        store.appender, store.copies = handle.appender, handle.copies
         # Directly, which saves one call for each message.
         appender = handle.appender
         store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]

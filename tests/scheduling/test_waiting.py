@@ -129,8 +129,8 @@ def test_a_full_disk_is_retried_later(
 ) -> None:
     waiting = part()
     waiting.put_soon()
-    refuses = failing_once(DiskFullError("full"), getattr(waiting.store.appender, part.appends))
-    monkeypatch.setattr(waiting.store.appender, part.appends, refuses)
+    writer = getattr(waiting.store, part.appends[0])
+    monkeypatch.setattr(writer, part.appends[1], failing_once(DiskFullError("full"), getattr(writer, part.appends[1])))
     waiting.pass_to(60_000)
     assert waiting.delivered() == [(b"b", 11_000)]
     assert caplog.text.count("next try in 10000 ms: full") == 1

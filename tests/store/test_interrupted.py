@@ -38,9 +38,9 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append behind a full batch": lambda store: store.append(message()),
     "append a delayed message": lambda store: store.append(delayed()),
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
-    "append_copies": lambda store: store.appender.append_copies(
+    "append copies": lambda store: store.copies.append(
         [
-            store.appender.prepare_again(
+            store.copies.prepare_again(
                 one, CopyTarget("copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a")
             )
             for one in taken(store)

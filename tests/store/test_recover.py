@@ -900,9 +900,9 @@ def test_messages_prepared_before_a_recovery_are_queued() -> None:
             store.append(Message("TopicA", b"%d" % number))
         first = store.message_at(0)
         assert first is not None
-        prepared = store.appender.prepare_again(first, CopyTarget("TopicA", 0, b"", None, None, None))
+        prepared = store.copies.prepare_again(first, CopyTarget("TopicA", 0, b"", None, None, None))
         store.recover()
-        copy = store.appender.append_copies([prepared])[0]
+        copy = store.copies.append([prepared])[0]
         after = store.append(Message("TopicA", b"after"))
         assert (copy.queue_offset, after.queue_offset) == (5, 6)
         assert [message.body for message in store.messages("TopicA", 0)] == [

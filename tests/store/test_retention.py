@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.commitlog import LogItem
 from librmq.config import MIB, StoreConfig
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
+from librmq.message.frames import LogItem
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus

@@ -34,16 +34,11 @@ from librmq.store.engine.housekeeping import Housekeeping
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.prepared import (
     AppendResult,
-    CopyTarget,
-    Prepared,
     check_fields,
     check_queue_id,
     check_sizes,
     checked_host_flags,
     host_bytes,
-    place_copies,
-    prepare,
-    prepare_again,
     prepare_batch,
 )
 
@@ -294,20 +289,6 @@ class Appender(AppendState):
             wait=False,
         )
 
-    def prepare_again(
-        self,
-        record: StoredMessage,
-        target: CopyTarget,
-    ) -> Prepared:
-        """Return the message of a record as `append_copies` takes it, for another queue and with other properties.
-
-        Raises:
-            MessageIllegalError: The message can't be appended.
-            RecordError: The bytes are no record.
-        """
-        lane = self.lanes.get(target[:2]) or self.lane(*target[:2])
-        return prepare_again(record, target, lane, self.log.file_size - record_format.BLANK_SIZE)
-
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
         messages: Sequence[Message],
@@ -344,7 +325,7 @@ class Appender(AppendState):
         try:
             with self.lock.mutex:
                 lock_holder = self.lock
-                now = self._admit()
+                now = self.admit()
                 log, dispatcher = self.log, self.dispatcher
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
                 end = places.pop()
@@ -369,87 +350,15 @@ class Appender(AppendState):
                 records = zip(
                     places, repeat(now), repeat(lane.prefix_hash), batch.unique_keys, batch.keys, strict=False
                 )
-                self._write(data, {lane: entries}, records)
+                self.write(data, {lane: entries}, records)
                 del lock_holder  # `check_reentry` looks for it
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
-        if self._sync or end >= self._housekeeping.alarm:
-            self._acknowledge(end, wait)
+        self.finish(end, wait)
         results = zip(places, sizes, queue_offsets, repeat(now), repeat(stored_at), strict=False)
         return list(map(_new_result, repeat(AppendResult), results))
 
-    def prepare(
-        self,
-        message: Message,
-        properties: Mapping[str, str],
-        queue_id: int,
-        born_timestamp_ms: int,
-        born_host: record_format.Host,
-        sys_flag: int,
-        reconsume_times: int,
-    ) -> Prepared | None:
-        """Return a message with these properties as `append_copies` takes it; None if it is one for `append`.
-
-        That is a message to be delayed or compressed, one of a transaction, and any that `append` refuses.
-        """
-        lane = self.lanes.get((message.topic, queue_id))
-        if lane is None or sys_flag & _TRANSACTION_MASK or "DELAY" in properties:
-            return None
-        body_size = len(message.body)
-        if body_size > self._max_body_size or (
-            body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED
-        ):
-            return None
-        try:
-            made = prepare(
-                lane,
-                message,
-                properties,
-                sys_flag,
-                born_timestamp_ms,
-                host_bytes(born_host),
-                self._host,
-                reconsume_times,
-            )
-        except (MessageIllegalError, struct.error):
-            return None
-        return made if made[1] <= self.log.file_size - record_format.BLANK_SIZE else None
-
-    def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
-        """Append what `prepare` or `prepare_again` made, side by side; return at once, whatever the durability.
-
-        If the disk gets full, the results are those of the first copies, which are written. If none is, the error is
-        that of `append`.
-        """
-        results: list[AppendResult] = []
-        self.lock.check_reentry()
-        with self.lock.mutex:
-            lock_holder = self.lock
-            now = self._admit()
-            while len(results) < len(copies):
-                try:
-                    self._append_to_file(copies[len(results) :], now, results)
-                except StoreIOError:
-                    if not results:
-                        raise
-                    break
-            del lock_holder  # `check_reentry` looks for it
-        if results:
-            end = results[-1].physical_offset + results[-1].size
-            if self._sync or end >= self._housekeeping.alarm:
-                self._acknowledge(end, wait=False)
-        return results
-
-    def _append_to_file(self, copies: Sequence[Prepared], now: int, results: list[AppendResult]) -> None:
-        """Append the copies that fit into one file of the log, and add their results."""
-        log = self.log
-        physical_offset = log.claim(copies[0].size)
-        file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
-        placed = place_copies(copies, physical_offset, file_end, now, self.dispatcher)
-        self._write(b"".join(placed.data), placed.entries_of, placed.records)
-        results += placed.results
-
-    def _write(
+    def write(
         self,
         data: bytes,
         entries_of: Mapping[Lane, list[bytes]],
@@ -476,7 +385,7 @@ class Appender(AppendState):
             with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
                 dispatcher.drain()
 
-    def _admit(self) -> int:
+    def admit(self) -> int:
         """Return the store time for records to be written now, under the lock; `append` has this inline.
 
         The error says why no append is accepted, or is that of writing due entries.
@@ -497,10 +406,10 @@ class Appender(AppendState):
         if wait:
             self._commit.reach(end)
 
-    def copied(self, end: int) -> None:
-        """Do for copied records up to ``end`` what an append does for its own: wait for the device, wake threads."""
+    def finish(self, end: int, wait: bool = True) -> None:
+        """Do for records up to ``end`` what `append` does inline: wait for the device, wake threads."""
         if self._sync or end >= self._housekeeping.alarm:
-            self._acknowledge(end, wait=True)
+            self._acknowledge(end, wait)
 
     def watch(self, physical_offset: int, appended: Callable[[], None]) -> None:
         """Call ``appended()`` once when the log ends after ``physical_offset``, in the thread of an append."""

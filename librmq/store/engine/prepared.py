@@ -142,7 +142,7 @@ def prepare(
     stored_at: bytes,
     reconsume_times: int,
 ) -> Prepared:
-    """Prepare a message with these properties for the queue of ``lane``; see `Appender.prepare`.
+    """Prepare a message with these properties for the queue of ``lane``; see `CopyWriter.prepare`.
 
     Raises:
         MessageIllegalError: The properties can't be stored.
@@ -171,7 +171,7 @@ def prepare(
 
 
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
-    """Prepare the message of a record for the queue of ``lane``; see `Appender.prepare_again`."""
+    """Prepare the message of a record for the queue of ``lane``; see `CopyWriter.prepare_again`."""
     _, _, raw, unique_key, keys, tags = target
     try:
         data = record.raw

@@ -1,0 +1,135 @@
+"""Frames of a log file: records side by side, the blank at the end, and the mark of an unfinished write.
+
+`librmq.commitlog` draws the file, `librmq.message.record` draws a record. Pure functions of a file's bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Generator
+from typing import Final
+
+from librmq.errors import BodyChecksumError, CorruptionError, RecordError
+from librmq.message import record
+from librmq.message.checksum import crc32
+from librmq.runtime.core import CORE
+from librmq.runtime.headway import advance
+
+__all__ = [
+    "MAGICS", "SIZE_AND_MAGIC", "LogItem", "blank", "damage", "is_whole", "items", "put_together", "split",
+    "unfinished_size",
+]  # fmt: skip
+
+SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
+MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
+_FRAME: Final = ("size", "magic", "body_crc", "sys_flag", "body_length")
+_unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # negative lengths come out large
+_MAGIC: Final = record.MESSAGE_MAGIC
+_V6: Final = record.HOSTS_V6
+_BLANK_SIZE: Final = record.BLANK_SIZE
+_CHUNK: Final = 1 << 20
+
+LogItem = tuple[int, int, bytes | None]
+"""An item of the log: physical offset, size, and the bytes of a record, or None for the blank of a file."""
+
+
+def blank(remaining: int) -> bytes:
+    """Return the blank that ends a file with ``remaining`` bytes."""
+    return SIZE_AND_MAGIC.pack(remaining, record.BLANK_MAGIC)
+
+
+def put_together(buffer: mmap.mmap, at: int, data: bytes) -> None:
+    """Write records side by side; a kill leaves all of them, or a mark for `unfinished_size`."""
+    if len(data) <= _BLANK_SIZE:
+        buffer[at : at + len(data)] = data
+        return
+    buffer[at : at + _BLANK_SIZE] = SIZE_AND_MAGIC.pack(len(data), record.UNFINISHED_MAGIC)
+    buffer[at + _BLANK_SIZE : at + len(data)] = data[_BLANK_SIZE:]
+    buffer[at : at + _BLANK_SIZE] = data[:_BLANK_SIZE]
+
+
+def unfinished_size(head: bytes, room: int) -> int:
+    """Return the number of bytes that a mark announces, 0 if ``head`` is none; a write never crosses files."""
+    size, magic = SIZE_AND_MAGIC.unpack(head.ljust(_BLANK_SIZE, b"\0"))
+    return int(size) if magic == record.UNFINISHED_MAGIC and size <= room else 0
+
+
+def items(
+    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
+) -> Generator[LogItem, None, int]:
+    """Yield the records of one file from ``place`` up to ``end`` and its blank; return the next place of the log.
+
+    ``path`` is that of the file, and ``start`` its place in the log.
+
+    Raises:
+        CorruptionError: The bytes are neither a record nor a blank.
+    """
+    # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
+    # checked here like `record.check_record` does; it checks all others.
+    check, unpack, fixed = crc32, _unpack_frame, record.FIXED_SIZE
+    chunk, chunk_at, chunk_size = b"", place, 0
+    while place < end:
+        inside = place - chunk_at
+        if CORE is not None and inside + fixed <= chunk_size:
+            found, inside_end = CORE.records(chunk, inside, start + chunk_at, check_body)
+            if found:
+                yield from found
+                place = chunk_at + inside_end
+                continue
+        elif inside + fixed <= chunk_size:
+            size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
+            if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
+                raw = chunk[inside : inside + size]
+                body_end = 88 + body_size
+                topic_end = body_end + 1 + raw[body_end]
+                if (
+                    topic_end != body_end + 20  # the length of the schedule topic's name; its records need more checks
+                    and topic_end + 2 <= size
+                    and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
+                    and topic_end < body_end + 129
+                    and (not check_body or not body_size or check(raw[88:body_end]) & 0x7FFFFFFF == checksum)
+                ):
+                    yield start + place, size, raw
+                    place += size
+                    continue
+        if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
+            chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
+            chunk_size = len(chunk)
+            advance(chunk_size)
+            continue
+        try:
+            size = record.check_record(buffer, place, file_size, check_body=check_body)
+        except RecordError as error:
+            raise damage(path, start + place, error) from error
+        if not size:
+            yield start + place, file_size - place, None
+            return start + file_size
+        yield start + place, size, buffer[place : place + size]
+        place += size
+        chunk = b""
+        chunk_size = 0
+    return start + place
+
+
+def split(data: bytes, physical_offset: int) -> list[LogItem]:
+    """Return the whole records in ``data``, which begins at ``physical_offset``, as `items` does."""
+    found: list[LogItem] = []
+    at = 0
+    while at < len(data):
+        size = SIZE_AND_MAGIC.unpack_from(data, at)[0]
+        found.append((physical_offset + at, size, data[at : at + size]))
+        at += size
+    return found
+
+
+def is_whole(raw: bytes, physical_offset: int) -> bool:
+    """Return whether a sound record was copied to its last byte, over bytes that were zero before."""
+    address = int.from_bytes(raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8], "big")
+    _, _, topic_at, topic_end, properties_at, end = record.frame(raw, 0, len(raw))
+    return address == physical_offset and 0 not in raw[topic_at:topic_end] and 0 not in raw[properties_at:end]
+
+
+def damage(path: str, physical_offset: int, error: RecordError) -> CorruptionError:
+    """Return the error about a record of the file at ``path``, with its place in the log."""
+    kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
+    return CorruptionError(path, physical_offset, kind, error.reason)
