@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-CHECKOUT: Final = Path(__file__).resolve().parent.parent
-PERFORMANCE: Final = CHECKOUT / "docs" / "performance.md"
+from benchmarks import charts
+
+CHECKOUT: Final = charts.CHECKOUT
 
 Measure = Callable[["Bench"], "list[Row]"]
 """One part of a benchmark."""
@@ -290,17 +291,6 @@ def _named(row: Row) -> str:
     return f"{row.path}{case}, against {row.against}" if row.against else f"{row.path}{case}"
 
 
-def write_section(file: Path, name: str, text: str) -> None:
-    """Put ``text`` between the markers of the section ``name``; `ValueError` if ``file`` lacks them."""
-    begin, end = f"<!-- {name}: generated, do not edit -->\n", f"<!-- {name}: end -->"
-    content = file.read_text("utf-8")
-    before, found, rest = content.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"{file}: expected the markers {begin.strip()!r} and {end!r}")
-    file.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{after}", "utf-8")
-
-
 # -------------------------------------------------------------------------------------------------------- the machine
 
 
@@ -363,7 +353,7 @@ def command(
     packages: Sequence[str],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a benchmark as a command: measure, show the table, and write it into its section of the documentation.
+    """Run a benchmark as a command: measure, show the table, and keep it with its picture if that is wanted.
 
     ``packages`` are those whose versions matter. Returns 0 whatever the results; exits with 2 for wrong ``arguments``.
     """
@@ -371,7 +361,7 @@ def command(
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds that count (5)")
     parser.add_argument("--rows", default=",".join(parts), metavar="A,B", help="which of %(default)s")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the messages: a trial, not a measurement")
-    parser.add_argument("--write", action="store_true", help=f"into {PERFORMANCE.name}, everything and at full size")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results, everything and at full size")
     chosen = parser.parse_args(arguments)
     names = chosen.rows.split(",")
     if unknown := sorted(set(names) - set(parts)):
@@ -379,7 +369,7 @@ def command(
     if chosen.rounds < 1:
         parser.error("--rounds: expected 1 or more")
     if chosen.write and (chosen.quick or set(names) != set(parts) or chosen.rounds < 5):
-        parser.error("--write: the documentation gets all rows at full size, from at least five rounds")
+        parser.error("--write: the results are of all rows at full size, from at least five rounds")
     logging.getLogger("librmq").setLevel(logging.ERROR)  # a recovery's warnings would break up the lines
     with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
         bench = Bench(chosen.rounds, Path(scratch), 0.05 if chosen.quick else 1.0)
@@ -393,5 +383,5 @@ def command(
     show(rows)
     print(f"\n{notes}")
     if chosen.write:
-        write_section(PERFORMANCE, section, f"{markdown(rows)}\n\n{notes}")
+        charts.keep(section, f"{markdown(rows)}\n\n{notes}")
     return 0

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import CHECKOUT, PERFORMANCE, machine, write_section
+from benchmarks import charts
+from benchmarks.common import machine
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
@@ -31,7 +32,7 @@ from librmq.message.message import Message
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 
-PICTURE: Final = CHECKOUT / "docs" / "growth.svg"
+PICTURE: Final = charts.PICTURES / "growth.svg"
 TOPIC: Final = "orders"
 BODY: Final = b"x" * 128
 BATCH: Final = 256
@@ -328,19 +329,19 @@ MEASURED: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the points, and write them and the picture into the documentation if that is wanted."""
+    """Measure, print the points, and keep them with their picture if that is wanted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default=",".join(MEASURED), metavar="A,B", help="which of %(default)s")
     parser.add_argument("--largest", type=int, default=100_000_000, metavar="N", help="messages of the largest store")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves into this file")
-    parser.add_argument("--write", action="store_true", help=f"into {PERFORMANCE.name}, with its picture")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results, with its picture")
     chosen = parser.parse_args(arguments)
     names = chosen.rows.split(",")
     if unknown := sorted(set(names) - set(MEASURED)):
         parser.error(f"no such rows: {', '.join(unknown)}; there are {', '.join(MEASURED)}")
     if chosen.write and (chosen.quick or set(names) != set(MEASURED)):
-        parser.error("--write: the documentation gets all rows at full size")
+        parser.error("--write: the results are of all rows at full size")
     sizes = QUICK if chosen.quick else Sizes()
     logging.getLogger("librmq").setLevel(logging.ERROR)
     panels: list[Panel] = []
@@ -359,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(panels, chosen.picture)
     if chosen.write:
         draw(panels, PICTURE)
-        write_section(PERFORMANCE, "growth", f"{shown}\n\nMeasured on: {place}.")
+        charts.keep("growth", f"{shown}\n\nMeasured on: {place}.")
     return 0
 
 

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCS = CHECKOUT / "docs"
 CONFIG = CHECKOUT / "mkdocs.yml"
+RESULTS = CHECKOUT / "benchmarks" / "results"
 PROJECT_PAGES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 ROOMS = (
     *("store", "broker", "client", "consumer", "cluster", "listener", "dedup", "idempotence", "delay", "txn"),
@@ -51,8 +52,7 @@ class Stage:
         shutil.copytree(DOCS, self.pages)
         for page in sorted(DOCS.rglob("*.md")):
             self._write(page.relative_to(DOCS).as_posix(), page.read_text("utf-8"), page)
-        for name in PROJECT_PAGES:
-            page = CHECKOUT / name
+        for page in (*(CHECKOUT / name for name in PROJECT_PAGES), *RESULTS.glob("*.md")):
             self._write(self.place_of(page), page.read_text("utf-8"), page)
         for name, text in reference_pages():
             self._write(name, text)
@@ -79,6 +79,8 @@ class Stage:
         inside = path.relative_to(CHECKOUT)
         if inside.name in PROJECT_PAGES:
             return f"project/{inside.stem.lower()}.md"
+        if path.parent == RESULTS:
+            return f"performance/{path.name}"
         return self.sources.setdefault(path, f"source/{inside.as_posix()}.md")
 
     def _write(self, name: str, text: str, origin: Path | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load(monkeypatch, "common")
+
+
+@pytest.fixture
+def charts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "charts")
 
 
 @pytest.mark.parametrize("name", ["store", "durability", "allocate", "transactions", "timers"])
@@ -167,22 +173,49 @@ def test_markdown_has_a_cell_for_every_title(common: ModuleType) -> None:
     assert "| 4.00× | 4.00–4.00 | 2× | 3× | reached |" in cells
 
 
-def test_a_section_is_replaced_and_nothing_else(common: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "performance.md"
-    begin, end = "<!-- store: generated, do not edit -->", "<!-- store: end -->"
-    file.write_text(f"before\n{begin}\nold\n{end}\nafter\n", "utf-8")
-    common.write_section(file, "store", "new\n")
-    common.write_section(file, "store", "newer")
-    assert file.read_text("utf-8") == f"before\n{begin}\n\nnewer\n\n{end}\nafter\n"
-    with pytest.raises(ValueError, match="markers"):
-        common.write_section(file, "filter", "new")
+def test_results_are_kept_with_their_picture(
+    charts: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(charts, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(charts, "PICTURES", tmp_path / "pictures")
+    rows = [
+        common.compare("append", "128 B", "peer", [4.0, 6.0], [1.0, 1.0], common.Target(2)),
+        common.compare("append", "1 KiB", "peer", [1.0, 1.5], [1.0, 1.0], common.Target(2)),
+        common.compare("opening", "", "a", [8.0], [10.0], common.Target(2, at_most=True)),
+        common.Row("memory", "", "", 3.0, "MiB"),
+    ]
+    charts.keep("store", common.markdown(rows))
+    assert "| 5.00× | 4.00–6.00 |" in (tmp_path / "results" / "store.md").read_text("utf-8")
+    drawn = re.findall(r">([^<>]+)</text>", (tmp_path / "pictures" / "store.svg").read_text("utf-8"))
+    assert drawn[-8:] == [
+        "append, against peer",
+        "128 B",
+        "5.00×",
+        "1 KiB",
+        "1.25×",
+        "opening",
+        "against a",
+        "0.80× (≤ 2)",
+    ]
+    charts.keep("memory", common.markdown(rows[3:]))
+    assert not (tmp_path / "pictures" / "memory.svg").exists()
 
 
-@pytest.mark.parametrize("section", sorted({"filter", *PARTS}))
-def test_the_documentation_has_the_section(common: ModuleType, section: str, tmp_path: Path) -> None:
-    copy = tmp_path / "performance.md"
-    copy.write_text(common.PERFORMANCE.read_text("utf-8"), "utf-8")
-    common.write_section(copy, section, "new")
+@pytest.mark.parametrize("name", sorted({"filter", "clients", "core", "growth", *PARTS}))
+def test_the_page_shows_the_results(charts: ModuleType, name: str) -> None:
+    page = (CHECKOUT / "docs" / "performance.md").read_text("utf-8")
+    assert f"](../benchmarks/results/{name}.md)" in page
+    assert (charts.RESULTS / f"{name}.md").is_file()
+    assert (f"](performance/{name}.svg)" in page) == (charts.PICTURES / f"{name}.svg").is_file()
+
+
+def test_pictures_are_drawn_from_the_results(
+    charts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = {path.name: path.read_text("utf-8") for path in charts.PICTURES.glob("*.svg") if path.stem != "growth"}
+    monkeypatch.setattr(charts, "PICTURES", tmp_path)
+    charts.draw_all()
+    assert {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()} == kept
 
 
 def test_the_table_is_printed_without_rich(
