@@ -6,6 +6,7 @@ import errno
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
+from librmq.runtime.headway import watched
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
@@ -161,6 +163,35 @@ def test_a_lost_queue_is_rebuilt_however_old() -> None:
     with opened(files) as store:
         assert [message.body for message in store.messages("Old")] == [b"body"]
     assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_rebuild_reads_the_log_once() -> None:
+    files, config = MemoryFiles(), replace(SMALL, commitlog_file_size=1 << 16)
+    with opened(files, config) as store:
+        for number in range(100):
+            store.append(Message("TopicA", b"body", keys=str(number)))
+    files.delete(f"{ROOT}/consumequeue/TopicA")
+    read: list[int] = []
+    with watched(lambda done, _: read.append(done)):
+        store = opened(files, config)
+    assert sum(read) == 1 << 16
+    assert store.queue_range("TopicA", 0) == (0, 100)
+    store.close()
+
+
+def test_a_rebuild_after_a_close_checks_bodies() -> None:
+    """As if the queues were there, a damaged body in the last three files of the log is refused."""
+    found = {path: data for path, data in closed().items() if not path.startswith(("consumequeue", "index"))}
+    with opened(in_memory(found), read_only=True) as store:
+        damaged = next(message for message in reversed(list(store)[:-3]) if len(message.body) > 9)
+    path = f"commitlog/{damaged.physical_offset - damaged.physical_offset % SMALL.commitlog_file_size:020d}"
+    data, at = found[path] or b"", damaged.physical_offset % SMALL.commitlog_file_size + damaged.raw.index(damaged.body)
+    files = in_memory(found | {path: data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]})
+    with pytest.raises(CorruptionError, match="checksum") as refused:
+        opened(files)
+    assert refused.value.offset == damaged.physical_offset
+    assert files.size(f"{ROOT}/abort") is None
+    assert files.read(f"{ROOT}/{path}")[at] != data[at]
 
 
 def test_after_a_kill_the_file_is_ignored() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
-from librmq.commitlog import CommitLog
+from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
@@ -200,10 +200,15 @@ def load(  # noqa: C901 (a step for each part of a store)
     )
     names = directory.list_queues(path, files)
     lost: frozenset[QueueName] | None = None
+    bodies_from: int | None = None
     if trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index)):
         lost = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since the store was closed
+        if mode is None:
+            log.found_end = log.walk(log.third_last_file())
+        else:  # the comparison with all queues reads the log too
+            log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
+            bodies_from = log.third_last_file()
         trusted = None
-        log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
 
     unclean = UncleanQueues(path, files, config.consumequeue_file_size, pool)
@@ -243,11 +248,13 @@ def load(  # noqa: C901 (a step for each part of a store)
     if writable and trusted is not None:
         set_abort(files, path)
     elif mode is not None:
-        planner = Planner(path, parts, mode, scan_from(log), is_clean=clean)
+        planner = Planner(path, parts, mode, scan_from(log) if bodies_from is None else bodies_from, is_clean=clean)
         plan = planner.plan(look, lost)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
-        recovery = Recovery(path, files, clock, parts, unclean, has_ext=config.enable_consumequeue_ext)
+        recovery = Recovery(
+            path, files, clock, parts, unclean, has_ext=config.enable_consumequeue_ext, bodies_from=bodies_from
+        )
         try:
             recovery.run(plan, planner)
         except CorruptionError:

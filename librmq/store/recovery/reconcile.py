@@ -7,6 +7,7 @@ over the log once, compares entries and keys with the records, and, for recovery
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
+from itertools import chain
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
@@ -43,12 +44,14 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     forget_index: Callable[[], None] | None = None,
     has_ext: bool = True,
     unclean: UncleanQueues | None = None,
+    bodies_from: int | None = None,
 ) -> Iterator[Damage]:
     """Compare queues and index with the records from ``begin`` on, and yield the differences.
 
     With ``mend`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
-    and ``left_out`` counts them by queue. ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of
-    rebuilt extension units, and ``forget_index()`` is called before the index is rebuilt.
+    and ``left_out`` counts them by queue. From ``bodies_from`` on, bodies are compared with their checksums.
+    ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of rebuilt extension units, and
+    ``forget_index()`` is called before the index is rebuilt.
 
     Raises:
         GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
@@ -60,7 +63,9 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
     derive = Derivation(levels).derive
-    for place, item_size, raw in log.scan(begin, check_body=False):
+    unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
+    items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
+    for place, item_size, raw in items:
         if raw is None:
             continue
         (

@@ -36,13 +36,23 @@ class Recovery:
     """One recovery of a store's parts, which are open for writing."""
 
     def __init__(
-        self, path: str, files: Files, clock: Clock, parts: Parts, unclean: UncleanQueues, *, has_ext: bool
+        self,
+        path: str,
+        files: Files,
+        clock: Clock,
+        parts: Parts,
+        unclean: UncleanQueues,
+        *,
+        has_ext: bool,
+        bodies_from: int | None = None,
     ) -> None:
+        """Take the parts; with ``bodies_from``, check the bodies of records from there on, as no walk has done it."""
         self._path = path
         self._files = files
         self._clock = clock
         self._parts = parts
         self._has_ext = has_ext
+        self._bodies_from = bodies_from
         self._unclean = unclean
 
     def run(self, plan: RecoveryPlan, planner: Planner) -> None:
@@ -184,6 +194,7 @@ class Recovery:
                         bitmap_of=parts.dispatcher.bitmap_of,
                         forget_index=parts.checkpoint.forget_index,
                         has_ext=self._has_ext,
+                        bodies_from=self._bodies_from,
                         unclean=None if self._plan.is_clean else self._unclean,
                     )
                 )
