@@ -6,12 +6,13 @@ import faulthandler
 import gc
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other tests of a module stay together too, because they share its fixtures.
     """
     _mark(items)
+    if items and "not thorough" in items[0].config.option.markexpr:
+        _leave_out(items)
     for item in items if items and items[0].config.getoption("rmq_over_tcp") else ():
         reason = reason_of(item.nodeid)
         if reason is not None:
@@ -314,6 +317,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("xdist_group") is None and not _is_long(item):
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         items.sort(key=lambda item: (_rank(item), str(item.path)))
+
+
+def _leave_out(items: list[pytest.Item]) -> None:
+    """Deselect seven of eight cases of each test marked ``many``, but never its first case."""
+    places = defaultdict[str, Iterator[int]](itertools.count)
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("many") and next(places[item.nodeid.partition("[")[0]]) % budget.PART
+    ]
+    if left_out:
+        items[0].config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def _is_long(item: pytest.Item) -> bool:

@@ -39,7 +39,7 @@ DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
 """One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
-LEFT_OUT_QUICK = "not bench and not slow and not spark"
+LEFT_OUT_QUICK = "not bench and not slow and not spark and not thorough"
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
 """What mypy must let pass where PySpark and its types are not installed."""
 

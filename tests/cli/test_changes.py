@@ -36,6 +36,7 @@ def progress(shell: Shell) -> dict[int, int | None]:
     return {row["queue_id"]: row["consumer_offset"] for row in shell("lag", "store", *ORDERS).rows}
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
 def test_a_dry_run_prints_the_same_and_changes_no_byte(shell: Shell, words: tuple[str, ...]) -> None:
     before = files_of(shell.folder / "store")
@@ -64,6 +65,7 @@ def test_a_change_is_saved_before_it_is_printed(
     assert files_of(shell.folder / "store" / "config") != before
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
 def test_a_store_in_use_is_refused_with_its_owner(shell: Shell, words: tuple[str, ...]) -> None:
     before = files_of(shell.folder / "store" / "config")
@@ -183,6 +185,7 @@ def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
     assert "has skipped nothing" in shell("replay", "store", "--group", "x", "--topic", "y", "--to", "z").said
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("words", "said"),
     [

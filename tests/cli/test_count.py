@@ -50,6 +50,7 @@ WORDS: tuple[list[str], ...] = (
 BY = ("topic", "queue", "tag", "key", "hour", "minute")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("arrow", [True, False], ids=["columns", "messages"])
 @pytest.mark.parametrize(("by", "words"), some([*product(BY, WORDS)]))
 def test_messages_are_counted_by(

@@ -178,6 +178,7 @@ def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     assert "expected either --commit" in shell("decide", "tx", 1).said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     pytest.importorskip("rich")

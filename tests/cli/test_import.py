@@ -33,6 +33,7 @@ def messages(shell: Shell, store: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["topic"], row["queue_id"], row["queue_offset"]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all", "by topic"])
 def test_an_export_is_imported_as_it_was(shell: Shell, name: str) -> None:
     more = ["--partition-by", "topic,queueId"] if name == "by topic" else []
@@ -99,6 +100,7 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
     assert not (shell.folder / "new").exists()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("line", "said"),
     [

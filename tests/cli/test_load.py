@@ -620,6 +620,7 @@ BAD = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("line", BAD.values(), ids=BAD.keys())
 def test_a_bad_line_ends_the_run_but_keeps_earlier_operations(load: Load, line: Row | str | bytes) -> None:
     with pytest.raises(InputError, match=r"^line 4: "):

@@ -116,6 +116,7 @@ def test_salvage_agrees_with_dump_of_a_recovered_store(run: Run, folder: Path, s
     assert [row for row in printed if row["type"] == "message"][: len(log)] == log
 
 
+@pytest.mark.thorough
 @stores
 def test_snapshot_and_restore(run: Run, folder: Path, store_copy: StoreCopy, tmp_path: Path) -> None:
     copy = store_copy(folder)
@@ -153,6 +154,7 @@ def test_no_snapshot_is_made_of_damage_or_of_nothing(
     assert run("salvage", tmp_path / "nowhere")[0] == 2
 
 
+@pytest.mark.thorough
 def test_tables_show_gaps(capsys: pytest.CaptureFixture[str], damaged: tuple[Path, dict[str, Any]]) -> None:
     pytest.importorskip("rich")
     assert main(["salvage", str(damaged[0]), "--format", "table"]) == 0

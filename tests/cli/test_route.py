@@ -35,6 +35,7 @@ def served(shell: Shell) -> Iterator[RemotingServer]:
             yield server
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "words",
     [
@@ -87,6 +88,7 @@ def test_rates_of_a_cluster(shell: Shell, served: RemotingServer) -> None:
     assert all(row["seconds"] >= 0.1 and row["stored_per_s"] == 0 and row["drain_s"] is None for row in rows)
 
 
+@pytest.mark.thorough
 def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) -> None:
     reset = ("--route", served.address, "--group", "billing", "--topic", "orders")
     dry = shell("reset", *reset, "--to", "end", "--dry-run").rows
@@ -137,6 +139,7 @@ def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: Remo
         assert shell(*words, "--to", "end").status == 0
 
 
+@pytest.mark.thorough
 def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> None:
     words = ("reset", "--route", served.address, "--to", "end")
     assert "there is no group 'biling'; did you mean" in shell(*words, "--group", "biling", "--topic", "orders").said

@@ -82,6 +82,7 @@ SELECTIONS: list[tuple[list[str], Test]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("words", "wanted"), SELECTIONS, ids=[" ".join(words) or "all" for words, _ in SELECTIONS])
 def test_selected_messages_are_shown_in_log_order(shell: Shell, words: list[str], wanted: Test) -> None:
     expected = [row for row in dumped(shell) if wanted(row)]
@@ -155,6 +156,7 @@ def test_damage_ends_the_list_with_its_place(shell: Shell) -> None:
 # --- tail
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("count", [1, 10, 60, 1000])
 @pytest.mark.parametrize(
     ("words", "wanted"),

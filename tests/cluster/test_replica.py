@@ -366,6 +366,7 @@ def test_a_failover_repeats_the_last_messages() -> None:
     replica.close()
 
 
+@pytest.mark.thorough
 def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
     """Without a broker or connection, the replica reads the files while another process writes them."""
     runner = ManualRunner()

@@ -169,6 +169,7 @@ def test_duckdb_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> N
     assert found == wanted
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_polars_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:

@@ -143,6 +143,7 @@ for left[0] in range(5):
 """Runs an export in five processes: the first dies at its first write, rename or flush, the second at its second, …"""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OUTS)
 def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, name: str) -> None:
     fill(store, range(60, 200))
@@ -184,6 +185,7 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
         export(store, tmp_path / "out2", view="log")
 
 
+@pytest.mark.thorough
 def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["export", str(store), "--format", "jsonl", "-o", str(out), "--topic", "A", "--tag", "t1"]) == 0

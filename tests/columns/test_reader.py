@@ -79,6 +79,7 @@ def test_without_settings_it_reads_all_user_messages(path: Path) -> None:
     assert SCHEDULE_TOPIC in everything.column("topic").to_pylist()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -243,6 +244,7 @@ def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: P
         reader(tmp_path / "s", view="log", topic="A").read_all()
 
 
+@pytest.mark.thorough
 def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path / "open", CONFIG)
     for number in range(50):
@@ -271,6 +273,7 @@ def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ several processes
 
 
+@pytest.mark.thorough
 def test_processes_read_the_same_in_the_same_order(path: Path) -> None:
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views[:: step()]:
@@ -286,6 +289,7 @@ print(sum(batch.num_rows for batch in batches), "pyspark" in sys.modules, flush=
 """
 
 
+@pytest.mark.thorough
 def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -235,6 +235,7 @@ def endpoint() -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
 @pytest.mark.servers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code

@@ -48,6 +48,7 @@ def open_target(files: Files, config: StoreConfig) -> MessageStore:
     return MessageStore.open(TARGET, config, files=files, clock=ManualClock(START_MS))
 
 
+@pytest.mark.many
 @configs
 @pytest.mark.parametrize(
     "make", [partial(snapshot, clock=ManualClock(START_MS)), restore, rescue], ids=["snapshot", "restore", "rescue"]

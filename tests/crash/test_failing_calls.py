@@ -233,6 +233,7 @@ def call_is_told(call: str) -> bool:
     return call != "link"
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("config", CONFIGS, ids=["sync", "async"])
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails_once(config: StoreConfig, call: str) -> None:

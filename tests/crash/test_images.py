@@ -17,6 +17,7 @@ LIVES = tuple(examples(count) for count in (40, 35, 25))
 """Check images of each life of a store; a life starts from a crash of the one before."""
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("number", some(range(10)))
 def test_a_store_survives_any_crash(number: int) -> None:
     assert check_lives(f"quick {number}", LIVES) == sum(LIVES)

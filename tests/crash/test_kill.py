@@ -160,6 +160,7 @@ def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = Fals
     assert verdict.sound, verdict.damage
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None:
     acknowledged: list[Acknowledged] = []
@@ -182,6 +183,7 @@ def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
         check(path, acknowledged)
 
 
+@pytest.mark.thorough
 def test_a_message_that_is_missing_would_be_noticed(tmp_path: Path) -> None:
     """The check itself can fail: for a changed byte of an acknowledged message, or one message too many in the list."""
     path = tmp_path / "store"

@@ -107,6 +107,7 @@ def assert_refused(store: Path, holder: str) -> None:
     assert everything(store) == before
 
 
+@pytest.mark.thorough
 def test_two_writers_in_one_process(store: Path) -> None:
     with MessageStore.open(store, CONFIG) as first:
         for _ in range(3):

@@ -50,6 +50,7 @@ def test_after_a_flush_nothing_is_unflushed(config: StoreConfig) -> None:
     assert_settled(files)
 
 
+@pytest.mark.thorough
 @configs
 @pytest.mark.parametrize("expiring", [False, True])
 def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool) -> None:
@@ -126,6 +127,7 @@ def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
     assert_settled(files)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [36, 500], ids=["a header", "an entry"])
 def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
     """The checkpoint covers the old files; a new one that survives the crash must not be taken for one of them."""
@@ -151,6 +153,7 @@ def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
             assert served(again) == wanted, image
 
 
+@pytest.mark.thorough
 @configs
 def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
     """Nor do records come back without their entries, because records are deleted before derived data."""

@@ -17,6 +17,7 @@ from tests.reference import folders
 from tests.stores import SMALL
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("folder", [*folders("clients-"), *folders("store-"), *folders("timer-")])
 def test_every_record_is_in_the_story_of_its_message(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):

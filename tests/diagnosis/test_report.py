@@ -100,6 +100,7 @@ def section(html: str, anchor: str) -> str:
 # --- the values
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-"), *folders("timer-")])
 def test_numbers_equal_the_findings_own(folder: Path) -> None:
     for path in sorted(one for one in folder.glob("store*") if one.is_dir()):
@@ -209,6 +210,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
     assert "There are no messages." in html
 
 
+@pytest.mark.thorough
 def test_a_store_that_another_process_writes(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SIZES) as store:
         store.append(Message("T", b"x"))
@@ -306,6 +308,7 @@ def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("topics", "queues"), [(1, 10_000), (5_000, 2)])
 def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
     """The report is built from values, because writing so many queues takes longer than showing them."""

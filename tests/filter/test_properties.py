@@ -167,6 +167,7 @@ HUGE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", some([*HUGE]))
 def test_huge_expressions_are_answered_or_refused(name: str) -> None:
     refusal = None

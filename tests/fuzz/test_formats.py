@@ -45,6 +45,7 @@ def test_the_corpus_does_no_harm(target: str) -> None:
         TARGETS[target](data)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_few_mutants_do_no_harm(target: str) -> None:
     for data in islice(mutants(target, Random(target)), 300 if target != "store" else 15):

@@ -34,6 +34,7 @@ ROOMS: Row = SHARE | {"strategy": "MACHINE_ROOM", "consumer_idcs": None}
 CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_type": "String", "arg": "x"}
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "row",
     [

@@ -30,6 +30,7 @@ def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engi
     return make
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("base", DATABASES)
 def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     """The work takes a second, and the duplicate arrives after 100 ms."""

@@ -302,6 +302,7 @@ CELLS: Final = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("what", "store", "base"), CELLS, ids=lambda part: str(part)[:60])
 def test_how_often_the_effect_happens(
     what: str,

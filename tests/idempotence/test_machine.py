@@ -234,6 +234,7 @@ class GuardMachine(RuleBasedStateMachine):
         assert all(self.effects[key] for key in self.acknowledged)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "count"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
 )

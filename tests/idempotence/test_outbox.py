@@ -200,6 +200,7 @@ def test_an_order_key_has_its_length(embedded: Post, order_key: str) -> None:
 # --- at least once
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("refusal", ["timeout", "status", "not ok"])
 def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(message: Message) -> object:
@@ -272,6 +273,7 @@ def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytes
 # --- several senders
 
 
+@pytest.mark.thorough
 def test_nothing_is_claimed_twice(post: Post) -> None:
     second = post.second_sender_meanwhile()
     post.add(*map(str, range(150)))

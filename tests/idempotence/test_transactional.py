@@ -102,6 +102,7 @@ def test_a_failure_undoes_both(
     assert database(base).effects(name) == 1
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ends_well", [True, False])
 @everywhere
 def test_a_second_delivery_waits_for_the_first(

@@ -112,6 +112,7 @@ def test_each_row_is_measured(
     )  # nothing is left
 
 
+@pytest.mark.thorough
 def test_variants_take_turns_in_fresh_folders(common: ModuleType, tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -241,6 +242,7 @@ def test_wrong_arguments_are_refused(
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "rows", "shown"),
     [

@@ -27,7 +27,9 @@ DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 ENGINES = pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
 MARKS = {
     "spark.md": [pytest.mark.spark],
-    "columns.md": [ENGINES],
+    "columns.md": [ENGINES, pytest.mark.thorough],
+    "dedup.md": [pytest.mark.thorough],
+    "store.md": [pytest.mark.thorough],
     "howto/read-with-duckdb.md": [ENGINES],
 }
 
@@ -36,9 +38,14 @@ def name_of(document: Path) -> str:
     return document.relative_to(DOCS if document.is_relative_to(DOCS) else CHECKOUT).as_posix()
 
 
-LONG = ("tutorials/queue.md", "tutorials/testing.md")
-"""Pages whose commands run for seconds."""
-COMMANDS_RUN = [pytest.param(path, marks=[pytest.mark.slow] if name_of(path) in LONG else []) for path in DOCUMENTS]
+COMMAND_MARKS = {
+    "README.md": [pytest.mark.thorough],
+    "cli.md": [pytest.mark.thorough],
+    "tutorials/investigate.md": [pytest.mark.thorough],
+    "tutorials/queue.md": [pytest.mark.slow],
+    "tutorials/testing.md": [pytest.mark.slow],
+}
+COMMANDS_RUN = [pytest.param(path, marks=COMMAND_MARKS.get(name_of(path), [])) for path in DOCUMENTS]
 RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(name_of(path), [])) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
@@ -251,6 +258,7 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -307,6 +315,7 @@ def test_the_demo_replaces_only_its_own_folder(folder: Path) -> None:
     assert not (own / "old").exists()
 
 
+@pytest.mark.thorough
 def test_the_embedded_log_continues(folder: Path) -> None:
     first, second = (run(sys.executable, EXAMPLES / "embed_log.py", "log").stdout for _ in range(2))
     assert "invoice-1: 1 found, the last is number 1" in first
@@ -341,6 +350,7 @@ def test_the_notebook_asks_spark_the_same(folder: Path) -> None:
     assert {row.topic: row.messages for row in names["on_spark"]} == by_topic
 
 
+@pytest.mark.thorough
 def test_a_message_is_found(folder: Path) -> None:
     child = run(sys.executable, EXAMPLES / "find_message.py", "store", "OrderTopic", "key14")
     assert child.returncode == 0, child.stdout

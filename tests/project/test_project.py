@@ -184,8 +184,9 @@ def test_check_prints_its_arguments() -> None:
 
 
 def test_only_the_quick_check_ends_at_a_failing_test(tools: Callable[[str], ModuleType]) -> None:
-    words = tools("project").pytest_words
-    assert words([], quick=True, keep_going=False)[-3:] == ["-m", "not bench and not slow and not spark", "-x"]
+    project = tools("project")
+    words = project.pytest_words
+    assert words([], quick=True, keep_going=False)[-3:] == ["-m", project.LEFT_OUT_QUICK, "-x"]
     assert "-x" not in words([], quick=True, keep_going=True)
     assert words([], quick=False, keep_going=False)[-2:] == ["-m", "not bench"]
 
@@ -230,6 +231,28 @@ def test_long_tests_begin_first_and_modules_stay_together(tmp_path: Path) -> Non
     child = run_pytest(tmp_path, "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder", "-v")
     passed = re.findall(r"PASSED test_(\w)\.py\S+?\[\d\](\S*)", child.stdout)
     assert passed == [*3 * [("b", "@db")], *3 * [("c", "")], *3 * [("a", "@test_a.py")]]
+
+
+@pytest.mark.thorough
+def test_of_many_cases_the_quick_check_runs_every_eighth(tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(CHECKOUT)!r})\nfrom tests.conftest import pytest_collection_modifyitems\n"
+    )
+    marks = "".join(f"    {mark}\n" for mark in ("bench", "slow", "spark", "thorough", "many"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{marks}")
+    cases = "@pytest.mark.parametrize('number', range(17))\n"
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\n@pytest.mark.many\n{cases}def test_many(number): pass\n"
+        "@pytest.mark.many\ndef test_one(): pass\n@pytest.mark.thorough\ndef test_left_out(): pass\n"
+    )
+    child = run_pytest(tmp_path, "-v", "-m", tools("project").LEFT_OUT_QUICK)
+    assert re.findall(r"test_it.py::(\S+) PASSED", child.stdout) == [
+        "test_many[0]",
+        "test_many[8]",
+        "test_many[16]",
+        "test_one",
+    ]
+    assert "4 passed, 15 deselected" in child.stdout
 
 
 def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleType]) -> None:
@@ -331,6 +354,7 @@ class TestScreen:
         assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB"
 
 
+@pytest.mark.thorough
 def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
@@ -477,6 +501,7 @@ class TestCompactPart:
         assert len(jsonl(store / "ops.jsonl")) == len(jsonl(store / "put_results.jsonl"))
         assert sum(log.stat().st_size for log in (store / "store/commitlog").iterdir()) >= after_load["max_phy_offset"]
 
+    @pytest.mark.thorough
     def test_cutting_it_again_changes_nothing(self, unpacked: Path, tmp_path: Path) -> None:
         again = tmp_path / "again"
         cut(unpacked, again)

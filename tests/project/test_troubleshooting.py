@@ -135,6 +135,7 @@ ERRORS: list[Callable[[Path], object]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("row", "provoke"), list(zip(ROWS, ERRORS, strict=True)), ids=[text for text, _ in ROWS])
 def test_an_error_has_the_text_of_its_row(
     row: tuple[str, str], provoke: Callable[[Path], object], tmp_path: Path

@@ -415,6 +415,7 @@ def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
     assert verify(str(path)).sound
 
 
+@pytest.mark.thorough
 def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))

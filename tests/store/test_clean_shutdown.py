@@ -31,6 +31,7 @@ def closed(count: int = 200) -> Contents:
     return contents(files)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("count", [50, 800])
 def test_opening_maps_a_fixed_number_of_files(count: int, read_only: bool) -> None:
@@ -119,6 +120,7 @@ def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]
     assert contents(files) == contents(unknown)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "text",
     [b"", b"{", b"[]", b"null", b'{"version":2}', b'{"version":1}', b"\xff", b"[" * 100_000,

@@ -540,6 +540,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(keyindex, "_BLOCK", request.param)
 
 
+@pytest.mark.many
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (4, 8), (1, 2), (1000, 16)])
 def test_a_successor_continues_after_a_death_between_writes(slots: int, entries: int) -> None:
@@ -572,6 +573,7 @@ def test_entries_without_their_header_are_removed(slots: int, entries: int) -> N
                 assert contents(after) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (1000, 16)])
 def test_a_write_that_fails_can_be_repeated(slots: int, entries: int) -> None:

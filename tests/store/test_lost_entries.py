@@ -65,6 +65,7 @@ def broker_gives(folder: Path, queue_id: int, config: StoreConfig = CONFIG) -> l
     return given
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("config", [CONFIG, WITH_UNITS], ids=["plain", "ext"])
 @pytest.mark.parametrize("field", ["queue id", "other queue", "topic"])
 @pytest.mark.parametrize("number", [100, 299, *(pytest.param(number, marks=pytest.mark.slow) for number in (103, 297))])

@@ -75,6 +75,7 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 MAGIC = record.MESSAGE_MAGIC.to_bytes(4, "big")
 
 
+@pytest.mark.thorough
 @configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     """A store killed between any two writes recovers every record that was written completely, and continues."""
@@ -458,6 +459,7 @@ def test_the_missing_queue_of_the_last_record_is_noticed(config: StoreConfig) ->
         assert verify(ROOT, config, files).sound
 
 
+@pytest.mark.many
 @configs
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize(
@@ -645,6 +647,7 @@ def spoil_header(data: bytes) -> bytes:
     return data[:36] + b"\x7f\xff\xff\xff" + data[40:]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("part", "spoil"),
     [

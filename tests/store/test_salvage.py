@@ -318,6 +318,7 @@ def error_of(call: Callable[[], object]) -> StoreIOError | None:
 CHANGING = ("create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "link", "delete", "own")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_nothing_is_lost_when_a_call_fails_while_cutting(code: int) -> None:
     found, _ = damaged_in_the_middle()
@@ -445,6 +446,7 @@ REFUSED: dict[str, Damaged] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", REFUSED)
 def test_opening_refuses_to_cut_sound_records(what: str) -> None:
     found, place = REFUSED[what]()

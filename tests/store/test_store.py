@@ -135,6 +135,7 @@ def flag_beyond_32_bits(store: MessageStore) -> None:
 LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
 @pytest.mark.parametrize("breach", LIMITS)
 def test_a_message_beyond_a_limit_is_refused_unwritten(files: MemoryFiles, breach: str, used: int) -> None:
@@ -492,6 +493,7 @@ def test_6_000_queues_with_1024_descriptors() -> None:
     many_queues(6_000)
 
 
+@pytest.mark.thorough
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
 def test_more_queues_than_descriptors() -> None:
@@ -554,6 +556,7 @@ def test_one_writer_at_a_time(files: MemoryFiles, store: MessageStore) -> None:
     opened(files).close()
 
 
+@pytest.mark.thorough
 def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom librmq.store import MessageStore\nfrom librmq.config import StoreConfig\n"
@@ -705,6 +708,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 # ------------------------------------------------------------------------------------------------------ full disks
 
 
+@pytest.mark.thorough
 @configs
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
@@ -773,6 +777,7 @@ def test_errors_of_the_system_are_reported(call: str) -> None:
 # --------------------------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.thorough
 @configs
 def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
     """Readers see a queue grow without a hole and without anything half written."""

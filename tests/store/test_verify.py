@@ -81,6 +81,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> None:
     begin, length, kind = FIELDS[field]
@@ -105,6 +106,7 @@ def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> N
         assert "checksum" in verdict.notes[0]
 
 
+@pytest.mark.thorough
 def test_every_byte_of_queue_and_index(found: Contents) -> None:
     index = next(path for path in found if path.startswith("index/"))
     used = {T: 40, U: 20, index: 40 + 4 * 8 + 20 * 5}

@@ -130,6 +130,7 @@ def test_a_drill_is_the_same_in_each_run() -> None:
     assert (first.timeline(), first.svg()) == (second.timeline(), second.svg())
 
 
+@pytest.mark.thorough
 def test_more_sites_than_two() -> None:
     sites = ("bj", "hz", "sh")
     for deployment in presets(sites):

@@ -49,6 +49,7 @@ def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseExceptio
     return run
 
 
+@pytest.mark.many
 @LANES
 def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:
     with Kit() as rmq:
@@ -60,6 +61,7 @@ def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:
         assert result.runs <= 200
 
 
+@pytest.mark.thorough
 @LANES
 def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
     with pytest.raises(AssertionError) as first:
@@ -75,6 +77,7 @@ def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
     assert "on disk" not in second.value.__notes__[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("on_disk", "said"),
     [
@@ -100,6 +103,7 @@ def test_the_result_of_the_schedule_on_disk_is_reported(on_disk: Exception | Non
     assert not Path(folders[0]).exists()
 
 
+@pytest.mark.many
 @LANES
 def test_fixed_bugs_pass(bug: Scenario) -> None:
     runs = examples(240)
@@ -128,6 +132,7 @@ def booking(rmq: Kit) -> list[bytes]:
     return booked
 
 
+@pytest.mark.thorough
 def test_a_bug_that_needs_a_fault_and_a_pause_is_found() -> None:
     def test(rmq: Kit) -> None:
         booked = booking(rmq)
@@ -166,6 +171,7 @@ def deliver_ten(rmq: Kit) -> None:
     assert not unexplained, "duplicates before anything had failed"
 
 
+@pytest.mark.thorough
 def test_at_least_once() -> None:
     result = explore(deliver_ten, runs=100)
     assert {"answer", "choose", "fault", "order", "pause", "test"} <= result.reached.keys()
@@ -187,6 +193,7 @@ DECISIONS = (
 )
 
 
+@pytest.mark.thorough
 def test_schedules_are_written_and_read(tmp_path: Path) -> None:
     seed = encode_schedule(DECISIONS)
     assert decode_schedule(seed) == DECISIONS
@@ -340,6 +347,7 @@ def test_finally_runs_when_a_process_dies() -> None:
     assert left == [1, 1]
 
 
+@pytest.mark.thorough
 def test_lines_of_a_listener_are_places_to_pause() -> None:
     def test(rmq: Kit) -> None:
         booked: list[bytes] = []
@@ -368,6 +376,7 @@ def test_lines_of_a_listener_are_places_to_pause() -> None:
     assert explore(test, runs=60).found is None
 
 
+@pytest.mark.thorough
 def test_coroutines_are_explored() -> None:
     def test(rmq: Kit) -> None:
         booked: list[bytes] = []

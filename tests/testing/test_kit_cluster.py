@@ -224,6 +224,7 @@ def at_least_once(rmq: Kit) -> None:
     assert set(sent) <= seen
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost_in_any_schedule_over_two_sites() -> None:
     result = explore(at_least_once, runs=60)
     assert result.found is None

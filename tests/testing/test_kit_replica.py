@@ -216,6 +216,7 @@ def repeats_are_refused(rmq: Kit) -> None:
     assert len(set(got)) == len(got)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planted", [only_on_the_master, pytest.param(repeats_are_refused, marks=pytest.mark.slow)])
 def test_a_schedule_finds_a_bug_that_needs_a_replica(planted: Callable[[Kit], None]) -> None:
     with pytest.raises(AssertionError) as caught:

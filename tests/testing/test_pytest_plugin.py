@@ -64,6 +64,7 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
+@pytest.mark.thorough
 def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytester) -> None:
     """Exploring prints the shortest schedule, which can be run again."""
     pytester.makepyfile(TESTS)
@@ -156,12 +157,14 @@ def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*takes the fixture rmq*"])
 
 
+@pytest.mark.thorough
 def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     run(pytester, "-k", "True")
     assert not [thread for thread in threading.enumerate() if thread.name == "librmq-listener"]
 
 
+@pytest.mark.thorough
 def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
     """A run without the fixture does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
@@ -249,6 +252,7 @@ def _has(distribution: str) -> bool:
     return any(importlib.metadata.distributions(name=distribution))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("plugin", "options"),
     [

@@ -38,6 +38,7 @@ def end(serving: subprocess.Popen[str], number: signal.Signals) -> None:
     assert serving.stderr.read() == ""
 
 
+@pytest.mark.thorough
 def test_serve_refuses_a_certificate_that_is_not_there(tmp_path: Path) -> None:
     served = subprocess.run(
         [sys.executable, "-m", "librmq", "serve", tmp_path / "store", "--tls", "cert.pem", "key.pem"],
@@ -79,6 +80,7 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
 
 
+@pytest.mark.thorough
 def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--grpc-tls", "0"]
@@ -104,6 +106,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
         assert serving.wait(15) == 0
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_ends_it_with_a_sound_store(
     serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
@@ -141,6 +144,7 @@ def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str
     end(serving, signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
     """Each message has the address of the classic port, and the next start reports that the port has changed."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]

@@ -85,6 +85,7 @@ def records(broker: Broker) -> list[bytes]:
     return [message.raw for message in broker.store]
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(st.lists(sends(), max_size=12))
 def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:

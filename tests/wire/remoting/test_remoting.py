@@ -349,6 +349,7 @@ def test_a_one_way_request_has_no_answer(client: RawClient, broker: Broker) -> N
     assert broker.consumer_offset("g", "t") == 0
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("seed", range(20))
 def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingServer, seed: int) -> None:
     draw = random.Random(seed)
@@ -359,6 +360,7 @@ def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingS
     assert client.put("t", b"x").code == 0
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("seed", range(20))
 def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
     """No request ends the connection."""
