@@ -102,6 +102,7 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
 
 
+@pytest.mark.thorough
 def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
     with ExitStack() as stack:
         names = stack.enter_context(FakeServer(lambda frame: None))

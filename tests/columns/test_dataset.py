@@ -209,6 +209,7 @@ def test_a_dataset_is_read_repeatedly(path: Path, table: pa.Table) -> None:
     assert doubled.column("twice").to_pylist() == [2 * one for one in table.column("queueOffset").to_pylist()]
 
 
+@pytest.mark.thorough
 def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> None:
     """The read continues even when only Arrow or DuckDB still refers to it."""
     shared = dataset(path, columns=COLUMNS, processes=2)
@@ -226,6 +227,7 @@ print(duckdb.sql("SELECT topic FROM store LIMIT 3").fetchall())
 """
 
 
+@pytest.mark.thorough
 def test_a_process_ends_after_a_query_with_a_limit(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
     with MessageStore.open(tmp_path / "s", StoreConfig.tiny()) as store:

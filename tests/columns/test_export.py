@@ -226,6 +226,7 @@ def test_a_shortened_export_is_refused(store: Path, tmp_path: Path, lost: str) -
     assert not out.exists() or out.stat().st_size == 0
 
 
+@pytest.mark.thorough
 def test_messages_that_no_filter_accepts_may_be_deleted(tmp_path: Path) -> None:
     config = replace(CONFIG, max_total_size=2 * CONFIG.commitlog_file_size)
     clock = ManualClock(START_MS)

@@ -177,6 +177,7 @@ class CountingFiles(DiskFiles):
         return sum(os.path.getsize(path) for path in self.opened)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "settings",
     [
@@ -227,6 +228,7 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) ->
     assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
 
 
+@pytest.mark.thorough
 def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: Path) -> None:
     """Damage in a record of another queue is no error; damage in a record that is wanted is one."""
     shutil.copytree(path, tmp_path / "s")
@@ -305,6 +307,7 @@ def children_of(process: int) -> list[int]:
     return [int(one) for one in found.split()]
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.platform
 def test_children_die_with_a_killed_parent(path: Path) -> None:
@@ -341,6 +344,7 @@ def test_closing_ends_the_children_at_once(path: Path) -> None:
     assert children_of(os.getpid()) == before
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.platform
 def test_no_read_leaves_anything_behind(path: Path, tmp_path: Path) -> None:
@@ -378,6 +382,7 @@ def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
     assert children_of(os.getpid()) == before
 
 
+@pytest.mark.thorough
 def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
     """There are more batches than a child can share at a time, and some are too large to be shared at all."""
     with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:

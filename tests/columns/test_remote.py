@@ -66,6 +66,7 @@ def url(path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
+@pytest.mark.thorough
 def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views:
@@ -85,6 +86,7 @@ def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [
@@ -124,6 +126,7 @@ def test_a_dataset_and_an_export_of_a_url(path: Path, url: str, tmp_path: Path) 
     assert [name for name in os.listdir(tmp_path / "lake") if name.endswith(".parquet")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["crashed", "torn", "closed by a broker", "changed since its close"])
 def test_a_store_that_librmq_did_not_close(path: Path, tmp_path: Path, kind: str) -> None:
     """The remote store is read as recovery would leave it, like the local one."""
@@ -189,6 +192,7 @@ def test_urls_that_are_refused(store: str, error: type[Exception], text: str) ->
         reader(store)
 
 
+@pytest.mark.thorough
 def test_several_processes_read_a_url(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fetches the blocks of its own parts, and leaves none; the order of rows and the names of stores stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

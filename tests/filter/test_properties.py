@@ -187,6 +187,7 @@ def test_huge_expressions_are_answered_or_refused(name: str) -> None:
         assert match_arrow(sql.question, maps).to_pylist() == [sql.matches(message)]
 
 
+@pytest.mark.thorough
 def test_depths_that_rocketmq_takes() -> None:
     for text in (
         "(" * 1_000 + "a = 1" + ")" * 1_000,

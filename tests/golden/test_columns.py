@@ -75,6 +75,7 @@ def test_the_queues_are_the_recorded_ones(folder: Path, read: Callable[..., list
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", store_folders())
 def test_messages_are_those_that_queue_entries_point_to(folder: Path, read: Callable[..., list[Any]]) -> None:
     names = sorted(columns_of("queues") - {"store", "_corrupt_record"})

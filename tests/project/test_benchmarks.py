@@ -264,6 +264,7 @@ def test_the_command_shows_a_table(name: str, rows: str, shown: str) -> None:
     assert "rounds: 1." in done.stdout
 
 
+@pytest.mark.thorough
 def test_growth_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
