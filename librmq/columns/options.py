@@ -112,6 +112,8 @@ class ReadOptions:
     predicate: Predicate | None = None
     starting: OffsetBounds = "earliest"
     ending: OffsetBounds = "latest"
+    offset_settings: tuple[str, str] = ("option startingOffsets", "option endingOffsets")
+    """What the caller calls ``starting`` and ``ending``, for errors."""
     fail_on_data_loss: bool = True
     mode: Mode = "FAILFAST"
     min_partitions: int = 1

@@ -261,17 +261,22 @@ class PlannedStore:
                 f"found {queue.begin} to {queue.end} (option failOnDataLoss=false reads the rest)"
             )
 
-    def check_names(self, offsets: OffsetBounds, option: str) -> None:
-        """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want."""
+    def check_names(self, offsets: OffsetBounds, setting: str) -> None:
+        """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want.
+
+        ``setting`` is what the caller calls these offsets.
+        """
         if isinstance(offsets, str):
             return
+        if isinstance(offsets, OffsetTimes):
+            setting += "ByTimestamp"
         for topic, ids in self._own(offsets).items():
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
                     known = {f"{name[0]}:{name[1]}" for name in self.queues}
                     hint = suggest(f"{topic}:{queue_id}", known) if known else "there is none"
                     raise ConfigError(
-                        f"option {option}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
+                        f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )
 
     # -------------------------------------------------------------------------------------------------------- parts
@@ -406,8 +411,9 @@ def plan(
                     store.narrow_log(wanted)
                 parts += store.log_parts(least, bytes_a_part=bytes_a_part)
                 continue
-            store.check_names(options.starting, "startingOffsets")
-            store.check_names(options.ending, "endingOffsets")
+            starting, ending = options.offset_settings
+            store.check_names(options.starting, starting)
+            store.check_names(options.ending, ending)
             whole = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
             ranges: Ranges = list(whole.items())
             if prune is not None:

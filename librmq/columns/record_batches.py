@@ -227,7 +227,10 @@ def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
         starting.setdefault(name[0], {})[str(name[1])] = begin
         ending.setdefault(name[0], {})[str(name[1])] = LATEST if end == LARGEST_OFFSET else end
     queues = frozenset(cast(Mapping[tuple[str, int], Any], offsets))
-    return replace(options, wanted=replace(options.wanted, queues=queues), starting=starting, ending=ending)
+    wanted_queues = replace(options.wanted, queues=queues)
+    return replace(
+        options, wanted=wanted_queues, starting=starting, ending=ending, offset_settings=("offsets", "offsets")
+    )
 
 
 def _bounds(wanted: Any) -> tuple[int, int]:

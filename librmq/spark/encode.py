@@ -149,14 +149,14 @@ class Encoder:
         return column if self.topic is None else column.fill_null(self.topic)
 
     def _queue_ids(self, batch: pa.RecordBatch, first_row: int) -> Ints:
+        usual = (first_row + np.arange(batch.num_rows)) % self.queues
         if self.queue_id is not None:
-            return np.full(batch.num_rows, self.queue_id, np.int64)
-        dealt = (first_row + np.arange(batch.num_rows)) % self.queues
+            usual[:] = self.queue_id
         column = _column(batch, "queueId")
         if column is None:
-            return dealt
+            return usual
         found = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
-        return np.where(found == -1 << 40, dealt, found)
+        return np.where(found == -1 << 40, usual, found)
 
     def _check(self, bodies: pa.Array, own: dict[str, pa.Array], properties: pa.Array | None, first_row: int) -> None:
         suspicious = np.zeros(len(bodies), np.bool_)

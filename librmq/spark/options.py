@@ -34,6 +34,7 @@ __all__ = [
     "local_path",
     "parse_names",
     "parse_read_options",
+    "refuse_for_batches",
     "refuse_unknown",
     "refuse_urls",
 ]
@@ -47,6 +48,10 @@ READ_OPTIONS: Final = (
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
 )  # fmt: skip
+_STREAM_OPTIONS: Final = (
+    "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "maxTriggerDelay", "checkpointLocation",
+)  # fmt: skip
+_LARGEST_QUEUE_ID: Final = (1 << 31) - 1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
@@ -58,6 +63,13 @@ def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
             raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, known)}")
 
 
+def refuse_for_batches(options: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for an option that only a stream obeys."""
+    found = _known(options, _STREAM_OPTIONS)
+    if found:
+        raise ConfigError(f"option {next(iter(found))}: only a stream has it; remove it, or use a stream")
+
+
 def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
@@ -66,7 +78,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     if parse_names(options) == "kafka" and view != "messages":
         raise ConfigError("option names: Kafka's names are for the view messages")
     mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
-    topics = _list(given.get("topic"))
+    topics = _list(given, "topic")
     if topics is not None and "topicPattern" in given:
         raise ConfigError("options topic and topicPattern: expected only one of them, found both")
     pattern = given.get("topicPattern")
@@ -75,29 +87,37 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
-    ids = _list(given.get("queueId"))
+    ids = _list(given, "queueId")
     selector = given.get("selector")
     tags = check_filters(view, given.get("tags"), selector, "option selector")
     begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
     if view == "queues" and (begin_ms, end_ms) != (None, None):
         raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
+    starting, ending = _offsets(given, "startingOffsets", "earliest"), _offsets(given, "endingOffsets", "latest")
+    if view == "log" and (starting, ending) != ("earliest", "latest"):
+        raise ConfigError(
+            "options startingOffsets, endingOffsets: the view log is not read by queue; give startingTimestamp and "
+            "endingTimestamp, or read the view messages"
+        )
     storage_options = _storage_options(given)
     paths = _paths(given, storage_options)
+    if storage_options is not None and not any("://" in path for path in paths):
+        raise ConfigError(f"option storageOptions: it is for URLs such as s3://bucket/store; remove it for {paths[0]}")
     return ReadOptions(
         paths=paths,
         view=cast(View, view),
         wanted=Wanted(
             topics=None if topics is None else frozenset(topics),
             topic_pattern=pattern,
-            queue_ids=None if ids is None else frozenset(_whole("queueId", one, 0) for one in ids),
+            queue_ids=None if ids is None else frozenset(_queue_id(one) for one in ids),
             begin_ms=begin_ms,
             end_ms=end_ms,
             tags=tags,
             internal=view != "messages",
         ),
         selector=selector,
-        starting=_offsets(given, "startingOffsets", "earliest"),
-        ending=_offsets(given, "endingOffsets", "latest"),
+        starting=starting,
+        ending=ending,
         fail_on_data_loss=_flag(given, "failOnDataLoss", True),
         mode=cast(Mode, mode),
         min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
@@ -147,6 +167,8 @@ class StreamLimits:
             min_offsets=whole("minOffsetsPerTrigger") or 0,
             max_delay_seconds=_duration(given.get("maxTriggerDelay", "15m")),
         )
+        if "maxTriggerDelay" in given and not found.min_offsets:
+            raise ConfigError("option maxTriggerDelay: it limits the wait for minOffsetsPerTrigger, which is not given")
         if found.max_offsets is not None and found.min_offsets > found.max_offsets:
             raise ConfigError(
                 f"options minOffsetsPerTrigger, maxOffsetsPerTrigger: expected the first not above the second, "
@@ -181,10 +203,12 @@ class WriteOptions:
         given = _known(options, WRITE_OPTIONS)
         if "path" not in given:
             raise ConfigError("option path: expected the folder of a store, found none")
+        if "queueId" in given and "queues" in given:
+            raise ConfigError("options queueId and queues: expected only one of them, found both")
         return cls(
             path=local_path(given["path"]),
             topic=given.get("topic"),
-            queue_id=_whole("queueId", given["queueId"], 0) if "queueId" in given else None,
+            queue_id=_queue_id(given["queueId"]) if "queueId" in given else None,
             queues=_whole("queues", given.get("queues", "4"), 1),
             order_by=given.get("orderBy"),
             job_id=_job_id(given.get("jobId")),
@@ -224,6 +248,13 @@ def _whole(name: str, text: str, least: int) -> int:
     return int(text)
 
 
+def _queue_id(text: str) -> int:
+    found = _whole("queueId", text, 0)
+    if found > _LARGEST_QUEUE_ID:
+        raise ConfigError(f"option queueId: expected at most {_LARGEST_QUEUE_ID}, found {text!r}")
+    return found
+
+
 def _job_id(text: str | None) -> str | None:
     """Check a job id, which names files and a folder."""
     if text is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
@@ -260,12 +291,12 @@ def _millis(given: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _list(text: str | None) -> list[str] | None:
-    if text is None:
+def _list(given: Mapping[str, str], name: str) -> list[str] | None:
+    if name not in given:
         return None
-    found = [part.strip() for part in text.split(",") if part.strip()]
+    found = [part.strip() for part in given[name].split(",") if part.strip()]
     if not found:
-        raise ConfigError(f"expected names separated by commas, found {text!r}")
+        raise ConfigError(f"option {name}: expected one or several, separated by commas, found {given[name]!r}")
     return found
 
 

@@ -99,8 +99,9 @@ class RocketMQDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
-        from librmq.spark.options import parse_read_options
+        from librmq.spark.options import parse_read_options, refuse_for_batches
 
+        refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         given = self._given(schema)
         options = parse_read_options(given)
         # Spark refuses a reader with filters if the session does not push any.
@@ -122,12 +123,14 @@ class RocketMQDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return the writer of a job."""
-        from librmq.spark.options import WriteOptions
+        from librmq.spark.options import WriteOptions, refuse_for_batches
         from librmq.spark.write import Writer
 
         if overwrite:
             raise ConfigError('a store is only appended to: write with mode("append")')
-        return Writer(WriteOptions.parse(dict(self.options)), schema)
+        options = WriteOptions.parse(dict(self.options))
+        refuse_for_batches(self.options)
+        return Writer(options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
         """Return the writer of a stream."""

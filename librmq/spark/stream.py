@@ -132,7 +132,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options = self._options
         found: dict[Key, int] = {}
         for path, store in self._looked_at().items():
-            store.check_names(options.starting, "startingOffsets")
+            store.check_names(options.starting, options.offset_settings[0])
             for name, queue in store.queues.items():
                 begin = store.offset_of(name, options.starting, -2)
                 begin = queue.begin if begin < 0 else begin

@@ -147,6 +147,41 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
     assert text in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"maxOffsetsPerTrigger": "5"}, "option maxOffsetsPerTrigger: only a stream has it"),
+        ({"maxtriggerdelay": "5s"}, "option maxTriggerDelay: only a stream has it"),
+        ({"storageOptions": "{}"}, "option storageOptions: it is for URLs such as s3://bucket/store; remove it for /"),
+        ({"view": "log", "startingOffsets": "latest"}, "the view log is not read by queue"),
+        ({"view": "log", "endingOffsetsByTimestamp": "{}"}, "the view log is not read by queue"),
+        ({"topic": " , "}, "option topic: expected one or several"),
+        ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
+        ({"jobId": "j"}, "unknown option 'jobId' for reading"),
+    ],
+)
+def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], text: str) -> None:
+    from librmq.errors import ConfigError
+    from librmq.spark.source import RocketMQDataSource, schema_of
+
+    with pytest.raises(ConfigError, match=text):
+        RocketMQDataSource({"path": str(folder), **options}).reader(schema_of(["topic"]))
+
+
+def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
+    """The option that the user wrote is named, in batches and in streams."""
+    from librmq.errors import ConfigError
+    from librmq.spark.source import RocketMQDataSource, schema_of
+
+    for option in ("startingOffsets", "endingOffsets", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp"):
+        source = RocketMQDataSource({"path": str(folder), option: '{"Orders": {"7": 1}}'})
+        with pytest.raises(ConfigError, match=rf"^option {option}: .* has no queue 7 of topic 'Orders'"):
+            source.reader(schema_of(["topic"])).partitions()
+        if option.startswith("starting"):
+            with pytest.raises(ConfigError, match=f"^option {option}: .* has no queue 7 of topic 'Orders'"):
+                source.streamReader(schema_of(["topic"])).initialOffset()
+
+
 @pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "hdfs:/store"])
 def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from librmq.errors import ConfigError

@@ -18,6 +18,7 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
+from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
 from librmq.spark.source import arrow_schema, schema_of
 from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
@@ -104,6 +105,11 @@ def test_a_trigger_waits_for_more_messages(tmp_path: Path) -> None:
         fill(store, "A", 4, 1)
         assert read_up_to(stream.latestOffset(begin, stream.getDefaultReadLimit())) == 5
         stream.stop()
+
+
+def test_a_delay_without_a_minimum_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option maxTriggerDelay: it limits the wait for minOffsetsPerTrigger"):
+        StreamLimits.parse({"maxTriggerDelay": "5s"})
 
 
 def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> Any:

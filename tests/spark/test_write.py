@@ -109,6 +109,25 @@ def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
         assert sorted(message.body for message in store) == [b"x", b"y"]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"maxOffsetsPerTrigger": "5"}, "unknown option 'maxOffsetsPerTrigger' for writing"),
+        ({"checkpointLocation": "c"}, "option checkpointLocation: only a stream has it"),
+        ({"queues": "3", "queueId": "1"}, "options queueId and queues: expected only one of them"),
+        ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
+    ],
+)
+def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str], text: str) -> None:
+    from pyspark.sql.types import BinaryType, StructField, StructType
+
+    from librmq.spark.source import RocketMQDataSource
+
+    schema = StructType([StructField("body", BinaryType())])
+    with pytest.raises(ConfigError, match=text):
+        RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", **options}).writer(schema, False)
+
+
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("column", "options", "text"),
@@ -398,6 +417,13 @@ def test_system_topics_and_null_bodies_are_refused(column: str, values: list[Any
     columns[column] = pa.array(values, columns[column].type)
     with pytest.raises(MessageIllegalError, match=text):
         Encoder(None, None, 1, "127.0.0.1:10911", 8192, 16376).encode(pa.RecordBatch.from_pydict(columns), 5, START_MS)
+
+
+def test_rows_without_a_queue_go_to_the_option() -> None:
+    encoder = Encoder("T", 5, 4, "127.0.0.1:10911", 1 << 20, 1 << 20)
+    batch = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "queueId": pa.array([2, None], pa.int32())})
+    assert encoder.encode(batch, 0, START_MS).lanes == [("T", 2), ("T", 5)]
+    assert encoder.encode(batch.select(["body"]), 0, START_MS).lanes == [("T", 5)]
 
 
 def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
