@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.columns.options import View
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
+from tests.s3_server import serving
 from tests.stores import from_disk
 
 pytest.importorskip("pyarrow")
@@ -230,33 +230,17 @@ def test_names_that_lead_out_of_the_mirror_are_refused(url: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- S3
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    moto: Any = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
 @pytest.mark.servers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
-def test_a_store_in_s3(path: Path, endpoint: str) -> None:
+def test_a_store_in_s3(path: Path) -> None:
     """PyArrow reads S3 by ranges."""
-    bucket = f"http://{endpoint}/bucket"
-    for name, data in {"": b"", **from_disk(path)}.items():
-        if data is not None:
-            address = f"{bucket}/a%20store/{name}" if name else bucket
-            asked = urllib.request.Request(address, data, {"Content-Type": "application/octet-stream"}, method="PUT")
-            urllib.request.urlopen(asked, timeout=30).close()
-    options = {"endpoint_override": endpoint, "scheme": "http", "access_key": "a", "secret_key": "b", "region": "here"}
-    store = RemoteStore("s3://bucket/a store", options)
-    assert reader(store, topic="B").read_all().equals(reader(path, topic="B").read_all())
-    assert 0 < store.fetched_bytes < 1_600_000
-    whole = reader("s3://bucket/a store/", storage_options=options, columns=["body", "queueOffset"])
-    assert whole.read_all().equals(reader(path, columns=["body", "queueOffset"]).read_all())
-    assert isinstance(whole, pa.RecordBatchReader)
-    with pytest.raises(ConfigError, match="PyArrow can't open s3://"):
-        reader("s3://bucket/store", storage_options={"nothing": 1})
+    with serving(path, "a store") as options:
+        store = RemoteStore("s3://bucket/a store", options)
+        assert reader(store, topic="B").read_all().equals(reader(path, topic="B").read_all())
+        assert 0 < store.fetched_bytes < 1_600_000
+        whole = reader("s3://bucket/a store/", storage_options=options, columns=["body", "queueOffset"])
+        assert whole.read_all().equals(reader(path, columns=["body", "queueOffset"]).read_all())
+        assert isinstance(whole, pa.RecordBatchReader)
+        with pytest.raises(ConfigError, match="PyArrow can't open s3://"):
+            reader("s3://bucket/store", storage_options={"nothing": 1})

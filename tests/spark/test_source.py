@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.programs import run_program
+from tests.s3_server import serving
 
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
@@ -219,6 +221,21 @@ def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
         source.streamReader(source.schema()).initialOffset()
     with pytest.raises(ConfigError, match="option storageOptions: expected arguments"):
         parse_read_options({"path": url, "storageOptions": "{secret"})
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
+@pytest.mark.servers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
+def test_a_store_in_s3(folder: Path) -> None:
+    """Hadoop's scheme is read like the usual one, without Hadoop."""
+    pytest.importorskip("fsspec")
+    columns = "queueId int, queueOffset bigint, body binary"
+    wanted = sorted(map(tuple, read(folder, columns, topic="Refunds").collect()))
+    with serving(folder, "brokers/a") as keys:
+        options = {"topic": "Refunds", "storageOptions": json.dumps(keys)}
+        found = read("s3a://bucket/brokers/a", f"{columns}, store string", **options).collect()
+    assert sorted(tuple(row)[:3] for row in found) == wanted
+    assert {row["store"] for row in found} == {"s3a://bucket/brokers/a"}
 
 
 def test_the_names_of_kafka(folder: Path) -> None:
