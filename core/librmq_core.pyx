@@ -58,15 +58,15 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 5
+API = 6
 """Number that librmq compares at its import; it changes with the functions here."""
 
-cdef int64_t appended = 0, scanned = 0, pulled = 0
+cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0
 
 
 def counts():
-    """Return how many records were appended, scanned and pulled here, to prove in a test that this code ran."""
-    return {"append": appended, "records": scanned, "pull": pulled}
+    """Return how many records were appended, scanned, pulled and checked here, to prove in a test that this code ran."""
+    return {"append": appended, "records": scanned, "pull": pulled, "checksums": checked}
 
 
 cdef extern from *:
@@ -85,7 +85,7 @@ cdef enum:
     FIXED = 91
     HOSTS_V6 = 48
     SCHEDULE_TOPIC_SIZE = 19
-    AT_ONCE = 512
+    AT_ONCE = 64
     HEADER = 88
     MOST_PROPERTIES = 64
     MOST_PROPERTY_BYTES = 32767
@@ -103,6 +103,37 @@ def crc32(bytes data, bint folds=True):
     return rmq_crc32(<const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), FOLDS and folds)
 
 
+def checksums(data, begins, ends):
+    """Return the CRC-32 of each part of ``data`` as 32-bit numbers, 0 for a part that is not within it.
+
+    ``begins`` and ``ends`` are arrays of 64-bit numbers. Other threads run meanwhile.
+    """
+    cdef Py_buffer view, begin_view, end_view
+    cdef Py_ssize_t count = len(begins), number
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, 4 * count)
+    cdef uint32_t *found = <uint32_t *>PyBytes_AS_STRING(made)
+    cdef int64_t begin, end
+    global checked
+    PyObject_GetBuffer(begins, &begin_view, PyBUF_SIMPLE)
+    PyObject_GetBuffer(ends, &end_view, PyBUF_SIMPLE)
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        if begin_view.len != 8 * count or end_view.len != 8 * count:
+            raise ValueError("begins, ends: expected arrays of one length")
+        with nogil:
+            for number in range(count):
+                begin, end = (<int64_t *>begin_view.buf)[number], (<int64_t *>end_view.buf)[number]
+                found[number] = 0
+                if 0 <= begin < end <= view.len:
+                    found[number] = rmq_crc32(<const uint8_t *>view.buf + begin, end - begin, FOLDS)
+    finally:
+        PyBuffer_Release(&view)
+        PyBuffer_Release(&end_view)
+        PyBuffer_Release(&begin_view)
+    checked += count
+    return made
+
+
 cdef inline uint32_t big32(const uint8_t *at) noexcept:
     return <uint32_t>at[0] << 24 | <uint32_t>at[1] << 16 | <uint32_t>at[2] << 8 | at[3]
 
@@ -111,43 +142,100 @@ cdef inline int64_t big64(const uint8_t *at) noexcept:
     return <int64_t>(<uint64_t>big32(at) << 32 | big32(at + 4))
 
 
-def records(bytes chunk, Py_ssize_t inside, int64_t chunk_offset, bint check_body):
-    """Return items for the usual records of ``chunk`` from ``inside`` on, and the place in it after the last of them.
+cdef class Items:
+    """The items of one file of the log, as `librmq.message.frames.items` yields them; ends with the log's next place.
 
-    It ends before the first record that is unusual, damaged or not whole, and after 512 of them.
-    ``chunk_offset`` is the physical offset of the chunk's first byte.
+    ``start`` is the physical offset of the file's first byte. ``unusual`` returns the item at a place of the file where
+    no usual record is, or raises why there is none. ``advance`` is called with the bytes that were read.
     """
-    cdef const uint8_t *data = <const uint8_t *>PyBytes_AS_STRING(chunk)
-    cdef const uint8_t *record
-    cdef uint64_t limit = PyBytes_GET_SIZE(chunk), size, body_size, topic_end
-    cdef list found = []
-    cdef int count = 0
-    global scanned
-    if inside < 0:
-        raise ValueError("inside: expected a place in the chunk")
-    while count < AT_ONCE and <uint64_t>inside + FIXED <= limit:
-        record = data + inside
-        size, body_size = big32(record), big32(record + 84)
-        if (
-            size < FIXED or body_size > size - FIXED or inside + size > limit
-            or big32(record + 4) != MAGIC or big32(record + 36) & HOSTS_V6
-        ):
-            break
-        topic_end = 89 + body_size + record[88 + body_size]
-        if (
-            record[88 + body_size] > 127 or record[88 + body_size] == SCHEDULE_TOPIC_SIZE or topic_end + 2 > size
-            or <uint64_t>(record[topic_end] << 8 | record[topic_end + 1]) != size - topic_end - 2
-            or record[topic_end] > 127
-        ):
-            break
-        if check_body and body_size:
-            if rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF != big32(record + 8):
-                break
-        found.append((chunk_offset + inside, size, PyBytes_FromStringAndSize(<const char *>record, size)))
-        inside += size
-        count += 1
-    scanned += count
-    return found, inside
+
+    cdef object buffer, unusual, advance
+    cdef int64_t start, place, end, file_size
+    cdef bint check_body
+    cdef list found
+    cdef Py_ssize_t at
+
+    def __init__(
+        self, buffer, int64_t start, int64_t place, int64_t end, int64_t file_size, bint check_body, unusual, advance
+    ):
+        if place < 0:
+            raise ValueError("place: expected one in the file")
+        self.buffer, self.unusual, self.advance, self.found = buffer, unusual, advance, []
+        self.start, self.place, self.end, self.file_size, self.check_body = start, place, end, file_size, check_body
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at >= PyList_GET_SIZE(self.found):
+            self.fill()
+        item = self.found[self.at]
+        self.at += 1
+        return item
+
+    cdef object fill(self):
+        """Find the next items, at least one."""
+        cdef int64_t begin = self.place
+        cdef list found
+        if begin >= self.end:
+            raise StopIteration(self.start + begin)
+        found = self.usual()
+        if not found:
+            item = self.unusual(begin)
+            found.append(item)
+            self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
+        self.advance(self.place - begin)
+        self.found, self.at = found, 0
+
+    cdef list usual(self):
+        """Return items for the usual records that follow; it ends before one that is unusual, damaged or not whole."""
+        cdef Py_buffer view
+        cdef const uint8_t *at
+        cdef uint64_t size, limit
+        cdef list found = []
+        cdef bytes raw
+        global scanned
+        PyObject_GetBuffer(self.buffer, &view, PyBUF_SIMPLE)
+        cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
+        try:
+            limit = min(self.end, view.len)
+            while PyList_GET_SIZE(found) < AT_ONCE and <uint64_t>self.place + FIXED <= limit:
+                at = <const uint8_t *>view.buf + self.place
+                size = big32(at)
+                if size < FIXED or size > limit - self.place or big32(at + 4) != MAGIC:
+                    break
+                # The copy is checked, because another process can change the mapping.
+                raw = PyBytes_FromStringAndSize(<const char *>at, size)
+                if not is_sound(<const uint8_t *>PyBytes_AS_STRING(raw), size, self.check_body):
+                    break
+                found.append((self.start + self.place, size, raw))
+                self.place += size
+        finally:
+            PyBuffer_Release(&view)
+            if collects:
+                PyGC_Enable()
+        scanned += PyList_GET_SIZE(found)
+        return found
+
+
+cdef bint is_sound(const uint8_t *record, uint64_t size, bint check_body) noexcept:
+    """Return whether bytes are a usual record that is sound."""
+    cdef uint64_t body_size = big32(record + 84), topic_end
+    if (
+        big32(record) != size or body_size > size - FIXED or big32(record + 4) != MAGIC
+        or big32(record + 36) & HOSTS_V6
+    ):
+        return False
+    topic_end = 89 + body_size + record[88 + body_size]
+    return (
+        record[88 + body_size] <= 127 and record[88 + body_size] != SCHEDULE_TOPIC_SIZE and topic_end + 2 <= size
+        and <uint64_t>(record[topic_end] << 8 | record[topic_end + 1]) == size - topic_end - 2
+        and record[topic_end] <= 127
+        and (
+            not check_body or not body_size
+            or rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
+        )
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- append

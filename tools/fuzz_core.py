@@ -110,10 +110,17 @@ class Fuzzer:
     def scan(self) -> None:
         """Read records out of a damaged chunk."""
         chunk = damaged(self.chance, self.log[self.chance.randrange(len(self.log)) :][:5000])
-        self.core.records(chunk, self.chance.randrange(len(chunk) + 50), 0, self.chance.random() < 0.5)
-        found, _ = self.core.records(damaged(self.chance, self.log), 0, 0, True)
-        for _, _, raw in found[:20]:
+        self.items(
+            chunk, self.chance.randrange(len(chunk) + 50), self.chance.choice((0, 50)), self.chance.random() < 0.5
+        )
+        for _, _, raw in self.items(damaged(self.chance, self.log), 0, 0, True)[:20]:
             self.read_body(raw)
+
+    def items(self, data: bytes, place: int, beyond: int, check_body: bool) -> list[Any]:
+        """Return the usual records from a place on, up to an end that may lie beyond the data."""
+        end = len(data) + beyond
+        items = self.core.Items(data, 0, place, end, end, check_body, lambda at: (at, 0, None), lambda done: None)
+        return [item for item in items if item[2] is not None]
 
     def read_body(self, raw: bytes) -> None:
         """Read the parts of a damaged message."""
@@ -156,9 +163,11 @@ class Fuzzer:
             self.core.put_entries(buffer, slots, number, places, places, hashes, chance.choice((0, 1 << 40)), 5)
 
     def checksum(self) -> None:
-        """Compute checksums at odd places and lengths."""
+        """Compute checksums at odd places and lengths, and of parts that may lie outside."""
         data = self.log[self.chance.randrange(100) :][: self.chance.randrange(300)]
         assert self.core.crc32(data) == self.core.crc32(data, False)
+        places = [self.chance.choice((-1, 0, 5, len(data), len(data) + 1, 1 << 62)) for _ in range(20)]
+        self.core.checksums(data, np.array(places[:10]), np.array(places[10:]))
 
     def run(self, seconds: float) -> int:
         """Call everything until the time is over; return the number of calls."""

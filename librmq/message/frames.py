@@ -27,7 +27,7 @@ _unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # ne
 _MAGIC: Final = record.MESSAGE_MAGIC
 _V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 18  # that fits the cache of a processor's core
 
 LogItem = tuple[int, int, bytes | None]
 """An item of the log: physical offset, size, and the bytes of a record, or None for the blank of a file."""
@@ -64,19 +64,25 @@ def items(
     Raises:
         CorruptionError: The bytes are neither a record nor a blank.
     """
+    if CORE is not None:
+        made: Generator[LogItem, None, int] = CORE.Items(
+            buffer, start, place, end, file_size, check_body,
+            lambda place: _item(buffer, path, start, place, file_size, check_body), advance,
+        )  # fmt: skip
+        return made
+    return _items(buffer, path, start, place, end, file_size, check_body)
+
+
+def _items(
+    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
+) -> Generator[LogItem, None, int]:
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
     check, unpack, fixed = crc32, _unpack_frame, record.FIXED_SIZE
     chunk, chunk_at, chunk_size = b"", place, 0
     while place < end:
-        inside = place - chunk_at
-        if CORE is not None and inside + fixed <= chunk_size:
-            found, inside_end = CORE.records(chunk, inside, start + chunk_at, check_body)
-            if found:
-                yield from found
-                place = chunk_at + inside_end
-                continue
-        elif inside + fixed <= chunk_size:
+        inside, size = place - chunk_at, fixed
+        if inside + fixed <= chunk_size:
             size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
             if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
                 raw = chunk[inside : inside + size]
@@ -92,23 +98,26 @@ def items(
                     yield start + place, size, raw
                     place += size
                     continue
-        if inside or not chunk:  # it reaches beyond the chunk, so read a chunk from here
+        if (inside or not chunk) and inside + size > chunk_size:  # it reaches beyond the chunk
             chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
             chunk_size = len(chunk)
             advance(chunk_size)
             continue
-        try:
-            size = record.check_record(buffer, place, file_size, check_body=check_body)
-        except RecordError as error:
-            raise damage(path, start + place, error) from error
-        if not size:
-            yield start + place, file_size - place, None
+        item = _item(buffer, path, start, place, file_size, check_body)
+        yield item
+        if item[2] is None:
             return start + file_size
-        yield start + place, size, buffer[place : place + size]
-        place += size
-        chunk = b""
-        chunk_size = 0
+        place += item[1]
     return start + place
+
+
+def _item(buffer: mmap.mmap, path: str, start: int, place: int, file_size: int, check_body: bool) -> LogItem:
+    """Return the record at ``place``, or the blank there."""
+    try:
+        size = record.check_record(buffer, place, file_size, check_body=check_body)
+    except RecordError as error:
+        raise damage(path, start + place, error) from error
+    return (start + place, size, buffer[place : place + size]) if size else (start + place, file_size - place, None)
 
 
 def split(data: bytes, physical_offset: int) -> list[LogItem]:

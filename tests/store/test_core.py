@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
+from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
@@ -43,7 +44,7 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    monkeypatch.setattr("librmq.commitlog.CORE", None)
+    monkeypatch.setattr("librmq.message.frames.CORE", None)
 
 
 @needs_core
@@ -51,6 +52,36 @@ def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_checksums_are_those_of_zlib(data: bytes, times: int) -> None:
     data *= 3**times
     assert CORE.crc32(data) == CORE.crc32(data, False) == zlib.crc32(data)
+
+
+PLACES = st.integers(-5, 210) | st.sampled_from([-(1 << 63), (1 << 63) - 1])
+
+
+@needs_core
+@given(st.binary(max_size=200), st.lists(st.tuples(PLACES, PLACES), max_size=9))
+def test_checksums_of_parts_are_those_of_zlib(data: bytes, parts: list[tuple[int, int]]) -> None:
+    """A part that is not within the data has none."""
+    begins, ends = np.array(parts, np.int64).reshape(-1, 2).T.copy()
+    found = np.frombuffer(CORE.checksums(data, begins, ends), np.uint32).tolist()
+    assert found == [zlib.crc32(data[a:b]) if 0 <= a < b <= len(data) else 0 for a, b in parts]
+    with pytest.raises(ValueError, match="arrays of one length"):
+        CORE.checksums(data, begins, np.append(ends, 0))
+
+
+@needs_core
+def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageStore.open(tmp_path, StoreConfig.tiny()) as store:
+        places = [store.append(Message("T", b"body %d" % number)).physical_offset for number in range(50)]
+    with (tmp_path / "commitlog" / ("0" * 20)).open("r+b") as file:
+        for number in (7, 23):
+            file.seek(places[number] + 90)
+            file.write(b"!")
+    before = CORE.counts()["checksums"]
+    compiled = reader(tmp_path, mode="PERMISSIVE").read_all()
+    assert CORE.counts()["checksums"] == before + 50
+    assert compiled.num_rows - compiled["body"].null_count == 48
+    monkeypatch.setattr("librmq.columns.decode.CORE", None)
+    assert reader(tmp_path, mode="PERMISSIVE").read_all() == compiled
 
 
 def filled(sizes: list[int], file_size: int = 1 << 16) -> tuple[MemoryFiles, StoreConfig]:
@@ -186,11 +217,15 @@ def test_a_pull_from_a_closed_mapping_keeps_collection() -> None:
 @given(st.binary(max_size=400), st.binary(max_size=120), st.integers(0, 500))
 def test_arbitrary_bytes_are_no_records(head: bytes, tail: bytes, inside: int) -> None:
     """The compiled reading never goes beyond its bytes, whatever lengths they claim."""
+
+    def unusual(place: int) -> tuple[int, int, None]:
+        return place, len(data), None
+
     for size in (91, 92, 120, 1 << 20, 0xFFFFFFFF):
         data = head + size.to_bytes(4, "big") + b"\xda\xa3\x20\xa7" + tail
-        found, end = CORE.records(data, inside, 0, False)
-        assert end >= inside
-        assert all(len(raw) == length for _, length, raw in found)
+        for end in (len(data), len(data) + 1000):
+            items = CORE.Items(data, 0, inside, end, end, False, unusual, lambda done: None)
+            assert all(raw is None or len(raw) == length for _, length, raw in items)
 
 
 def test_a_store_says_which_code_runs() -> None:
