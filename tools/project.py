@@ -25,6 +25,7 @@ from screen import Screen, Step, seconds_text
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 SITE = CHECKOUT / "tools" / "website.py"
+UNCOVERED = CHECKOUT / "tools" / "uncovered.py"
 RELEASE = CHECKOUT / "tools" / "release.py"
 DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
@@ -98,8 +99,12 @@ def check(arguments: Sequence[str]) -> int:
         types = {program: background.submit(run, place, None, program) for program in beside}
         if tested:
             words = pytest_words(passed_on, quick=options.quick, keep_going=options.keep_going)
+            if options.coverage:
+                words += ["--cov", "--cov-report="]
             if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
                 failed.append("tests")
+            if options.coverage:
+                place.run([place.python, UNCOVERED, CHECKOUT / ".coverage", place.logs / "uncovered.txt"])
         failed += show(place, screen, beside, types)
     outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
     screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
@@ -143,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the arguments of ``check``."""
     made = argparse.ArgumentParser(
         prog="check",
-        usage="check [--quick | --lint | --fix] [--keep-going] [--wheel FILE] [TEST …] [OPTION OF PYTEST …]",
+        usage="check [--quick | --lint | --fix] [--keep-going] [--coverage] [--wheel FILE] [TEST …] [PYTEST OPTION …]",
         description="Style, types, layers, site and tests of this checkout, in an environment of its own.",
         epilog="Files, folders and tests that are named are run alone, in the way of pytest: "
         "./check tests/project/test_project.py -k commands",
@@ -156,6 +161,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--lint", action="store_true", help="style, types and layers only")
     one.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
     made.add_argument("--keep-going", action="store_true", help="with --quick: continue after a failing test")
+    made.add_argument("--coverage", action="store_true", help="list the lines of librmq that no test reached")
     made.add_argument(
         "--wheel",
         metavar="FILE",
