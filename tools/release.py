@@ -80,6 +80,24 @@ def cut_changelog(text: str, version: str, day: str) -> str:
     return f"{before}{UNRELEASED}\n## [{version}] - {day}\n{after}"
 
 
+def with_urls(project: str, remotes: str) -> str:
+    """Return ``pyproject.toml`` with the addresses of the project, if it lacks them and ``origin`` has a public one.
+
+    ``remotes`` is what ``git remote --verbose`` prints.
+    """
+    found = re.search(
+        r"^origin\t(?:https://|git@|ssh://git@)([\w-]+\.[\w.-]+)[:/](\S+?)(?:\.git)? ", remotes, re.MULTILINE
+    )
+    if "[project.urls]" in project or found is None:
+        return project
+    address = f"https://{found[1]}/{found[2]}"
+    table = (
+        f'[project.urls]\nRepository = "{address}"\nDocumentation = "{address}/blob/HEAD/docs/index.md"\n'
+        f'Changelog = "{address}/blob/HEAD/CHANGELOG.md"\nIssues = "{address}/issues"\n\n'
+    )
+    return project.replace("[project.scripts]", table + "[project.scripts]", 1)
+
+
 def faults_of_wheel(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Return what is wrong with the files in a wheel; ``modules`` are the files that it must have."""
     found = set(names)
@@ -163,7 +181,10 @@ def release(version: str, dist: Path) -> None:
         VERSION_FILE.write_text(VERSION.sub(f'__version__ = "{version}"', old[VERSION_FILE]), "utf-8")
         CORE_FILE.write_text(CORE_VERSION.sub(f'version = "{version}"', old[CORE_FILE]), "utf-8")
         pinned = rf'fast = ["\1", "librmq-core=={version}"]'
-        PROJECT_FILE.write_text(FAST.sub(pinned, old[PROJECT_FILE]), "utf-8")
+        project = with_urls(FAST.sub(pinned, old[PROJECT_FILE]), run(["git", "remote", "--verbose"]))
+        if "[project.urls]" not in project:
+            print("The package names no repository: the clone's origin has no public address.")
+        PROJECT_FILE.write_text(project, "utf-8")
         run([sys.executable, "-m", "build", "--outdir", dist, CHECKOUT])
         run([sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent])
         check_files(dist)

@@ -72,7 +72,8 @@ def test_a_release_changes_every_version(release: ModuleType, monkeypatch: pytes
         monkeypatch.setattr(release, name, shutil.copy(getattr(release, name), tmp_path / name))
     for name in ("check_files", "install"):
         monkeypatch.setattr(release, name, lambda *_: None)
-    monkeypatch.setattr(release, "run", lambda _: "")
+    origin = "origin\tgit@example.org:shop/librmq.git (fetch)\norigin\tgit@example.org:shop/librmq.git (push)\n"
+    monkeypatch.setattr(release, "run", lambda command: origin if "remote" in command else "")
     dist = tmp_path / "dist"
     dist.mkdir()
     (dist / "librmq-9.8.7.whl").touch()
@@ -81,8 +82,25 @@ def test_a_release_changes_every_version(release: ModuleType, monkeypatch: pytes
     assert release.VERSION.findall(release.VERSION_FILE.read_text("utf-8")) == ["9.8.7"]
     assert release.CORE_VERSION.findall(release.CORE_FILE.read_text("utf-8")) == ["9.8.7"]
     assert "## [9.8.7]" in release.CHANGELOG.read_text("utf-8")
-    extras = tomllib.loads(release.PROJECT_FILE.read_text("utf-8"))["project"]["optional-dependencies"]
-    assert "librmq-core==9.8.7" in extras["fast"]
+    project = tomllib.loads(release.PROJECT_FILE.read_text("utf-8"))["project"]
+    assert "librmq-core==9.8.7" in project["optional-dependencies"]["fast"]
+    assert project["urls"]["Changelog"] == "https://example.org/shop/librmq/blob/HEAD/CHANGELOG.md"
+
+
+@pytest.mark.parametrize(
+    ("origin", "address"),
+    [
+        ("https://example.org/shop/librmq.git", "https://example.org/shop/librmq"),
+        ("https://example.org/shop/librmq", "https://example.org/shop/librmq"),
+        ("ssh://git@example.org/shop/librmq.git", "https://example.org/shop/librmq"),
+        ("/home/ann/librmq", None),
+        ("https://ann:secret@example.org/shop/librmq", None),
+    ],
+)
+def test_a_package_names_a_public_repository(release: ModuleType, origin: str, address: str | None) -> None:
+    text = release.with_urls("[project]\nname = 'librmq'\n\n[project.scripts]\n", f"origin\t{origin} (push)\n")
+    assert tomllib.loads(text)["project"].get("urls", {}).get("Repository") == address
+    assert release.with_urls(text, f"origin\t{origin} (push)\n") == text
 
 
 def test_a_version_is_released_once(
