@@ -13,29 +13,24 @@ was killed, or is called again later, continues from that state: no message is l
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
-import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Unpack, get_args
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
+from librmq.columns.options import ReadOptions
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import TYPES
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
-from librmq.columns.remote import RemoteFiles
-from librmq.errors import ConfigError, CorruptionError
+from librmq.columns.remote import RemoteFiles, RemoteStore
+from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.runtime.headway import advance
@@ -45,17 +40,14 @@ __all__ = ["ExportFormat", "Exported", "export"]
 ExportFormat = Literal["parquet", "csv", "jsonl"]
 
 _STATE: Final = "librmq_export.json"
-_VERSION: Final = 1
 _STEP_BYTES: Final = 256 << 20
-_GROUP_ROWS: Final = 1 << 16
-_GROUP_BYTES: Final = 64 << 20
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
 _BODY: Final = ("body",)
 _PLACE: Final = ("topic", "queueId", "queueOffset")
-_DATE: Final = "date"
-_PARTITIONS: Final = ("topic", "queueId", _DATE)
-_UNFINISHED: Final = ".tmp"
+_NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
+"""Suffixes of files, which a folder of Parquet files would not be."""
+_PARTITIONS: Final = ("topic", "queueId", DATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +57,6 @@ class Exported:
     path: str
     rows: int
     files: int
-
-
-@dataclass(frozen=True)
-class _State:
-    """The state of an export, as stored beside the data."""
-
-    form: str
-    columns: tuple[str, ...]
-    partition_by: tuple[str, ...]
-    offsets: dict[str, dict[str, int]] = field(default_factory=dict)
-    size: int = 0
-    steps: int = 0
-    shown: tuple[str, ...] = ()
-    """Files of the last step; committing removes `_UNFINISHED` from their names."""
-
-    @classmethod
-    def read(cls, path: str, files: DiskFiles) -> _State | None:
-        if files.size(path) is None:
-            return None
-        try:
-            found = json.loads(files.read(path))
-            if found.pop("version") != _VERSION:
-                raise ValueError("another version")
-            for name in ("columns", "partition_by", "shown"):
-                found[name] = tuple(found[name])
-            return cls(**found)
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None
-
-    def write(self, path: str, files: DiskFiles) -> None:
-        files.write(path, json.dumps({"version": _VERSION} | vars(self)).encode())
 
 
 def export(
@@ -121,7 +82,7 @@ def export(
         **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
 
     Raises:
-        ConfigError: A setting is wrong, or an earlier export to ``out`` has other columns.
+        ConfigError: A setting is wrong, or an earlier export to ``out`` has other columns or conditions.
         DataLossError: Retention deleted messages that were not exported. With ``fail_on_data_loss=False`` the export
         continues after them.
         StoreLockedError: Another process exports to ``out``.
@@ -130,8 +91,10 @@ def export(
     for name in ("view", "offsets", "files"):
         if name in settings:
             raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
+    if not isinstance(store, str | os.PathLike | RemoteStore):
+        raise ConfigError(f"store: expected one store, found {store!r:.80}; export each to a path of its own")
     pattern = _pattern(grep)
-    path = os.path.abspath(out)
+    path = _local(out)
     form = _format_of(path, format)
     partition_by = _partitions(partition_by, form)
     options, schema, processes, source_files = selection(store, settings)
@@ -142,19 +105,15 @@ def export(
     make_folders(files, os.path.dirname(state_path))
     lock = files.lock(f"{state_path}.lock")
     try:
-        fresh = _State(form, tuple(schema.names), tuple(partition_by))
-        state = _State.read(state_path, files)
+        fresh = ExportState(form, tuple(schema.names), tuple(partition_by), _conditions(options, settings, grep))
+        state = ExportState.read(state_path, files)
         if state is None:
             _check_free(path, form)
             state = fresh
             state.write(state_path, files)  # marks the path as an export
-        if (state.form, state.columns, state.partition_by) != (fresh.form, fresh.columns, fresh.partition_by):
-            raise ConfigError(
-                f"out: {path} was begun as {state.form} with the columns {', '.join(state.columns)}, partitioned by "
-                f"{', '.join(state.partition_by) or 'nothing'}; use the same settings, or export to another path"
-            )
-        target: _ParquetFolder | _TextFile
-        target = _ParquetFolder(path, state) if form == "parquet" else _TextFile(path, state)
+        fresh.check(state, path)
+        target: ParquetFolder | TextFile
+        target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
         if isinstance(source_files, RemoteFiles):
             options = source_files.mirrored(options)
         with PlannedStore.open(options.paths[0], options.wanted, options.mode, source_files) as planned:
@@ -168,7 +127,7 @@ def export(
             [
                 *schema.names,
                 *_PLACE,
-                *(["storeTimestamp"] if _DATE in partition_by else []),
+                *(["storeTimestamp"] if DATE in partition_by else []),
                 *_BODY[: grep is not None],
             ]
         )
@@ -200,6 +159,22 @@ def export(
         lock.release()
 
 
+def _local(out: str | os.PathLike[str]) -> str:
+    text = os.fspath(out)
+    if "://" in text:
+        raise ConfigError(
+            f"out: expected a local path, found the URL {text:.80}; export to a folder and copy it, or give the "
+            "batches of librmq.columns.reader to pyarrow.dataset.write_dataset"
+        )
+    return os.path.abspath(text)
+
+
+def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None) -> dict[str, str]:
+    """Return the conditions that select among the messages of a queue."""
+    given = {"tags": options.wanted.tags, "sql": options.selector, "filter": settings.get("filter"), "grep": grep}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
 def _pattern(grep: str | None) -> re.Pattern[str] | None:
     try:
         return None if grep is None else re.compile(grep)
@@ -210,8 +185,9 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
 def _partitions(asked: str | Sequence[str], form: str) -> Sequence[str]:
     names = [asked] if isinstance(asked, str) else asked
     for name in names:
-        if name not in _PARTITIONS or form != "parquet":
-            raise ConfigError(f"partition_by: expected some of {', '.join(_PARTITIONS)}, for Parquet, found {name!r}")
+        if name not in _PARTITIONS or form != "parquet" or names.count(name) > 1:
+            wanted = f"expected some of {', '.join(_PARTITIONS)}, each once, for Parquet"
+            raise ConfigError(f"partition_by: {wanted}, found {name!r}")
     return names
 
 
@@ -221,7 +197,9 @@ def _format_of(path: str, asked: str | None) -> str:
         if asked not in known:
             raise ConfigError(f"format: expected one of {', '.join(known)}, found {asked!r:.80}")
         return asked
-    ending = path.rpartition(".")[2].lower()
+    ending = os.path.splitext(path)[1].lower().removeprefix(".")
+    if ending in _NOT_WRITTEN:
+        raise ConfigError(f"out: .{ending} is no format of an export; use .csv or .jsonl, or name the format")
     return {"csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}.get(ending, "parquet")
 
 
@@ -307,171 +285,3 @@ def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatc
         for body in batch.column("body").to_pylist()
     ]
     return batch.filter(pa.array(found, pa.bool_()))
-
-
-class _ParquetFolder:
-    """A folder of Parquet files."""
-
-    def __init__(self, path: str, state: _State) -> None:
-        self._path = path
-        self._partition_by = state.partition_by
-        self._steps = state.steps
-        self.show(state)
-        for folder, _, names in os.walk(path):  # delete the files of an uncommitted step
-            for name in names:
-                if name.startswith("part-") and name.endswith(_UNFINISHED):
-                    os.unlink(os.path.join(folder, name))
-
-    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
-        """Write a step to files that are not visible yet; return their names."""
-        first = next(batches, None)
-        if first is None:
-            return [], 0
-        names = [*schema.names, *(name for name in self._partition_by if name not in schema.names)]
-        kinds = TYPES | {_DATE: pa.string()}
-        wanted = pa.schema([(name, kinds[name]) for name in names])
-
-        def arranged() -> Iterator[pa.RecordBatch]:
-            batch: pa.RecordBatch | None = first
-            while batch is not None:
-                if _DATE in self._partition_by:
-                    batch = batch.append_column(_DATE, pc.strftime(batch.column("storeTimestamp"), "%Y-%m-%d"))
-                yield batch.select(names)
-                batch = next(batches, None)
-
-        template = f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}"
-        if self._partition_by:
-            made = self._partitioned(arranged(), wanted, template)
-        else:  # a dataset of one file takes a quarter longer
-            made = [template.format(i=0)]
-            with pq.ParquetWriter(os.path.join(self._path, made[0]), wanted) as writer:
-                for group in _groups(arranged()):
-                    writer.write_table(pa.Table.from_batches(group, wanted))
-        for name in made:
-            with open(os.path.join(self._path, name), "rb") as file:
-                os.fsync(file.fileno())
-        self._flush_folders(made)
-        self._steps += 1
-        return made, 0
-
-    def _partitioned(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
-        import pyarrow.dataset as ds
-
-        made: list[str] = []
-        ds.write_dataset(
-            batches,
-            self._path,
-            schema=wanted,
-            format="parquet",
-            basename_template=template,
-            partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
-            existing_data_behavior="overwrite_or_ignore",
-            preserve_order=True,  # without threads alone, the batches of a partition still overtake each other
-            min_rows_per_group=_GROUP_ROWS,
-            max_partitions=1 << 16,
-            file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
-        )
-        return made
-
-    def _flush_folders(self, names: Sequence[str]) -> None:
-        """Flush the folders of files and their parents, so that the names reach the device before the state."""
-        folders: set[str] = set()
-        for name in names:
-            while name:
-                name = os.path.dirname(name)
-                folders.add(os.path.join(self._path, name))
-        for folder in filter(os.path.isdir, folders):
-            DiskFiles().flush_folder(folder)
-
-    def show(self, state: _State) -> None:
-        """Make the files of a committed step visible."""
-        for name in state.shown:
-            made = os.path.join(self._path, name)
-            with suppress(FileNotFoundError):  # already visible
-                os.replace(made, made.removesuffix(_UNFINISHED))
-        self._flush_folders(state.shown)
-
-
-def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Yield batches together that make a row group of a Parquet file."""
-    group: list[pa.RecordBatch] = []
-    for batch in batches:
-        group.append(batch)
-        rows, size = (sum(getattr(each, name) for each in group) for name in ("num_rows", "nbytes"))
-        if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-class _TextFile:
-    """A file of CSV or JSON lines."""
-
-    def __init__(self, path: str, state: _State) -> None:
-        self._path = path
-        self._form = state.form
-        self._size = state.size
-
-    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
-        """Write a step after the committed data; return the file's name and its new length."""
-        names = list(schema.names)
-        found = os.path.getsize(self._path) if os.path.exists(self._path) else 0
-        if found < self._size:
-            raise CorruptionError(
-                self._path, found, "size", f"expected the {self._size} bytes that are exported: export to another path"
-            )
-        with open(self._path, "r+b" if self._size or os.path.exists(self._path) else "wb") as raw:
-            raw.truncate(self._size)
-            raw.seek(self._size)
-            text = io.TextIOWrapper(raw, "utf-8", newline="")
-            lines = self._lines(text, names)
-            for batch in batches:
-                for row in batch.select(names).to_pylist():
-                    lines(row)
-            text.flush()
-            os.fsync(raw.fileno())
-            self._size = raw.tell()
-            text.detach()
-        return [self._path], self._size
-
-    def _lines(self, text: io.TextIOWrapper, names: list[str]) -> Callable[[dict[str, Any]], object]:
-        if self._form == "jsonl":
-            encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-            return lambda row: text.write(encode(_plain(row)) + "\n")
-        columns = [each for name in names for each in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
-        table = csv.DictWriter(text, columns, lineterminator="\n")
-        if not self._size:
-            table.writeheader()
-
-        def line(row: dict[str, Any]) -> None:
-            plain = _plain(row)
-            for name, value in plain.items():
-                if isinstance(value, dict):
-                    plain[name] = json.dumps(value, ensure_ascii=False)
-            table.writerow(plain)
-
-        return line
-
-    def show(self, state: _State) -> None:
-        """Do nothing: the state's length already covers the step."""
-
-
-def _is_bytes(name: str) -> bool:
-    return bool(pa.types.is_binary(TYPES[name]))
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
-    plain: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, datetime):
-            plain[name] = value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        elif isinstance(value, bytes):
-            try:
-                plain[name] = value.decode()
-            except UnicodeDecodeError:
-                plain[f"{name}_b64"] = base64.b64encode(value).decode()
-        else:
-            plain[name] = dict(value) if isinstance(value, list) else value
-    return plain

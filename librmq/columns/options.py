@@ -81,11 +81,14 @@ class Wanted:
 
     def topic(self, topic: str) -> bool:
         """Return whether the read includes a topic."""
+        is_chosen = self.topics is not None or self.topic_pattern is not None
+        return self.names(topic) and (is_chosen or self.internal or not is_system_topic(topic))
+
+    def names(self, topic: str) -> bool:
+        """Return whether a name or pattern selects a topic, or there is none."""
         if self.topics is not None:
             return topic in self.topics
-        if self.topic_pattern is not None:
-            return re.fullmatch(self.topic_pattern, topic) is not None
-        return self.internal or not is_system_topic(topic)
+        return self.topic_pattern is None or re.fullmatch(self.topic_pattern, topic) is not None
 
     @property
     def takes_all(self) -> bool:

@@ -58,8 +58,7 @@ class ReaderKeywords(TypedDict, total=False):
     """Exclusive end of the store times."""
     offsets: range | Mapping[tuple[str, int], range | int] | None
     """Queue offsets: one range for every queue, or a mapping from topic and queue id to a range or the first offset.
-    Only
-    queues in the mapping are read."""
+    Only queues in the mapping are read."""
     view: View
     """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record)."""
     processes: int
@@ -124,8 +123,14 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
         remote = {one.url: one for one in found if isinstance(one, RemoteStore)}
         paths = tuple(one.url if isinstance(one, RemoteStore) else one for one in found)
         files = RemoteFiles(remote) if remote else None
+        use_options = any(isinstance(one, RemoteStore) and one not in stores for one in found)
     else:
         paths = tuple(one.url if isinstance(one, RemoteStore) else os.fspath(one) for one in stores)
+        use_options = False
+    if settings.get("storage_options") and not use_options:
+        raise ConfigError(
+            "storage_options: they are for URLs, and no store is one; leave them out (a RemoteStore has its own)"
+        )
     options = _options(paths, settings)
     if (expression := settings.get("filter")) is not None:
         options = replace(options, predicate=predicate_of(expression, options))
@@ -135,6 +140,8 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     for name in names:
         if name not in known:
             raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {suggest(name, known)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"columns: {name!r} is named twice; name each column once")
     schema = pa.schema([(name, TYPES[name]) for name in names])
     processes = settings.get("processes", 1)
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
@@ -184,6 +191,8 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         tags=tags,
         internal=view != "messages",
     )
+    if wanted.begin_ms is not None and wanted.end_ms is not None and wanted.begin_ms > wanted.end_ms:
+        raise ConfigError(f"since: expected a time before until, found {wanted.begin_ms} and {wanted.end_ms}, in ms")
     topic, queue = settings.get("topic"), settings.get("queue")
     if isinstance(topic, re.Pattern):
         wanted = replace(wanted, topic_pattern=topic.pattern)
@@ -223,6 +232,8 @@ def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
     for name, wanted in offsets.items():
         if not (isinstance(name, tuple) and len(name) == 2 and type(name[0]) is str and type(name[1]) is int):
             raise ConfigError(f"offsets: expected a topic and a queue id like ('orders', 0), found {name!r:.80}")
+        if not options.wanted.names(name[0]):
+            raise ConfigError(f"offsets: {name!r:.80} is of a topic that topic does not select; leave topic out")
         begin, end = _bounds(wanted)
         starting.setdefault(name[0], {})[str(name[1])] = begin
         ending.setdefault(name[0], {})[str(name[1])] = LATEST if end == LARGEST_OFFSET else end

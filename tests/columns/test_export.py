@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
+import errno
 import json
 import os
+import resource
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
-from librmq.errors import ConfigError, CorruptionError
+from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLockedError
+from librmq.runtime.headway import watched
 from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
@@ -49,7 +54,7 @@ def store(tmp_path: Path) -> Path:
 def rows(out: Path) -> list[dict[str, Any]]:
     """Return the rows of an export in the order of the log."""
     if out.suffix == ".jsonl":
-        found = [json.loads(line) for line in out.read_text().splitlines()]
+        found = [json.loads(line) for line in out.read_bytes().splitlines()]
     elif out.suffix == ".csv":
         with open(out, newline="") as file:
             found = list(csv.DictReader(file))
@@ -183,6 +188,85 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
     assert not (store / "lake").exists()
     with pytest.raises(ConfigError, match="view: an export reads"):
         export(store, tmp_path / "out2", view="log")
+    with pytest.raises(ConfigError, match="store: expected one store"):
+        export([store], tmp_path / "out2")  # type: ignore[arg-type]
+    for out, text in (("s3://bucket/lake", "out: expected a local path"), ("out.json", r"out: \.json is no format")):
+        with pytest.raises(ConfigError, match=text):
+            export(store, out)
+    with pytest.raises(ConfigError, match="each once"):
+        export(store, tmp_path / "out2", partition_by=["topic", "topic"])
+    assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_other_conditions_are_refused(store: Path, tmp_path: Path, name: str) -> None:
+    """The offsets of an export pass messages that its conditions leave out."""
+    export(store, tmp_path / name, tags="t0", grep="1")
+    with pytest.raises(ConfigError, match="was begun with tags 't0', grep '1', found tags 't1', which would miss"):
+        export(store, tmp_path / name, tags="t1")
+    with pytest.raises(ConfigError, match="found no condition"):
+        export(store, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_texts_keep_every_body(tmp_path: Path, name: str) -> None:
+    bodies = [b"", b"a\rb", b"a\nb", b"\r\n", b"\0", b'"', b'a,"b"', b"\xff\r", "\u2028€".encode(), b"'", b" x "]
+    with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
+        for body in bodies:
+            store.append(Message("T", body, properties={"p": "\r\n,"}), 0)
+    export(tmp_path / "store", tmp_path / name)
+    found = rows(tmp_path / name)
+    assert [
+        base64.b64decode(row["body_b64"]) if row.get("body_b64") else (row["body"] or "").encode() for row in found
+    ] == bodies
+    kept = [
+        row["properties"] if isinstance(row["properties"], dict) else json.loads(row["properties"]) for row in found
+    ]
+    assert {row["p"] for row in kept} == {"\r\n,"}
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_an_export_continues_after_a_full_disk(store: Path, tmp_path: Path, name: str) -> None:
+    fill(store, range(60, 1500))
+    with largest_file(8192), pytest.raises(StoreIOError, match=f"{name}: export: ") as failed:
+        export(store, tmp_path / name)
+    assert failed.value.errno in (errno.EFBIG, errno.ENOSPC)
+    left = [tmp_path / name] if (tmp_path / name).is_file() else list((tmp_path / name).glob("part-*"))
+    assert [file for file in left if file.stat().st_size] == []
+    export(store, tmp_path / name)
+    assert numbers(tmp_path / name) == list(range(1500))
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_two_exports_to_one_place_are_refused(store: Path, tmp_path: Path, name: str) -> None:
+    refused: list[StoreLockedError] = []
+
+    def again(done: int, total: int | None) -> None:
+        if total is not None:
+            with pytest.raises(StoreLockedError) as error:
+                export(store, tmp_path / name)
+            refused.append(error.value)
+
+    with watched(again):
+        export(store, tmp_path / name)
+    assert refused
+    assert numbers(tmp_path / name) == list(range(60))
+
+
+def test_a_place_that_cannot_be_written(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreIOError, match="file"):
+        export(store, tmp_path / "file" / "lake")
 
 
 @pytest.mark.thorough

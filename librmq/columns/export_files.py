@@ -1,0 +1,292 @@
+"""The data and the state of an export: a folder of Parquet files, or one file of CSV or JSON lines.
+
+A step is written first to files that are not visible, or after the committed length of a file; then the state is
+replaced, which commits it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from librmq.columns.read import TYPES
+from librmq.errors import ConfigError, CorruptionError, StoreIOError
+from librmq.files.disk import DiskFiles
+
+__all__ = ["DATE", "ExportState", "ParquetFolder", "TextFile"]
+
+_VERSION: Final = 1
+_GROUP_ROWS: Final = 1 << 16
+_GROUP_BYTES: Final = 64 << 20
+DATE: Final = "date"
+"""The name of the partition by day of storing."""
+_UNFINISHED: Final = ".tmp"
+
+
+@dataclass(frozen=True)
+class ExportState:
+    """The state of an export, as stored beside the data."""
+
+    form: str
+    columns: tuple[str, ...]
+    partition_by: tuple[str, ...]
+    conditions: dict[str, str] = field(default_factory=dict)
+    """The conditions on messages, such as tags; other ones would leave out messages that were passed."""
+    offsets: dict[str, dict[str, int]] = field(default_factory=dict)
+    size: int = 0
+    steps: int = 0
+    shown: tuple[str, ...] = ()
+    """Files of the last step; committing removes `_UNFINISHED` from their names."""
+
+    @classmethod
+    def read(cls, path: str, files: DiskFiles) -> ExportState | None:
+        """Return the state in the file ``path``, or None if there is none."""
+        if files.size(path) is None:
+            return None
+        try:
+            found = json.loads(files.read(path))
+            if found.pop("version") != _VERSION:
+                raise ValueError("another version")
+            for name in ("columns", "partition_by", "shown"):
+                found[name] = tuple(found[name])
+            return cls(**found)
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None
+
+    def check(self, begun: ExportState, path: str) -> None:
+        """Raise `ConfigError` if the export to ``path`` was begun with other settings than these."""
+        if (begun.form, begun.columns, begun.partition_by) != (self.form, self.columns, self.partition_by):
+            raise ConfigError(
+                f"out: {path} was begun as {begun.form} with the columns {', '.join(begun.columns)}, partitioned by "
+                f"{', '.join(begun.partition_by) or 'nothing'}; use the same settings, or export to another path"
+            )
+        if begun.conditions != self.conditions:
+            raise ConfigError(
+                f"out: {path} was begun with {_shown(begun.conditions)}, found {_shown(self.conditions)}, which would "
+                "miss messages that were passed; use the same conditions, or export to another path"
+            )
+
+    def write(self, path: str, files: DiskFiles) -> None:
+        """Replace the state in the file ``path``."""
+        files.write(path, json.dumps({"version": _VERSION} | vars(self)).encode())
+
+
+def _shown(conditions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value!r:.80}" for name, value in conditions.items()) or "no condition"
+
+
+class ParquetFolder:
+    """A folder of Parquet files."""
+
+    def __init__(self, path: str, state: ExportState) -> None:
+        self._path = path
+        self._partition_by = state.partition_by
+        self._steps = state.steps
+        self.show(state)
+        self._delete_unfinished()
+
+    def _delete_unfinished(self) -> None:
+        """Delete the files of an uncommitted step."""
+        for folder, _, names in os.walk(self._path):
+            for name in names:
+                if name.startswith("part-") and name.endswith(_UNFINISHED):
+                    os.unlink(os.path.join(folder, name))
+
+    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
+        """Write a step to files that are not visible yet; return their names."""
+        first = next(batches, None)
+        if first is None:
+            return [], 0
+        names = [*schema.names, *(name for name in self._partition_by if name not in schema.names)]
+        kinds = TYPES | {DATE: pa.string()}
+        wanted = pa.schema([(name, kinds[name]) for name in names])
+
+        def arranged() -> Iterator[pa.RecordBatch]:
+            batch: pa.RecordBatch | None = first
+            while batch is not None:
+                if DATE in self._partition_by:
+                    batch = batch.append_column(DATE, pc.strftime(batch.column("storeTimestamp"), "%Y-%m-%d"))
+                yield batch.select(names)
+                batch = next(batches, None)
+
+        template = f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}"
+        try:
+            with _named_errors(self._path):
+                made = self._written(arranged(), wanted, template)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next call deletes what is left
+                self._delete_unfinished()
+            raise
+        self._steps += 1
+        return made, 0
+
+    def _written(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
+        """Write and flush files; return their names."""
+        if self._partition_by:
+            made = self._partitioned(batches, wanted, template)
+        else:  # a dataset of one file takes a quarter longer
+            made = [template.format(i=0)]
+            with pq.ParquetWriter(os.path.join(self._path, made[0]), wanted) as writer:
+                for group in _groups(batches):
+                    writer.write_table(pa.Table.from_batches(group, wanted))
+        for name in made:
+            with open(os.path.join(self._path, name), "rb") as file:
+                os.fsync(file.fileno())
+        self._flush_folders(made)
+        return made
+
+    def _partitioned(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
+        import pyarrow.dataset as ds
+
+        made: list[str] = []
+        ds.write_dataset(
+            batches,
+            self._path,
+            schema=wanted,
+            format="parquet",
+            basename_template=template,
+            partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
+            existing_data_behavior="overwrite_or_ignore",
+            preserve_order=True,  # without threads alone, the batches of a partition still overtake each other
+            min_rows_per_group=_GROUP_ROWS,
+            max_partitions=1 << 16,
+            file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
+        )
+        return made
+
+    def _flush_folders(self, names: Sequence[str]) -> None:
+        """Flush the folders of files and their parents, so that the names reach the device before the state."""
+        folders: set[str] = set()
+        for name in names:
+            while name:
+                name = os.path.dirname(name)
+                folders.add(os.path.join(self._path, name))
+        for folder in filter(os.path.isdir, folders):
+            DiskFiles().flush_folder(folder)
+
+    def show(self, state: ExportState) -> None:
+        """Make the files of a committed step visible."""
+        for name in state.shown:
+            made = os.path.join(self._path, name)
+            with contextlib.suppress(FileNotFoundError):  # already visible
+                os.replace(made, made.removesuffix(_UNFINISHED))
+        self._flush_folders(state.shown)
+
+
+@contextlib.contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """Raise errors of the system as `StoreIOError` with the path."""
+    try:
+        yield
+    except StoreIOError:
+        raise
+    except OSError as error:
+        raise StoreIOError("export", path, error) from error
+
+
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Yield batches together that make a row group of a Parquet file."""
+    group: list[pa.RecordBatch] = []
+    for batch in batches:
+        group.append(batch)
+        rows, size = (sum(getattr(each, name) for each in group) for name in ("num_rows", "nbytes"))
+        if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class TextFile:
+    """A file of CSV or JSON lines."""
+
+    def __init__(self, path: str, state: ExportState) -> None:
+        self._path = path
+        self._form = state.form
+        self._size = state.size
+
+    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
+        """Write a step after the committed data; return the file's name and its new length."""
+        names = list(schema.names)
+        found = os.path.getsize(self._path) if os.path.exists(self._path) else 0
+        if found < self._size:
+            raise CorruptionError(
+                self._path, found, "size", f"expected the {self._size} bytes that are exported: export to another path"
+            )
+        try:
+            with _named_errors(self._path), open(self._path, "r+b" if os.path.exists(self._path) else "wb") as raw:
+                raw.truncate(self._size)
+                raw.seek(self._size)
+                text = io.TextIOWrapper(raw, "utf-8", newline="")
+                lines = self._lines(text, names)
+                for batch in batches:
+                    for row in batch.select(names).to_pylist():
+                        lines(row)
+                text.flush()
+                os.fsync(raw.fileno())
+                end = raw.tell()
+                text.detach()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next call cuts what is left
+                os.truncate(self._path, self._size)
+            raise
+        self._size = end
+        return [self._path], self._size
+
+    def _lines(self, text: io.TextIOWrapper, names: list[str]) -> Callable[[dict[str, Any]], object]:
+        if self._form == "jsonl":
+            encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+            return lambda row: text.write(encode(_plain(row)) + "\n")
+        columns = [each for name in names for each in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
+        # Python 3.11 leaves a lone carriage return unquoted, where readers of CSV end the row.
+        usual, quoted = (
+            csv.DictWriter(text, columns, lineterminator="\n", quoting=each)
+            for each in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
+        )
+        if not self._size:
+            usual.writeheader()
+
+        def line(row: dict[str, Any]) -> None:
+            plain = _plain(row)
+            for name, value in plain.items():
+                if isinstance(value, dict):
+                    plain[name] = json.dumps(value, ensure_ascii=False)
+            has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
+            (quoted if has_return else usual).writerow(plain)
+
+        return line
+
+    def show(self, state: ExportState) -> None:
+        """Do nothing: the state's length already covers the step."""
+
+
+def _is_bytes(name: str) -> bool:
+    return bool(pa.types.is_binary(TYPES[name]))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, datetime):
+            plain[name] = value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        elif isinstance(value, bytes):
+            try:
+                plain[name] = value.decode()
+            except UnicodeDecodeError:
+                plain[f"{name}_b64"] = base64.b64encode(value).decode()
+        else:
+            plain[name] = dict(value) if isinstance(value, list) else value
+    return plain
