@@ -20,10 +20,10 @@ CHECKOUT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = CHECKOUT / "benchmarks" / "results"
 PICTURES: Final = CHECKOUT / "docs" / "performance"
 
-LEFT: Final = 300
-"""Where the axis begins; the names of the others stand in front of it."""
-RIGHT: Final = 660
-WIDTH: Final = 780
+LEFT: Final = 360
+"""Where the axis begins; figures and names stand in front of it, which is what a phone shows first."""
+RIGHT: Final = 740
+WIDTH: Final = 760
 LINE: Final = 21
 COLOURS: Final = {"reached": "#1a7f37", "met": "#1a7f37", "missed": "#cf222e", "short": "#9a6700", "": "#0969da"}
 LEGEND: Final = (
@@ -49,7 +49,8 @@ class Ratio:
     least: float
     most: float
     required: float | None
-    at_most: bool
+    is_cost: bool
+    """Less is better."""
     verdict: str
 
 
@@ -81,7 +82,7 @@ def ratios(page: str) -> Iterator[Ratio]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 10 or not cells[3].endswith("×") or not cells[4]:
             continue
-        path, case, against, measured, spread, required, _, verdict = cells[:8]
+        path, case, against, measured, spread, required, _, verdict, ours, other = cells
         least, most = map(float, spread.split("–"))
         bound = re.search(r"[\d.]+", required)
         yield Ratio(
@@ -93,9 +94,18 @@ def ratios(page: str) -> Iterator[Ratio]:
             least=least,
             most=most,
             required=float(bound[0]) if bound else None,
-            at_most=required.startswith("≤"),
+            is_cost=required.startswith("≤") or is_cost(float(measured.rstrip("×")), ours, other),
             verdict=verdict,
         )
+
+
+def is_cost(ratio: float, ours: str, other: str) -> bool:
+    """Return whether a ratio is one of times, or of rates the other way round."""
+    if ours.endswith(("ms", " s")):
+        return True
+    rates = [re.match(r"([\d.]+) ?([kMG]?)", text) for text in (ours, other)]
+    first, second = (float(rate[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[rate[2]] if rate else 1.0 for rate in rates)
+    return ratio > 1.5 and first < second / 1.5
 
 
 def groups(rows: list[Ratio]) -> Iterator[tuple[str, list[tuple[str, Ratio]]]]:
@@ -140,10 +150,11 @@ def chart(title: str, rows: list[Ratio]) -> str:
     """Return the picture of some ratios as SVG."""
     axis, parts, y = Axis.around(rows), [], 58
     for group, found in groups(rows):
-        parts.append(text(12, y, group, "path"))
+        less = " (less is better)" if any(row.is_cost for _, row in found) else ""
+        parts.append(text(12, y, group + less, "path"))
         for label, row in found:
             y += LINE
-            parts += [text(24, y, label), *drawn(row, axis, y)]
+            parts += [text(66, y, row.shown, anchor="end"), text(76, y, label), *drawn(row, axis, y)]
         y += LINE + 7
     bottom = y - LINE
     grid = []
@@ -192,8 +203,6 @@ def drawn(row: Ratio, axis: Axis, y: int) -> Iterator[str]:
         x = axis.x(row.required)
         yield f'<line class="bound" x1="{x}" y1="{middle - 7}" x2="{x}" y2="{middle + 7}"/>'
     yield f'<circle cx="{axis.x(row.measured)}" cy="{middle}" r="4.5" fill="{colour}"/>'
-    bound = f" (≤ {row.required:g})" if row.required and row.at_most else ""
-    yield text(RIGHT + 10, y, f"{row.shown}{bound}")
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:

@@ -32,9 +32,13 @@ ROOMS = (
     *("commitlog", "consumequeue", "files", "errors"),
 )
 """Packages with a page in the reference."""
+WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
+"""What leaves the width of the window to a page of wide tables."""
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 WHOLE = ("    options:", "      show_if_no_docstring: true")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -52,8 +56,10 @@ class Stage:
         shutil.copytree(DOCS, self.pages)
         for page in sorted(DOCS.rglob("*.md")):
             self._write(page.relative_to(DOCS).as_posix(), page.read_text("utf-8"), page)
-        for page in (*(CHECKOUT / name for name in PROJECT_PAGES), *RESULTS.glob("*.md")):
+        for page in (CHECKOUT / name for name in PROJECT_PAGES):
             self._write(self.place_of(page), page.read_text("utf-8"), page)
+        for page in RESULTS.glob("*.md"):
+            self._write(self.place_of(page), f"{WIDE}{page.read_text('utf-8')}", page)
         for name, text in reference_pages():
             self._write(name, text)
         for path, name in self.sources.items():
@@ -85,7 +91,7 @@ class Stage:
 
     def _write(self, name: str, text: str, origin: Path | None = None) -> None:
         if origin is not None:
-            parts = _FENCE.split(text)
+            parts = _FENCE.split(_ROW.sub(lambda row: _CODE.sub(with_bars, row[0]), text))
             text = "".join(part if part.startswith("```") else self._relinked(part, name, origin) for part in parts)
         target = self.pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +113,11 @@ class Stage:
             return f"[{label}]({relative}{'#' + anchor if anchor else ''})"
 
         return _LINK.sub(relink, text)
+
+
+def with_bars(code: re.Match[str]) -> str:
+    """Return code of a table's cell with bare bars: GitHub wants them escaped, the generator would show the escape."""
+    return code[0].replace("\\|", "|")
 
 
 @functools.cache

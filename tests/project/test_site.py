@@ -59,6 +59,13 @@ def test_the_reference_shows_every_name_and_setting(website: ModuleType) -> None
     assert sorted(name for name in fields if name not in pages) == []
 
 
+def test_bars_in_code_of_tables_are_bare(website: ModuleType, tmp_path: Path) -> None:
+    website.Stage(tmp_path).fill()
+    text = (tmp_path / "docs" / "from" / "java.md").read_text("utf-8")
+    assert '`subscribe(topic, "a || b")`' in text
+    assert "\\|" not in text
+
+
 def test_links_to_tests_lead_to_their_lines(website: ModuleType, tmp_path: Path) -> None:
     stage = website.Stage(tmp_path)
     stage.fill()
