@@ -141,7 +141,14 @@ class PlannedStore:
 
     def _queue(self, name: QueueName, files: Files, mode: Mode) -> QueueRange:
         size = self.config.consumequeue_file_size
-        stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
+        try:
+            stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
+        except CorruptionError:
+            if self._store is None:
+                raise
+            queue = self._store.queues[name]  # opening rebuilt, in memory, what a crash left of its files
+            begin, end = self._first_kept(queue, queue.max_offset), queue.max_offset
+            return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
         if self._store is None:
             begin = self._first_kept(stored, stored.max_offset)
             return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)

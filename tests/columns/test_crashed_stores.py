@@ -1,0 +1,84 @@
+"""Stores that were not closed are read as recovery would leave them, and nothing is changed."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.testing import CrashImages
+from tests.budget import examples, some
+from tests.crash.runs import record
+from tests.stores import ROOT, START_MS, from_disk, on_disk
+
+pytest.importorskip("pyarrow")
+
+from librmq.columns import reader
+
+CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
+COLUMNS = ("physicalOffset", "topic", "queueId", "queueOffset", "tags", "body")
+
+
+def rows(store: Path) -> list[list[dict[str, Any]]]:
+    """Return the messages of all topics, and the records of the log."""
+    every = reader(store, topic=re.compile("(?s).*"), columns=COLUMNS)
+    return [each.read_all().to_pylist() for each in (every, reader(store, view="log", columns=COLUMNS))]
+
+
+def check(crashed: Path, config: StoreConfig) -> None:
+    """Check that a store is read as recovery leaves a copy of it, and that reading changes no byte."""
+    recovered = shutil.copytree(crashed, crashed.with_name("recovered"))
+    before = from_disk(crashed)
+    found = rows(crashed)
+    assert from_disk(crashed) == before
+    MessageStore.open(recovered, config, clock=ManualClock(START_MS + 86_400_000), background=False).close()
+    assert found == rows(recovered)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("number", some(range(8)))
+def test_images_of_power_failures_are_read_as_recovered(tmp_path: Path, number: int) -> None:
+    recorded = record(f"columns {number}")
+    images, rng = CrashImages(recorded.trace), random.Random(number)
+    for attempt in range(examples(16)):
+        image = images.image(f"{number} {attempt}", rng.randrange(len(recorded.trace) + 1))
+        contents = {path[len(ROOT) + 1 :]: data for path, data in image.contents.items() if path != ROOT}
+        if "commitlog" in contents and not recorded.is_rotten(image.crash_point):
+            check(on_disk(contents, tmp_path / f"{attempt}" / "crashed"), recorded.config)
+
+
+def killed(folder: Path) -> MessageStore:
+    """Return a store of a message and a batch whose writer has died."""
+    store = MessageStore.open(folder / "crashed", CONFIG, clock=ManualClock(START_MS), background=False)
+    store.append(Message("T", b"before", tags="a"))
+    store.flush()
+    store.append_batch([Message("T", b"%d" % number) for number in range(5)])
+    store.flush()
+    store.abandon()
+    return store
+
+
+def test_a_queue_file_of_length_zero_is_made_up_for(tmp_path: Path) -> None:
+    killed(tmp_path)
+    (file,) = (tmp_path / "crashed" / "consumequeue" / "T" / "0").iterdir()
+    file.write_bytes(b"")
+    bodies = reader(tmp_path / "crashed", columns=["body"]).read_all()["body"].to_pylist()
+    assert bodies == [b"before", b"0", b"1", b"2", b"3", b"4"]
+    check(tmp_path / "crashed", CONFIG)
+
+
+def test_a_torn_batch_ends_what_is_read(tmp_path: Path) -> None:
+    """The mark of 8 bytes states the size of the batch until all of it is written."""
+    store = killed(tmp_path)
+    sizes = reader(tmp_path / "crashed", columns=["size"]).read_all()["size"].to_pylist()
+    (log,) = (tmp_path / "crashed" / "commitlog").iterdir()
+    raw = bytearray(log.read_bytes())
+    raw[sizes[0] : sizes[0] + 8] = (store.log.end - sizes[0]).to_bytes(4, "big") + b"undo"
+    log.write_bytes(raw)
+    assert reader(tmp_path / "crashed", columns=["body"]).read_all()["body"].to_pylist() == [b"before"]
+    check(tmp_path / "crashed", CONFIG)
