@@ -1,6 +1,9 @@
-"""The compiled core beside the Python code: the same work by two processes in turns, in processor time.
+"""The compiled core beside the Python code, and against peers and limits of the machine.
 
-``python -m benchmarks.core [--rounds N] [--quick] [--write]``
+Both codes do the same work by two processes in turns, in processor time. Peers and limits run in turns with the
+compiled core in one process, as in `benchmarks.store`, by the clock.
+
+``python -m benchmarks.core [--rounds N] [--rows core,peers] [--quick] [--write]``
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from benchmarks.common import CHECKOUT, Bench, Measure, Row, Target, command, compare
+from benchmarks import peers, store
+from benchmarks.common import CHECKOUT, Bench, Measure, Row, Stopwatch, Target, command, compare
 from benchmarks.store import BATCH, PULL, SIZES, TOPIC, make_messages
+from librmq.columns import reader
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -32,6 +38,7 @@ TARGETS: Final = {
     "single append, two threads": Target(5),
     f"batch append {BATCH}": Target(2.3),
     f"pull {PULL}, with bodies": Target(2),
+    "all columns as Arrow": Target(),
 }
 
 
@@ -74,12 +81,19 @@ def scan(store: MessageStore, messages: Sequence[Message]) -> None:
         raise RuntimeError("a scan found another number of records")
 
 
+def columns(store: MessageStore, messages: Sequence[Message]) -> None:
+    """Read the whole store as Arrow, with checksums."""
+    if sum(batch.num_rows for batch in reader(store.path)) != len(messages):
+        raise RuntimeError("a read found another number of messages")
+
+
 WRITING: Final[dict[str, Work]] = {
     "single append": single,
     "single append, two threads": two_threads,
     f"batch append {BATCH}": batches,
 }
-READING: Final[dict[str, Work]] = {"scan with checksums": scan, f"pull {PULL}, with bodies": pulls}
+COLUMNS: Final = "all columns as Arrow"
+READING: Final[dict[str, Work]] = {"scan with checksums": scan, f"pull {PULL}, with bodies": pulls, COLUMNS: columns}
 
 
 def rates(count: int) -> dict[str, float]:
@@ -116,26 +130,25 @@ def with_store(work: Work, messages: Sequence[Message], found: dict[str, float],
         shutil.rmtree(folder)
 
 
-def in_process(switch: str, count: int, scratch: Path) -> dict[str, float]:
-    """Return the `rates` of a process with the core on or off."""
+def in_process(switch: str, call: str, scratch: Path) -> Any:
+    """Return what a call of this module returns in a process with the core on or off."""
     variables = {**os.environ, "LIBRMQ_CORE": switch, "TMPDIR": str(scratch)}
     # The checkout comes last on the path, because an installed librmq may be the one to measure.
     program = (
         f"import json, sys; sys.path.append({str(CHECKOUT)!r}); "
-        f"from benchmarks.core import rates; print(json.dumps(rates({count})))"
+        f"from benchmarks import core; print(json.dumps(core.{call}))"
     )
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
-    made: dict[str, float] = json.loads(done.stdout)
-    return made
+    return json.loads(done.stdout)
 
 
 def both(bench: Bench) -> list[Row]:
     """Compare all paths."""
     if not bench.has("librmq_core"):
         return []
-    count = max(bench.count(COUNT), BATCH)
+    call = f"rates({max(bench.count(COUNT), BATCH)})"
     measured = [
-        (in_process("on", count, bench.scratch), in_process("off", count, bench.scratch)) for _ in range(bench.rounds)
+        (in_process("on", call, bench.scratch), in_process("off", call, bench.scratch)) for _ in range(bench.rounds)
     ]
     return [
         compare(path, case, "Python", [on[key] for on, _ in measured], [off[key] for _, off in measured], target)
@@ -145,12 +158,70 @@ def both(bench: Bench) -> list[Row]:
     ]
 
 
-ROWS: Final[dict[str, Measure]] = {"core": both}
+def against_peers(bench: Bench) -> list[Row]:
+    """Compare the compiled core with the fastest peers, and with limits of the machine."""
+    if not bench.has("librmq_core"):
+        return []
+    found = in_process("on", f"peer_rows({bench.rounds}, {str(bench.scratch)!r}, {bench.scale})", bench.scratch)
+    bench.absent.update(found["absent"])
+    return [Row(**{**row, "target": Target(**row["target"])}) for row in found["rows"]]
+
+
+def peer_rows(rounds: int, scratch: str, scale: float) -> dict[str, Any]:
+    """Return the rows of `against_peers` and the packages that are absent, as JSON has them; the core must be on."""
+    bench = Bench(rounds, Path(scratch), scale)
+    rows: list[Row] = []
+    for case, size in SIZES.items():
+        single_peers = {
+            "LMDB nosync, writable map": peers.Peer(
+                "lmdb", lambda folder, records: peers.lmdb_append(folder, records, writemap=True), Target(3)
+            ),
+            "raw write, unbuffered": peers.Peer(
+                "os", peers.raw_write, Target(1.1) if size == 128 else Target(), limit=True
+            ),
+        }
+        batch_peers = {
+            "LMDB nosync, 256 in putmulti": peers.Peer(
+                "lmdb", lambda folder, records: peers.lmdb_bulk(folder, records, BATCH), Target(1.5)
+            )
+        }
+        load = store.make_load(bench, size, 80_000)
+        rows += store.against_peers(bench, "single append", case, load, store.append_all, single_peers)
+        rows += store.against_peers(bench, f"batch append {BATCH}", case, load, store.append_batches, batch_peers)
+        rows += two_producers(bench, case, load)
+        limits = {
+            "raw slices of records": Target(0.5 if size == 128 else 0.7),
+            "raw crc32": Target(1.1 if size == 128 else 1.0),
+        }
+        read = [*store.pull(bench, case, size), *store.scan(bench, case, size)]
+        rows += [replace(row, target=limits[row.against]) for row in read if row.against in limits]
+    return {"rows": [asdict(row) for row in rows], "absent": sorted(bench.absent)}
+
+
+def two_producers(bench: Bench, case: str, load: store.Load) -> list[Row]:
+    """Compare two threads that append with twice the rate of one."""
+
+    def by(work: Work, folder: Path) -> float:
+        with MessageStore.open(folder / "store") as opened, Stopwatch() as watch:
+            work(opened, load.messages)
+            opened.read(TOPIC, 0, load.count - 1, 1)
+        return load.count / watch.seconds
+
+    rates = bench.interleave(
+        {"two": lambda folder: by(two_threads, folder), "one": lambda folder: 2 * by(single, folder)}
+    )
+    return [
+        compare("single append, two threads", case, "twice one thread", rates["two"], rates["one"], Target(0.75),
+                limit=True)
+    ]  # fmt: skip
+
+
+ROWS: Final[dict[str, Measure]] = {"core": both, "peers": against_peers}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show the table, and return the exit status."""
-    return command("core", __doc__ or "", ROWS, ("librmq-core", "isal", "numpy"), arguments)
+    return command("core", __doc__ or "", ROWS, ("librmq-core", "isal", "numpy", "lmdb", "pyarrow"), arguments)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def append_batches(folder: Path, messages: Sequence[Message]) -> float:
         return watch.seconds
 
 
-def _against_peers(
+def against_peers(
     bench: Bench,
     path: str,
     case: str,
@@ -127,6 +127,7 @@ def _against_peers(
     ours: Callable[[Path, Sequence[Message]], float],
     others: dict[str, peers.Peer],
 ) -> list[Row]:
+    """Compare appends of librmq with those of others."""
     present = {name: peer for name, peer in others.items() if bench.has(peer.package)}
     rates = bench.interleave(
         {
@@ -171,7 +172,7 @@ def single_append(bench: Bench, case: str, body_size: int) -> list[Row]:
         ),
     }
     load = make_load(bench, body_size, 80_000)
-    return _against_peers(bench, "single append", case, load, append_all, others)
+    return against_peers(bench, "single append", case, load, append_all, others)
 
 
 def batch_append(bench: Bench, case: str, body_size: int) -> list[Row]:
@@ -196,7 +197,7 @@ def batch_append(bench: Bench, case: str, body_size: int) -> list[Row]:
         ),
     }
     load = make_load(bench, body_size, 320 * BATCH)
-    return _against_peers(bench, f"batch append {BATCH}", case, load, append_batches, others)
+    return against_peers(bench, f"batch append {BATCH}", case, load, append_batches, others)
 
 
 # ----------------------------------------------------------------------------------------------------------------- read

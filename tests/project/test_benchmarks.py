@@ -273,6 +273,9 @@ def test_growth_is_measured(
 @pytest.mark.platform
 @pytest.mark.skipif(importlib.util.find_spec("librmq_core") is None, reason="librmq-core is not installed")
 def test_both_codes_are_measured(monkeypatch: pytest.MonkeyPatch, common: ModuleType, tmp_path: Path) -> None:
-    rows = load(monkeypatch, "core").both(common.Bench(rounds=1, scratch=tmp_path, scale=0.001))
-    assert {row.case for row in rows} == {"128 B", "1 KiB"}
-    assert all(row.measured > 0 for row in rows)
+    core, bench = load(monkeypatch, "core"), common.Bench(rounds=1, scratch=tmp_path, scale=0.001)
+    for rows in (core.both(bench), core.against_peers(bench)):
+        assert {row.case for row in rows} == {"128 B", "1 KiB"}
+        assert all(row.measured > 0 for row in rows)
+    against = {row.against for row in rows}
+    assert {"raw write, unbuffered", "raw slices of records", "raw crc32", "twice one thread"} <= against
