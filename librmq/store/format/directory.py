@@ -26,7 +26,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
@@ -301,16 +301,17 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
     """
+    told = _told_by_files(path, files)
     own: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
         own = {"max_total_size": None, "file_reserved_hours": None}
-    own |= {**read_kept_config(path, files), **_told_by_files(path, files)}
+    own |= {**read_kept_config(path, files), **told}
     own = {name: value for name, value in own.items() if name not in config.named}
     total, file_size = own.get("max_total_size"), own.get("commitlog_file_size", config.commitlog_file_size)
     if total is not None and total < file_size:
         own["max_total_size"] = None  # it was kept beside files of another size
     config = config.with_settings(own)
-    check_config(path, config, files)
+    _check_told(path, config, told)
     return config
 
 
@@ -320,10 +321,14 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
     Raises:
         ConfigError: A setting contradicts a file.
     """
-    told = _told_by_files(path, files)
-    slots = told.pop("max_hash_slot_num", None)
-    entries = told.pop("max_index_num", None)
+    _check_told(path, config, _told_by_files(path, files))
+
+
+def _check_told(path: str, config: StoreConfig, told: Mapping[str, Any]) -> None:
+    slots, entries = told.get("max_hash_slot_num"), told.get("max_index_num")
     for name, value in told.items():
+        if name in ("max_hash_slot_num", "max_index_num"):
+            continue
         ours = getattr(config, name)
         if ours != value:
             raise ConfigError(
@@ -396,11 +401,8 @@ def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> 
     """Return the length of most files, which is also the distance between their names."""
     votes: Counter[int] = Counter()
     for sequence in sequences:
-        for start, length in sequence:
-            if length and start % length == 0:
-                votes[length] += 1
-        for (before, _), (after, _) in itertools.pairwise(sequence):
-            votes[after - before] += 1
+        votes.update(length for start, length in sequence if length and start % length == 0)
+        votes.update(after - before for (before, _), (after, _) in itertools.pairwise(sequence))
     plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _MAX_FILE_SIZE]
     return max(plausible)[1] if plausible else None
 
