@@ -52,6 +52,7 @@ class Clients:
         self._locks = locks
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as last logged
+        self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
         self._settings: dict[str, set[str]] = {}  # by group, those that were logged
 
     def heartbeat(self, request: Heartbeat) -> None:
@@ -70,7 +71,7 @@ class Clients:
                     one.topic, data.group, one.expression, one.expression_type, one.version, now
                 )
             self._registrations.keep_topics(data.group, set(data.subscriptions), now)
-            self._warn_of_differences(data.group)
+            self._warn_of_differences(data.group, request.client_id)
         self._filters_changed()
         self._tell(changes)
 
@@ -110,12 +111,17 @@ class Clients:
                 former_settings=before,
             )
 
-    def _warn_of_differences(self, group: str) -> None:
+    def _warn_of_differences(self, group: str, client_id: str) -> None:
         """Log each time the group's instances begin or cease to have different subscriptions."""
-        told = self._registry.consumers[group].told
-        first = next(iter(told.values()))
-        differs = any(other.keys() != first.keys() or comparable(other) != comparable(first) for other in told.values())
-        found = told_differences(group, {who: comparable(each) for who, each in told.items()}) if differs else ""
+        told, known = self._registry.consumers[group].told, self._compared.get(group, {})
+        # Only those of this client are read again, because each member of a large group sends heartbeats.
+        compared = {
+            who: known[who] if who in known and who != client_id else comparable(each) for who, each in told.items()
+        }
+        self._compared[group] = compared
+        first = compared[client_id]
+        differs = any(other != first for other in compared.values())
+        found = told_differences(group, compared) if differs else ""
         if found != self._differences.get(group, ""):
             if found:
                 _log.warning("%(broker)s: %(differences)s", broker=self._broker_name, differences=found, group=group)
@@ -172,6 +178,7 @@ class Clients:
         now = self._runner.now_ms()
         for name in changes.ended:
             self._differences.pop(name, None)
+            self._compared.pop(name, None)
             self._registrations.unregister(name, now)
             self._filters_changed()
             if self._metrics is not None:

@@ -50,3 +50,24 @@ def test_different_subscriptions_are_named_once_a_change(caplog: pytest.LogCaptu
         assert "U (" in warning
         (info,) = says("c2", Subscription("T", version=5))
         assert "subscribe to the same again" in info
+
+
+class Counted(Subscription):
+    """A subscription that counts how often its expression is asked for."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "expression":
+            Counted.asked += 1
+        return super().__getattribute__(name)
+
+
+def test_a_heartbeat_reads_no_subscriptions_of_others() -> None:
+    """Each of many members sends heartbeats, so one must not cost a look at all."""
+    with opened() as broker:
+        for number in range(50):
+            beat(broker, Counted("T"), client_id=f"c{number}", client=Listening())
+        before = Counted.asked
+        beat(broker, Subscription("T"), client_id="last", client=Listening())
+        assert Counted.asked == before
