@@ -9,8 +9,12 @@ little. Stores above a million messages are sparse: only their newest messages h
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import logging
 import os
+import resource
+import shutil
 import sys
 import tempfile
 import threading
@@ -38,8 +42,12 @@ BODY: Final = b"x" * 128
 BATCH: Final = 256
 TAIL: Final = 1 << 18
 """Number of messages of a sparse store that have bytes, more than its last three files of the log."""
-CONFIG: Final = StoreConfig(commitlog_file_size=16 << 20, disk_refuse_ratio=100)
-PARTS: Final = 5
+CONFIG: Final = StoreConfig(
+    commitlog_file_size=16 << 20, max_hash_slot_num=100_000, max_index_num=200_000, disk_refuse_ratio=100
+)
+MANY_QUEUES: Final = 10_000
+"""Number of queues from which a store is recovered once only, because each queue takes its time."""
+PARTS: Final = 7
 RECORD: Final = 260
 """About the size of a record."""
 
@@ -125,28 +133,24 @@ def by_messages(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
     for count in sizes.messages:
         path = scratch / f"messages-{count}"
         fill(path, count, sizes.dense)
-        add_openings(opened, path, count, is_dense=count <= sizes.dense)
+        add_openings(opened, path, count)
         with MessageStore.open(path, CONFIG) as store:
             add_calls(calls, store, count, sizes.calls)
+        shutil.rmtree(path)
     yield calls
     yield opened
 
 
-def add_openings(panel: Panel, path: Path, count: int, *, is_dense: bool) -> None:
-    """Measure the opening of a store that was closed, and of one that was killed after some appends.
-
-    A recovery reads what the index can't vouch for, so all of a log that has holes.
-    """
+def add_openings(panel: Panel, path: Path, count: int, rounds: int = 3) -> None:
+    """Measure the opening of a store that was closed, and of one that was killed after some appends."""
 
     def closed(_: int) -> int:
         MessageStore.open(path, CONFIG).close()
         return 1
 
     panel.add("closed cleanly", count, least(closed, 3))
-    if not is_dense:
-        return
     seconds = []
-    for _ in range(3):
+    for _ in range(rounds):
         store = MessageStore.open(path, CONFIG)
         store.append_batch([Message("last", BODY)] * BATCH)
         store.abandon()
@@ -190,8 +194,26 @@ def add_calls(panel: Panel, store: MessageStore, count: int, calls: int) -> None
 # --------------------------------------------------------------------------------------------------------------- others
 
 
+def dealt_out(store: MessageStore, places: Sequence[tuple[str, int]], calls: int) -> Callable[[int], int]:
+    """Return a part of `least` that appends to all queues in turns, far from each other."""
+    turns = [places[number * 7919 % len(places)] for number in range(max(calls, len(places)))]
+    dealt = itertools.cycle([(Message(topic, BODY), queue_id) for topic, queue_id in turns])
+
+    def append(_: int) -> int:
+        for message, queue_id in itertools.islice(dealt, calls):
+            store.append(message, queue_id)
+        store.appender.drain()
+        return calls
+
+    return append
+
+
 def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
-    """Measure appends dealt out over queues, pulls of them, and opening."""
+    """Measure appends dealt out over queues, pulls of them, and opening.
+
+    ``mapped_files`` is measured too at its largest for these queues, if the process may have as many descriptors.
+    """
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
     calls = Panel("calls dealt out over queues", "queues", "µs")
     opened = Panel("opening a store of queues", "queues", "ms")
     for count in sizes.queues:
@@ -199,22 +221,23 @@ def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
         with MessageStore.open(path, CONFIG) as store:
             for topic, queue_id in places:
                 store.append(Message(topic, BODY), queue_id)
-            made = [Message(places[number * 7919 % count][0], BODY) for number in range(sizes.calls)]
-
-            def append(_: int, store: MessageStore = store, count: int = count, made: Sequence[Message] = made) -> int:
-                for number, message in enumerate(made):
-                    store.append(message, number * 7919 % count % 16)
-                store.appender.drain()
-                return len(made)
 
             def pull(part: int, store: MessageStore = store, places: Sequence[tuple[str, int]] = places) -> int:
                 for topic, queue_id in places[part :: max(1, len(places) // 500)]:
                     store.read(topic, queue_id, 0, 1)
                 return len(places[part :: max(1, len(places) // 500)]) or 1
 
-            calls.add("append", count, least(append))
+            calls.add("append", count, least(dealt_out(store, places, sizes.calls)))
             calls.add("pull of one message", count, least(pull))
-        add_openings(opened, path, count, is_dense=True)
+        if count < descriptors:
+            mapped = dataclasses.replace(CONFIG, mapped_files=max(count, CONFIG.mapped_files))
+            with MessageStore.open(path, mapped) as store:
+                append = dealt_out(store, places, sizes.calls)
+                for part in range(count // sizes.calls + 1):  # map the files
+                    append(part)
+                calls.add("append, all files mapped", count, least(append))
+        add_openings(opened, path, count, 3 if count < MANY_QUEUES else 1)
+        shutil.rmtree(path)
     yield calls
     yield opened
 
