@@ -48,6 +48,7 @@ CONFIG: Final = StoreConfig(
 MANY_QUEUES: Final = 10_000
 """Number of queues from which a store is recovered once only, because each queue takes its time."""
 PARTS: Final = 7
+PULLS: Final = 500
 RECORD: Final = 260
 """About the size of a record."""
 
@@ -222,10 +223,10 @@ def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
             for topic, queue_id in places:
                 store.append(Message(topic, BODY), queue_id)
 
-            def pull(part: int, store: MessageStore = store, places: Sequence[tuple[str, int]] = places) -> int:
-                for topic, queue_id in places[part :: max(1, len(places) // 500)]:
-                    store.read(topic, queue_id, 0, 1)
-                return len(places[part :: max(1, len(places) // 500)]) or 1
+            def pull(_: int, store: MessageStore = store, places: Sequence[tuple[str, int]] = places) -> int:
+                for turn in range(0, 7919 * PULLS, 7919):
+                    store.read(*places[turn % len(places)], 0, 1)
+                return PULLS
 
             calls.add("append", count, least(dealt_out(store, places, sizes.calls)))
             calls.add("pull of one message", count, least(pull))
@@ -235,7 +236,7 @@ def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
                 append = dealt_out(store, places, sizes.calls)
                 for part in range(count // sizes.calls + 1):  # map the files
                     append(part)
-                calls.add("append, all files mapped", count, least(append))
+                calls.add("append, all mapped", count, least(append))
         add_openings(opened, path, count, 3 if count < MANY_QUEUES else 1)
         shutil.rmtree(path)
     yield calls
@@ -319,6 +320,14 @@ def table(panels: Sequence[Panel]) -> str:
     return "\n".join(lines)
 
 
+def short(value: float) -> str:
+    """Return a number of an axis: ``10k`` for 10,000, ``100M`` for 100 million."""
+    for unit, sign in ((1_000_000, "M"), (1_000, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{sign}"
+    return f"{value:g}"
+
+
 def draw(panels: Sequence[Panel], target: Path) -> None:
     """Draw the panels as SVG. Needs matplotlib."""
     import matplotlib
@@ -337,7 +346,7 @@ def draw(panels: Sequence[Panel], target: Path) -> None:
         highest = max(cost for points in panel.curves.values() for _, cost in points)
         place.set_ylim(lowest / 4, highest * 10)  # so that what is flat looks flat
         for axis in (place.xaxis, place.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
             axis.set_minor_formatter(NullFormatter())
         place.grid(alpha=0.3)
         place.legend(fontsize="small", loc="upper left", ncols=2)
