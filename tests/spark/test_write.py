@@ -464,6 +464,7 @@ with MessageStore.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.thorough
 def test_messages_that_others_append_during_a_job_stay(tmp_path: Path) -> None:
     """The job does not hold the lock during its work; its records follow what another process appended meanwhile."""
     path = new_store(tmp_path / "store")

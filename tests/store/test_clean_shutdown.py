@@ -107,6 +107,7 @@ def lose_oldest(files: MemoryFiles) -> None:
     files.delete(f"{ROOT}/commitlog/{0:020d}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [write_on, write_one_on, cut_off, lose_index, lose_oldest])
 def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]) -> None:
     files = in_memory(closed())

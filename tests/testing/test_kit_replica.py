@@ -233,6 +233,7 @@ def test_nothing_acknowledged_is_lost_in_any_schedule() -> None:
     assert result.chosen["fault"] > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.rmq(broker_config=BrokerConfig(replication="sync"))
 def test_a_broker_may_wait_for_replicas_from_the_start(rmq: Kit) -> None:
     assert send(rmq).status is SendStatus.SLAVE_NOT_AVAILABLE

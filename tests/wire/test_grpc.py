@@ -214,6 +214,7 @@ def test_timed_message_can_be_recalled(stub: Stub, broker: Broker) -> None:
     assert stub.call("RecallMessage", topic=resource("t"), recall_handle="nonsense").status.code == 50001
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("sent", "code"),
     [
