@@ -13,7 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,16 @@ OFFLINE_HINT = (
 )
 
 
+QUIET_PIP = ("--disable-pip-version-check", "--no-input")
+
+
 class Refused(Exception):
     """A sentence that says what is missing and what to do about it."""
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Return the hash of what the files hold."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 class Environment:
@@ -65,24 +74,25 @@ class Environment:
         with Step(screen, "packages") as step:
             stamp = self._read_stamp()
             basis = self._basis()
-            sources = [
-                CHECKOUT / "pyproject.toml",
-                *sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}")),
-            ]
-            pyproject = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+            of_core = sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}"))
+            core, pyproject = digest(of_core), digest([CHECKOUT / "pyproject.toml", *of_core])
             same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
             current = same and stamp is not None and stamp["pyproject"] == pyproject
             installed = frozenset(stamp["extras"]) if current and stamp else frozenset()
             if extras <= installed:
                 step.finish(f"up to date in {self.folder}")
                 return
+            has_core = stamp is not None and stamp.get("core") == core
             if not same and not self._leave_packages(stamp, basis):
                 self._make(step)
+                has_core = False
             extras |= installed
             # Until pip has finished, the stamp only records that the folder is ours.
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
-            self._install(extras, step)
-            self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
+            wants_core = "test" in extras and not has_core  # the demo runs the Python code
+            has_core |= self._install(extras, step, with_core=wants_core)
+            stamp = {"basis": basis, "pyproject": pyproject, "extras": sorted(extras)}
+            self._write_stamp({**stamp, "core": core} if has_core else stamp)
 
     def has(self, package: str) -> bool:
         """Return whether a package is installed here, without importing it."""
@@ -113,7 +123,7 @@ class Environment:
 
     def _basis(self) -> dict[str, str]:
         """Return the fixed properties of an environment: if they differ, another one must be made."""
-        source = "checkout" if self.wheel is None else hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        source = "checkout" if self.wheel is None else digest([self.wheel])
         return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
 
     def _leave_packages(self, stamp: Mapping[str, Any] | None, basis: Mapping[str, str]) -> bool:
@@ -160,7 +170,8 @@ class Environment:
                 "(Debian, Ubuntu: apt install python3-venv), or name another Python with PYTHON=/path/to/it."
             )
 
-    def _install(self, extras: frozenset[str], step: Step) -> None:
+    def _install(self, extras: frozenset[str], step: Step, *, with_core: bool) -> bool:
+        """Install librmq with its extras, and the compiled core if it is wanted; return whether the core was built."""
         names = ",".join(sorted(extras))
         target = [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
         step.screen.line(f"Installing what librmq and its tests need in {self.folder}, once: this takes some minutes.")
@@ -168,24 +179,22 @@ class Environment:
         scratch.mkdir(exist_ok=True)
         progress = Installing(step, scratch)
         # Bytecode is compiled on first use, because most modules of the packages are never imported.
-        pip: list[str | Path] = [
-            self.python,
-            "-m",
-            "pip",
-            "install",
-            "--disable-pip-version-check",
-            "--no-input",
-            "--no-compile",
-        ]
-        status, printed = watch(
-            [*pip, "--progress-bar", "off", *target],
-            step,
-            folder=CHECKOUT,
-            variables={**self.variables(), "TMPDIR": str(scratch)},
-            look=progress.look,
-        )
-        if status == 0 and "test" in extras:  # the demo runs the Python code
-            step.screen.line(self._build_core(pip, step))
+        pip: list[str | Path] = [self.python, "-m", "pip", "install", *QUIET_PIP, "--no-compile"]
+        with ThreadPoolExecutor(1) as beside:  # the compiler keeps one core busy, and pip another
+            build = beside.submit(self._build_core, scratch / "core") if with_core else None
+            status, printed = watch(
+                [*pip, "--progress-bar", "off", *target],
+                step,
+                folder=CHECKOUT,
+                variables={**self.variables(), "TMPDIR": str(scratch)},
+                look=progress.look,
+            )
+            lacking = build.result() if build else None
+        if build and status == 0:
+            if not lacking:
+                built = [*pip, "--no-deps", "--force-reinstall", "--no-index", "--find-links", scratch / "core"]
+                lacking = self._core_of([*built, "librmq-core"])
+            step.screen.line(f"The compiled core is {f'skipped: {lacking}' if lacking else 'built and installed'}.")
         shutil.rmtree(scratch, ignore_errors=True)
         if status:
             step.screen.line("\n".join(printed.splitlines()[-20:]))
@@ -195,19 +204,22 @@ class Environment:
                 else "pip failed; its last lines stand above."
             )
         step.finish(progress.summary())
+        return lacking == ""
 
-    def _build_core(self, pip: Sequence[str | Path], step: Step) -> str:
-        """Build and install the compiled core, which librmq can do without; return a sentence about it."""
+    def _build_core(self, into: Path) -> str:
+        """Build a wheel of the compiled core, which librmq can do without; return why there is none, or nothing."""
         if not CORE.is_dir() or shutil.which(os.environ.get("CC", "cc")) is None:
-            return "The compiled core is skipped: there is no C compiler."
-        step.show("building the compiled core")
-        command = [*pip, "--no-deps", "--force-reinstall", CORE]
-        status, printed = watch(command, step, folder=CHECKOUT, variables=self.variables())
+            return "there is no C compiler"
+        return self._core_of([self.python, "-m", "pip", "wheel", *QUIET_PIP, "--no-deps", "--wheel-dir", into, CORE])
+
+    def _core_of(self, command: Sequence[str | Path]) -> str:
+        """Run a command that builds or installs the core; return why it failed, or nothing."""
+        status, printed = watch(command, None, folder=CHECKOUT, variables=self.variables())
         if status == 0:
-            return "The compiled core is built and installed."
+            return ""
         self.logs.mkdir(exist_ok=True)
         (self.logs / "core.txt").write_text(printed, "utf-8")
-        return f"The compiled core is skipped: it could not be built, {self.logs / 'core.txt'} says why."
+        return f"it could not be built, {self.logs / 'core.txt'} says why"
 
 
 class Installing:

@@ -151,6 +151,10 @@ def test_a_demo_waits_for_no_compiler(
     place = environment.Environment(tmp_path / "venv")
     place.prepare(frozenset(extras), screen.Screen(io.StringIO(), live=False))
     assert sum(environment.CORE in command for command in commands) == times
+    place.python.parent.mkdir()
+    place.python.touch()
+    place.prepare(frozenset(extras | {"arrow"}), screen.Screen(io.StringIO(), live=False))
+    assert sum(environment.CORE in command for command in commands) == times, "it is built once"
 
 
 def test_a_wheel_takes_the_place_of_the_checkout(
