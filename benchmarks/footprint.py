@@ -113,22 +113,46 @@ def _help(_: Path) -> float:
     return watch.seconds
 
 
+FIRST_TEST: Final = """
+import time, pytest, librmq.testing.plugin
+begin = time.perf_counter()
+rmq, bodies = librmq.testing.Kit(), []
+rmq.consumer("billing").subscribe("orders", lambda message: bodies.append(message.body))
+rmq.producer().send("orders", b"o-1")
+rmq.advance(seconds=1)
+rmq.close()
+assert bodies == [b"o-1"]
+print(time.perf_counter() - begin)
+"""
+
+
 def start(bench: Bench) -> list[Row]:
-    """Measure the import of librmq against that of its core packages, and ``--help`` from the start of the process."""
+    """Measure the import of librmq against that of its core packages, ``--help``, and what a first test takes."""
     seconds = bench.interleave(
         {
             "librmq": _import("librmq"),
             "librmq.store": _import("librmq.store"),
             "packages": _import("numpy, sortedcontainers, lark"),
             "help": _help,
+            "test": lambda _: _python(FIRST_TEST),
         }
     )
     against, target = "import numpy, sortedcontainers, lark", Target(1.5, at_most=True)
-    packages, took = seconds["packages"], statistics.median(seconds["help"])
+    packages = seconds["packages"]
+    took, first = statistics.median(seconds["help"]), statistics.median(seconds["test"])
     return [
         compare("import librmq", "", against, seconds["librmq"], packages, target, unit="s", limit=True),
         compare(
             "import librmq.store.store", "", against, seconds["librmq.store"], packages, target, unit="s", limit=True
         ),
         Row("librmq --help", "", "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s")),
+        Row(
+            "first test with rmq, after its imports",
+            "",
+            "",
+            first,
+            " s",
+            Target(0.3, at_most=True),
+            ours=rate(first, "s"),
+        ),
     ]

@@ -13,13 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from programs import watch
-from screen import Screen, Step
+from screen import Screen, Step, seconds_text
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CORE = CHECKOUT / "core"
@@ -228,20 +229,28 @@ class Installing:
     _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)\)$", re.MULTILINE)
     _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}  # noqa: RUF012
 
-    def __init__(self, step: Step, scratch: Path) -> None:
+    def __init__(self, step: Step, scratch: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.step = step
         self.scratch = scratch
         self.downloads: list[tuple[str, float]] = []
         """Names and sizes in MB."""
+        self.download_seconds = 0.0
         self.packages = 0
+        self._clock = clock
+        self._looked = clock()
+        self._downloads = False
 
     def look(self, printed: str) -> None:
-        """Show pip's current action."""
+        """Show pip's current action, and add up the time of downloads."""
+        since, self._looked = self._looked, self._clock()
+        if self._downloads:
+            self.download_seconds += self._looked - since
         self.downloads = [
             (name.rpartition("/")[2], float(size) * self._UNITS[unit])
             for name, size, unit in self._DOWNLOAD.findall(printed)
         ]
         last = printed.rstrip().rpartition("\n")[2].strip()
+        self._downloads = last.startswith("Downloading")
         if last.startswith("Installing collected packages"):
             self.packages = last.count(",") + 1
             self.step.show(f"installing {self.packages} packages")
@@ -257,8 +266,9 @@ class Installing:
             self.step.show(f"choosing versions; {self._so_far()}")
 
     def summary(self) -> str:
-        """Return the steps without downloads."""
-        return f"{self.packages} packages installed, {self._so_far()}"
+        """Return what was done, with the time of downloads apart."""
+        in_time = f" in {seconds_text(self.download_seconds)}" if self.downloads else ""
+        return f"{self.packages} packages installed, {self._so_far()}{in_time}"
 
     def _so_far(self) -> str:
         return f"{len(self.downloads)} files downloaded, {sum(size for _, size in self.downloads):.0f} MB"

@@ -25,7 +25,12 @@ PARTS: dict[str, dict[str, Paths]] = {
         "rebuild": {"rebuild"},
         "tags": {"tag scan", "read() with a filter, no match"},
         "memory": {"queue, Python objects held", "queue, mapped and resident"},
-        "import": {"import librmq", "import librmq.store.store", "librmq --help"},
+        "import": {
+            "import librmq",
+            "import librmq.store.store",
+            "librmq --help",
+            "first test with rmq, after its imports",
+        },
     },
     "durability": {
         "sync": {"sync append"},

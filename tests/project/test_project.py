@@ -347,7 +347,7 @@ class TestScreen:
     def test_downloads_are_distinguished(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
         screen = tools("screen")
         step = screen.Step(screen.Screen(io.StringIO(), live=True), "packages")
-        installing = tools("environment").Installing(step, tmp_path)
+        installing = tools("environment").Installing(step, tmp_path, iter([0.0, 10.0, 14.0]).__next__)
         folder = tmp_path / "pip-unpack-1"
         folder.mkdir()
         (folder / "b.whl").write_bytes(b"x" * 500_000)
@@ -355,7 +355,7 @@ class TestScreen:
         installing.look(printed)
         assert "##########..........  downloading b.whl (1 MB); 2 files downloaded" in step.screen.stream.getvalue()
         installing.look(printed + "Installing collected packages: a, b, c\n")
-        assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB"
+        assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB in 4 s"
 
 
 @pytest.mark.thorough
