@@ -232,6 +232,7 @@ def test_names_that_lead_out_of_the_mirror_are_refused(url: str) -> None:
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
 @pytest.mark.servers
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(path: Path) -> None:
     """PyArrow reads S3 by ranges."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import librmq
 from librmq.cli import main
@@ -45,8 +46,6 @@ COMMAND_MARKS = {
     "tutorials/queue.md": [pytest.mark.slow],
     "tutorials/testing.md": [pytest.mark.slow],
 }
-COMMANDS_RUN = [pytest.param(path, marks=COMMAND_MARKS.get(name_of(path), [])) for path in DOCUMENTS]
-RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(name_of(path), [])) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
 
@@ -68,6 +67,12 @@ def blocks(document: Path) -> list[Block]:
         Block(found[1], text.count("\n", 0, found.start()) + 2, found[3], found[2])
         for found in re.finditer(r'^```(\w+)(?: title="(\S+)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     ]
+
+
+def pages(kind: str, marks: dict[str, list[pytest.MarkDecorator]]) -> list[ParameterSet]:
+    """Return the documents that have a block of this kind, as test parameters."""
+    found = [path for path in DOCUMENTS if any(block.kind == kind for block in blocks(path))]
+    return [pytest.param(path, marks=marks.get(name_of(path), [])) for path in found]
 
 
 def commands(block: Block) -> list[tuple[str, str]]:
@@ -149,7 +154,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raw.decode("utf-8"))
 
 
-@pytest.mark.parametrize("document", RUN_BY_TESTS, ids=name_of)
+@pytest.mark.parametrize("document", pages("python", MARKS), ids=name_of)
 def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
@@ -160,7 +165,7 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
 
 @POSIX
 @pytest.mark.platform
-@pytest.mark.parametrize("document", COMMANDS_RUN, ids=name_of)
+@pytest.mark.parametrize("document", pages("console", COMMAND_MARKS), ids=name_of)
 def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = []
     for block in blocks(document):
