@@ -34,6 +34,7 @@ __all__ = [
     "local_path",
     "parse_names",
     "parse_read_options",
+    "pushes_filters",
     "refuse_for_batches",
     "refuse_unknown",
     "refuse_urls",
@@ -43,7 +44,7 @@ READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
     "failOnDataLoss", "mode", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger",
-    "maxTriggerDelay", "checksums", "names", "storageOptions",
+    "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
@@ -77,6 +78,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     view = _choice(given, "view", ("messages", "queues", "log"), "messages")
     if parse_names(options) == "kafka" and view != "messages":
         raise ConfigError("option names: Kafka's names are for the view messages")
+    pushes_filters(options)
     mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
     topics = _list(given, "topic")
     if topics is not None and "topicPattern" in given:
@@ -140,6 +142,11 @@ def refuse_urls(paths: Sequence[str], what: str) -> None:
 def parse_names(options: Mapping[str, str]) -> str:
     """Return which names the columns have: ``rocketmq`` or ``kafka``."""
     return _choice(_known(options, ("names",)), "names", ("rocketmq", "kafka"), "rocketmq")
+
+
+def pushes_filters(options: Mapping[str, str]) -> bool:
+    """Return whether Spark may push the conditions of a query into a batch."""
+    return _flag(_known(options, ("pushFilters",)), "pushFilters", False)
 
 
 @dataclass(frozen=True)

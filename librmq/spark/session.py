@@ -74,9 +74,10 @@ logger.gateway.level = {level}
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    Workers run this interpreter, even if its environment is not activated. Filters are pushed down to the data source,
-    and Spark logs errors only. An uncaught error of Spark that comes from librmq prints librmq's sentence first. Sets
-    ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` in the environment of this process.
+    Workers run this interpreter, even if its environment is not activated. Filters are pushed into frames that have the
+    option ``pushFilters``, and Spark logs errors only. An uncaught error of Spark that comes from librmq prints
+    librmq's sentence first. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` in the environment of
+    this process.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.

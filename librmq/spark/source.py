@@ -99,24 +99,27 @@ class RocketMQDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
-        from librmq.spark.options import parse_read_options, refuse_for_batches
+        from librmq.spark.options import parse_read_options, pushes_filters, refuse_for_batches
 
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         given = self._given(schema)
         options = parse_read_options(given)
-        # Spark refuses a reader with filters if the session does not push any.
-        kind = PushingReader if _PUSHING in sys.modules else Reader
+        # Spark refuses a reader with filters if the session does not push any. It also keeps one plan for a frame, the
+        # last one, and uses it for every other scan of the frame, so pushing is safe only where the user asks for it.
+        kind = PushingReader if _PUSHING in sys.modules and pushes_filters(given) else Reader
         return kind(options, *read_schema(schema, options, given))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
-        from librmq.spark.options import StreamLimits, parse_read_options, refuse_urls
+        from librmq.spark.options import StreamLimits, parse_read_options, pushes_filters, refuse_urls
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
             given = self._given(schema)
             options = parse_read_options(given)
             refuse_urls(options.paths, "a stream reads")
+            if pushes_filters(self.options):
+                raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
             return StreamReader(options, StreamLimits.parse(given), *read_schema(schema, options, given))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)

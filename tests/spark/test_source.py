@@ -160,6 +160,7 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
         ({"topic": " , "}, "option topic: expected one or several"),
         ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
         ({"jobId": "j"}, "unknown option 'jobId' for reading"),
+        ({"pushFilters": "yes"}, "option pushFilters: expected true or false, found 'yes'"),
     ],
 )
 def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], text: str) -> None:
@@ -317,27 +318,21 @@ def test_damage(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
+def test_filters_are_pushed_with_an_option(folder: Path) -> None:
     spark = shared_session()
     assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"  # set by session()
-    try:
-        frame = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
-        plan = frame._jdf.queryExecution().executedPlan().toString()
-        left = plan.partition("Filter")[2].partition("\n")[0]
-        assert "tags" in left  # compared by its hash only
-        assert not any(name in left for name in ("topic", "queueId", "queueOffset"))
-        found = numbers(frame)
-        moment = "timestamp_millis(1700000101000)"
-        later = numbers(read(folder).where(f"storeTimestamp >= {moment}"))
-        none = read(folder, topic="Orders").where("topic = 'Refunds'").count()
-        formatted = frame._jdf.queryExecution().explainString(
-            spark._jvm.org.apache.spark.sql.execution.ExplainMode.fromString("formatted")
-        )
-        spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
-        filtered = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
-        assert found == numbers(filtered)
-    finally:
-        spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    condition = "topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'"
+    frame = read(folder, pushFilters="true").where(condition)
+    plan = frame._jdf.queryExecution().executedPlan().toString()
+    left = plan.partition("Filter")[2].partition("\n")[0]
+    assert "tags" in left  # compared by its hash only
+    assert not any(name in left for name in ("topic", "queueId", "queueOffset"))
+    later = numbers(read(folder, pushFilters="true").where("storeTimestamp >= timestamp_millis(1700000101000)"))
+    none = read(folder, topic="Orders", pushFilters="true").where("topic = 'Refunds'").count()
+    formatted = frame._jdf.queryExecution().explainString(
+        spark._jvm.org.apache.spark.sql.execution.ExplainMode.fromString("formatted")
+    )
+    assert numbers(frame) == numbers(read(folder).where(condition))
     assert "EqualTo(topic,Refunds)" in formatted.partition("PushedFilters")[2].partition("\n")[0]
     assert later == [n for n in PLAIN if n >= 100]
     assert none == 0
@@ -395,6 +390,7 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         ({"view": "log"}, "a stream reads messages or queues"),
         ({"endingOffsets": '{"Orders": {"0": 3}}'}, "a stream has no end"),
         ({"mode": "fast"}, "FAILFAST"),
+        ({"pushFilters": "true"}, "option pushFilters: Spark pushes no conditions into a stream"),
         ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "5"}, "found 9 and 5"),
     ],
 )
