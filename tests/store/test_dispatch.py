@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,8 +16,10 @@ from librmq.errors import StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.engine import dispatch
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.keyindex import KeyIndex
 from tests.interrupting import at_each_call
 
 BATCH = Dispatcher.BATCH
@@ -53,19 +55,30 @@ def test_reading_a_queue_writes_entries_and_no_keys(store: MessageStore) -> None
     assert indexed(store) == 60
 
 
-def test_keys_behind_a_batch_are_written_in_two_parts(store: MessageStore) -> None:
-    """The appends that follow a batch write its keys in two steps."""
-    send(store, 0, BATCH + 1)
-    assert indexed(store) == 0, "the first part works them out"
-    send(store, BATCH + 1, BATCH + 2)
-    assert indexed(store) == 2 * BATCH, "the second writes those of the first"
-    send(store, BATCH + 2, 2 * BATCH + 2)
+def test_a_batch_is_dispatched_in_three_parts(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three appends that follow a batch does one part: entries, the keys' hashes, keys."""
+    done: list[str] = []
+    for owner, name in ((ConsumeQueue, "append_many"), (dispatch, "key_block"), (KeyIndex, "append_block")):
+        call = getattr(owner, name)
+
+        def noted(*given: object, name: str = name, call: Callable[..., object] = call) -> object:
+            done.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    send(store, 0, BATCH)
+    for number, part in enumerate((["append_many"] * 3, ["key_block"], ["append_block"], []), BATCH):
+        done.clear()
+        send(store, number, number + 1)
+        assert done == part
+    assert indexed(store) == 2 * BATCH, "those of the batch"
+    send(store, BATCH + 4, 2 * BATCH + 3)
     assert indexed(store) == 4 * BATCH
-    for number in range(2 * BATCH + 2):
+    for number in range(2 * BATCH + 3):
         assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
 
 
-@pytest.mark.parametrize("appended", [BATCH - 1, BATCH, BATCH + 1, BATCH + 2, 2 * BATCH + 1])
+@pytest.mark.parametrize("appended", [BATCH - 1, BATCH, BATCH + 1, BATCH + 2, BATCH + 3, 2 * BATCH + 1])
 def test_a_query_between_the_parts_finds_all(store: MessageStore, appended: int) -> None:
     send(store, 0, appended)
     assert len(store.find_by_key("T", f"k{appended - 1}")) == len(store.find_by_key("T", "k0")) == 1
@@ -78,7 +91,7 @@ def test_a_query_between_the_parts_finds_all(store: MessageStore, appended: int)
 def test_a_full_disk_in_either_part_loses_nothing(
     store: MessageStore, monkeypatch: pytest.MonkeyPatch, part: str, ends: str
 ) -> None:
-    send(store, 0, BATCH if part == "a queue" else BATCH + 1)
+    send(store, 0, BATCH if part == "a queue" else BATCH + 2)
     owner, name = (ConsumeQueue, "append_many") if part == "a queue" else (store.index.__class__, "append_block")
     with monkeypatch.context() as full:
 
@@ -90,7 +103,7 @@ def test_a_full_disk_in_either_part_loses_nothing(
             with pytest.raises(StoreIOError):
                 send(store, 1000, 1001)
     if ends == "append":
-        send(store, BATCH + 1, BATCH + 3)
+        send(store, BATCH + 2, BATCH + 4)
     elif ends == "read":
         assert len(store.read("T", 0, 0).messages) == 32
     for number in range(BATCH):

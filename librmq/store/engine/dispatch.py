@@ -132,7 +132,8 @@ class Dispatcher(DispatchState):
         """Lanes with pending entries."""
         self.records: list[Pending] = []
         """The `Pending` keys of each record that is not in the index yet, in log order, with or without keys."""
-        self._block: KeyBlock | None = None  # of the first of them
+        self._entered = 0  # the number of them whose entries `advance` has written
+        self._block: KeyBlock | None = None  # of these
         self._indexing = False  # true outside of a call if the last one failed
         self.unflushed: set[ConsumeQueue] = set()
         """Queues written since a flush last took this set."""
@@ -194,12 +195,14 @@ class Dispatcher(DispatchState):
                 lane.next_queue_offset = lane.queue.max_offset
 
     def advance(self) -> None:
-        """Do one of the two parts of `drain`, so that no append waits for all of it. Raises the same errors."""
+        """Do one of the three parts of `drain`, so that no append waits for all of it. Raises the same errors."""
         if self._indexing:  # the last call failed; this one raises if that is still so
             self.drain()
-        elif self._block is None:
+        elif not self._entered:
             self.write_entries()
-            self._block = key_block(self.records)
+            self._entered = len(self.records)
+        elif self._block is None:
+            self._block = key_block(self.records[: self._entered])
         else:
             with critical:
                 self._put_block(self._block)
@@ -250,7 +253,7 @@ class Dispatcher(DispatchState):
         self.entries += count
         self.dispatched_timestamp_ms = records[count - 1][1]
         self.records = records[count:]
-        self._block = None
+        self._entered, self._block = 0, None
         self._indexing = False
 
 
