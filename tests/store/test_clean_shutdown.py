@@ -177,7 +177,7 @@ def test_a_rebuild_reads_the_log_once() -> None:
     read: list[int] = []
     with watched(lambda done, _: read.append(done)):
         store = opened(files, config)
-    assert sum(read) == 1 << 16
+    assert store.log.end <= sum(read) <= 1 << 16  # whole files or only records
     assert store.queue_range("TopicA", 0) == (0, 100)
     store.close()
 
