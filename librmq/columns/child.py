@@ -21,7 +21,7 @@ COMMAND: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.child 
 
 def serve() -> None:
     """Read the parts that the parent sends until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent could not block it
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # prints must not mix with the frames
     work: ReadRequest = _received(sys.stdin.buffer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
@@ -136,8 +137,9 @@ class _Reading:
         self._reader_of: dict[int, _Child] = {}
         self._children: list[_Child] = []
         try:
-            for _ in range(count - 1):
-                self._children.append(_Child(options, schema))
+            with _without_interrupts():
+                for _ in range(count - 1):
+                    self._children.append(_Child(options, schema))
             self._parts = planned()
             self._left = deque(range(len(self._parts)))
             """The parts that no process has."""
@@ -218,6 +220,19 @@ class _Reading:
             self._own_parts[last] = self._begin(last)
         self._ahead += self._own_parts[last].more()
         return True
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold back Ctrl-C, which a terminal sends to all processes; those started here never see it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Child:

@@ -331,6 +331,39 @@ def test_children_die_with_a_killed_parent(path: Path) -> None:
         os.close(wait)
 
 
+INTERRUPTED = """
+import os, sys
+from librmq.columns import reader
+try:
+    with reader(sys.argv[1], processes=3) as batches:
+        print("begun", flush=True)
+        for batch in batches:
+            sys.stdin.read()
+except KeyboardInterrupt:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        print(file.read().split(), flush=True)
+"""
+
+
+@linux
+@pytest.mark.platform
+def test_an_interrupt_ends_the_children_quietly(path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes, here while the children start."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", INTERRUPTED, path],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "begun\n"
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.communicate() == ("[]\n", "")
+
+
 @linux
 @pytest.mark.platform
 def test_closing_ends_the_children_at_once(path: Path) -> None:
