@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -31,12 +32,15 @@ def slice_entries(part: Part, one: Slice, files: Files, gone: list[str]) -> Iter
         path = os.path.join(directory.queue_folder(part.path, one.topic, one.queue_id), name)
         try:
             file = files.open(path)
-        except StoreIOError:
+        except StoreIOError as error:
+            if error.errno != errno.ENOENT:
+                raise
             gone.append(path)
         else:
             if file.size < (until - start) * ENTRY_SIZE:
                 raise CorruptionError(path, file.size, "size", f"expected {part.queue_file_size} bytes")
-            yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE)
+            # A copy: a mapping holds a descriptor, and there can be many queues.
+            yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE).copy()
         at = until
     if one.late and at < one.end:
         yield max(at, one.late_from), np.frombuffer(one.late, entry_dtype())

@@ -8,6 +8,7 @@ properties, the text of the tag, the selector. Bodies and maps are decoded only 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -381,7 +382,11 @@ class _Task:
         self._file = None
         try:
             file = self._files.open(path)
-        except (StoreIOError, CorruptionError):
+        except CorruptionError:
+            return None
+        except StoreIOError as error:
+            if error.errno != errno.ENOENT:
+                raise
             return None
         self._file = start, file, np.frombuffer(file.buffer, np.uint8)
         return self._file[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -462,6 +463,24 @@ def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the room
+
+
+@pytest.mark.thorough
+@linux
+@pytest.mark.platform
+def test_many_queues_need_few_descriptors(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "s", CONFIG, clock=ManualClock(START_MS)) as store:
+        for number in range(400):
+            store.append(Message(f"T{number}", b"%d" % number), 0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader(tmp_path / "s", columns=["topic"]).read_all()  # loads what it needs
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(limits[0]) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[320], limits[1]))  # some 256 files of queues may be mapped
+    try:
+        assert reader(tmp_path / "s", columns=["topic"]).read_all().num_rows == 400
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_export_of_a_package_is_not_a_module() -> None:
