@@ -59,6 +59,9 @@ class Suspect(NamedTuple):
     """Whether it names no queue, so that it cannot be delivered."""
 
 
+_unpack_look = record.header_struct("magic", "sys_flag", "body_length").unpack_from
+
+
 class RecordLook:
     """Findings of the walk over the log after an unclean exit.
 
@@ -75,13 +78,27 @@ class RecordLook:
 
     def __call__(self, log: CommitLog, physical_offset: int, raw: bytes) -> None:
         """Check the next record."""
+        # As `Derivation` does: the walk has checked the record, so its frame is only worked out where it is unusual.
+        magic, sys_flag, body_size = _unpack_look(raw)
+        if magic != record.MESSAGE_MAGIC or sys_flag & record.HOSTS_V6:
+            _, _, topic_at, topic_end, properties_at, _ = record.frame(raw, 0, len(raw))
+        else:
+            topic_at = 89 + body_size if body_size > 0 else 89
+            topic_end = topic_at + raw[topic_at - 1]
+            properties_at = topic_end + 2
         if self.unvouched is None and record.store_timestamp_ms(raw) > self._vouched_for_ms:
             self.unvouched = physical_offset
-        _, _, topic_at, topic_end, properties_at, _ = record.frame(raw, 0, len(raw))
-        what = names_no_queue(raw, raw[topic_at:topic_end], self._known)
+        topic = raw[topic_at:topic_end]
+        what = None
+        if (topic, raw[record.QUEUE_ID_AT] > 127) not in self._known:
+            what = names_no_queue(raw, topic, self._known)
         if what is not None:
             self.suspects.append(Suspect(physical_offset, what, True))
-        elif self.unvouched is not None and _is_torn(log, physical_offset, raw, properties_at):
+        elif (
+            self.unvouched is not None
+            and raw.find(b"\0", properties_at) >= 0
+            and _is_torn(log, physical_offset, raw, properties_at)
+        ):
             what = "its properties are zeros to the end of a sector"
             self.suspects.append(Suspect(physical_offset, what, False))
 
@@ -251,13 +268,11 @@ def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> 
 
 
 def _is_torn(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
-    """Return whether a crash left zeros in the properties of a record.
+    """Return whether a crash left the zeros that are in the properties of a record.
 
     A sector is written completely or not at all. A running write can have written only its first words. Other zeros do
     not come from a crash.
     """
-    if raw.find(b"\0", properties_at) < 0:
-        return False
     place, size = physical_offset % log.file_size, len(raw)
     padded = raw + log.data_at(physical_offset + size, -(place + size) % _SECTOR)
     for at in range(properties_at + -(place + properties_at) % _SECTOR, size, _SECTOR):
