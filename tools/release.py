@@ -65,14 +65,19 @@ class ReleaseError(Exception):
 def cut_changelog(text: str, version: str, day: str) -> str:
     """Return the changelog with what is unreleased under the heading of a version.
 
-    A version that is the newest, with nothing unreleased, gets another day.
+    If the newest heading is that of the version, it was prepared: it gets the day, and at its end what is unreleased.
 
     Raises:
-        ReleaseError: Nothing is unreleased, or the version has a heading already.
+        ReleaseError: Nothing is unreleased, or the version is not the newest that has a heading.
     """
     before, mark, after = text.partition(UNRELEASED)
-    if prepared := re.match(rf"\n*## \[{re.escape(version)}\] - .*\n", after):
-        return f"{before}{UNRELEASED}\n## [{version}] - {day}\n{after[prepared.end() :]}"
+    unreleased, *versions = re.split(r"(?m)^(?=## \[)", after)
+    if versions and versions[0].startswith(f"## [{version}] - "):
+        parts = [versions[0].partition("\n")[2].strip("\n"), unreleased.strip("\n")]
+        prepared = "\n\n".join(part for part in parts if part)
+        return f"{before}{UNRELEASED}\n## [{version}] - {day}\n\n{prepared}\n" + "".join(
+            f"\n{older}" for older in versions[1:]
+        )
     if not mark or not re.match(r"\s*(###|-)", after):
         raise ReleaseError(f"CHANGELOG.md has nothing under '{UNRELEASED.strip()}': there is nothing to release.")
     if f"## [{version}]" in text:

@@ -30,8 +30,15 @@ def test_the_changelog_is_cut_at_a_version(release: ModuleType) -> None:
     )
     prepared = "## [Unreleased]\n\n## [0.1.0] - 2026-11-21\n\n- This.\n"
     assert release.cut_changelog(prepared, "0.1.0", "2026-12-24") == prepared.replace("11-21", "12-24")
-    with pytest.raises(release.ReleaseError, match=r"a heading for 0\.1\.0 already"):
-        release.cut_changelog(text, "0.1.0", "2026-12-24")
+    assert release.cut_changelog(text, "0.1.0", "2026-12-24") == (
+        "# Changelog\n\n## [Unreleased]\n\n## [0.1.0] - 2026-12-24\n\n### Added\n\n- This.\n"
+    )
+    two = text + "\n- That.\n\n## [0.0.9] - 2026-11-20\n\n- Old.\n"
+    assert release.cut_changelog(two, "0.1.0", "2026-12-24").endswith(
+        "- That.\n\n### Added\n\n- This.\n\n## [0.0.9] - 2026-11-20\n\n- Old.\n"
+    )
+    with pytest.raises(release.ReleaseError, match=r"a heading for 0\.0\.9 already"):
+        release.cut_changelog(two, "0.0.9", "2026-12-24")
     with pytest.raises(release.ReleaseError, match="nothing to release"):
         release.cut_changelog("## [Unreleased]\n\n## [0.1.0]\n", "0.2.0", "2026-12-24")
 
