@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,6 +163,11 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
         if block.kind == "python" and block.file is None:
             place = "\n" * (block.line - 1)  # so that errors name the line in the document
             exec(compile(place + block.text, str(document), "exec"), names)
+    if "sqlite3" in names or "SqliteDedupStore" in names:  # as at the end of a program, which closes its connections
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            names.clear()
+            gc.collect()
 
 
 @POSIX
