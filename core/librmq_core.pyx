@@ -143,7 +143,7 @@ cdef inline int64_t big64(const uint8_t *at) noexcept:
 
 
 cdef class Items:
-    """The items of one file of the log, as `librmq.message.frames.items` yields them; ends with the log's next place.
+    """The items of one file of the log, as `librmq.message.frames.items` yields them.
 
     ``start`` is the physical offset of the file's first byte. ``unusual`` returns the item at a place of the file where
     no usual record is, or raises why there is none. ``advance`` is called with the bytes that were read.
@@ -178,7 +178,7 @@ cdef class Items:
         cdef int64_t begin = self.place
         cdef list found
         if begin >= self.end:
-            raise StopIteration(self.start + begin)
+            raise StopIteration
         found = self.usual()
         if not found:
             item = self.unusual(begin)
@@ -194,6 +194,8 @@ cdef class Items:
         cdef uint64_t size, limit
         cdef list found = []
         cdef bytes raw
+        cdef uint64_t last_size = 0  # as an object, because many records have one size
+        py_size = None
         global scanned
         PyObject_GetBuffer(self.buffer, &view, PyBUF_SIMPLE)
         cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
@@ -208,7 +210,9 @@ cdef class Items:
                 raw = PyBytes_FromStringAndSize(<const char *>at, size)
                 if not is_sound(<const uint8_t *>PyBytes_AS_STRING(raw), size, self.check_body):
                     break
-                found.append((self.start + self.place, size, raw))
+                if size != last_size:
+                    py_size, last_size = size, size
+                found.append((self.start + self.place, py_size, raw))
                 self.place += size
         finally:
             PyBuffer_Release(&view)

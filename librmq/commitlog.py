@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
@@ -443,6 +444,10 @@ class CommitLog(LogState):
         Raises:
             CorruptionError: The next bytes are not a record, or its body does not match its checksum.
         """
+        return chain.from_iterable(self._files(begin, end, check_body))  # quicker than a generator over both
+
+    def _files(self, begin: int | None, end: int | None, check_body: bool) -> Iterator[Iterator[LogItem]]:
+        """Yield the items of each file."""
         limit = self.end if end is None else min(end, self.end)
         at = self.begin if begin is None else begin
         file_size = self.file_size
@@ -454,7 +459,8 @@ class CommitLog(LogState):
                     return
                 at = self.begin  # files were deleted
                 continue
-            at = yield from self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
+            yield self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
+            at = start + file_size
 
     def search(self, text: bytes) -> Iterator[StoredMessage]:
         """Yield the messages whose records contain ``text``, in log order, from the whole log."""
@@ -526,8 +532,6 @@ class CommitLog(LogState):
             return None
         return record.store_timestamp_ms(raw)
 
-    def _items(
-        self, buffer: Buffer, start: int, place: int, end: int, check_body: bool
-    ) -> Generator[LogItem, None, int]:
+    def _items(self, buffer: Buffer, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
         return frames.items(buffer, self._sequence.path(start), start, place, end, self.file_size, check_body)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Final
 
 from librmq.errors import BodyChecksumError, CorruptionError, RecordError
@@ -56,8 +56,8 @@ def unfinished_size(head: bytes, room: int) -> int:
 
 def items(
     buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
-) -> Generator[LogItem, None, int]:
-    """Yield the records of one file from ``place`` up to ``end`` and its blank; return the next place of the log.
+) -> Iterator[LogItem]:
+    """Yield the records of one file from ``place`` up to ``end`` and its blank.
 
     ``path`` is that of the file, and ``start`` its place in the log.
 
@@ -65,7 +65,7 @@ def items(
         CorruptionError: The bytes are neither a record nor a blank.
     """
     if CORE is not None:
-        made: Generator[LogItem, None, int] = CORE.Items(
+        made: Iterator[LogItem] = CORE.Items(
             buffer, start, place, end, file_size, check_body,
             lambda place: _item(buffer, path, start, place, file_size, check_body), advance,
         )  # fmt: skip
@@ -75,7 +75,7 @@ def items(
 
 def _items(
     buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
-) -> Generator[LogItem, None, int]:
+) -> Iterator[LogItem]:
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
     check, unpack, fixed = crc32, _unpack_frame, record.FIXED_SIZE
@@ -106,9 +106,8 @@ def _items(
         item = _item(buffer, path, start, place, file_size, check_body)
         yield item
         if item[2] is None:
-            return start + file_size
+            return
         place += item[1]
-    return start + place
 
 
 def _item(buffer: mmap.mmap, path: str, start: int, place: int, file_size: int, check_body: bool) -> LogItem:
