@@ -136,7 +136,9 @@ def export(
         total = left = _left(known, starting)
         with closing(
             _Steps(
-                batches_of(replace(options, starting=starting), whole, processes, source_files), state.offsets, pattern
+                batches_of(replace(options, starting=starting), whole, processes, source_files, is_busy=processes > 2),
+                state.offsets,
+                pattern,
             )
         ) as source:
             while source.more():

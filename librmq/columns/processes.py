@@ -1,10 +1,10 @@
 """A read by several processes, including the caller's; batches come in the order of the parts.
 
 Children are separate programs, not forks, so the caller can have threads and needs no ``__main__`` guard. Parts are
-assigned one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has. While
-it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so no process waits for the slowest. Children
-start while this process plans, which takes a child as long as this process to read `_PARTS_TO_START` parts, so its
-first part comes after them.
+assigned one by one: a child has at most `_PARTS_AHEAD`, and this process reads the next part that no child has, unless
+its caller is busy with the batches. While it waits for a child's batch, it reads later parts, up to `_AHEAD_BYTES`, so
+no process waits for the slowest. Children start while this process plans, which takes a child as long as this process
+to read `_PARTS_TO_START` parts, so its first part comes after them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,19 @@ class SharedReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]
     """
 
     def __init__(
-        self, options: ReadOptions, schema: pa.Schema, planned: Callable[[], Sequence[Part]], count: int
+        self,
+        options: ReadOptions,
+        schema: pa.Schema,
+        planned: Callable[[], Sequence[Part]],
+        count: int,
+        *,
+        is_busy: bool = False,
     ) -> None:
-        """Start the other processes, and call ``planned`` for the parts meanwhile."""
-        self._source = _Source(_Reading(options, schema, planned, count), schema)
+        """Start the other processes, and call ``planned`` for the parts meanwhile.
+
+        This process reads no part if ``is_busy``, because its work on the batches takes as long as reading.
+        """
+        self._source = _Source(_Reading(options, schema, planned, count, is_busy=is_busy), schema)
         super().__init__(self._source)
 
     def close(self) -> None:
@@ -126,11 +135,18 @@ class _Reading:
     """The assignment of parts to processes."""
 
     def __init__(
-        self, options: ReadOptions, schema: pa.Schema, planned: Callable[[], Sequence[Part]], count: int
+        self,
+        options: ReadOptions,
+        schema: pa.Schema,
+        planned: Callable[[], Sequence[Part]],
+        count: int,
+        *,
+        is_busy: bool,
     ) -> None:
         if not sys.executable:
             raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
         self._own = Reading(options, schema)
+        self._is_busy = is_busy
         self._planned = planned  # it holds the mirror of a remote store
         self._own_parts: dict[int, _OwnPart] = {}
         self._ahead = 0
@@ -143,9 +159,9 @@ class _Reading:
             self._parts = planned()
             self._left = deque(range(len(self._parts)))
             """The parts that no process has."""
-            while self._children and len(self._children) >= len(self._parts):
+            while self._children and len(self._children) >= len(self._parts) + is_busy:
                 self._children.pop().close()
-            first = min(_PARTS_TO_START, len(self._parts) - len(self._children))
+            first = 0 if is_busy else min(_PARTS_TO_START, len(self._parts) - len(self._children))
             for number, child in enumerate(self._children, first):
                 self._give(number, child)
         except BaseException:
@@ -156,6 +172,8 @@ class _Reading:
         """Yield all batches in order, as messages of Arrow's IPC format."""
         try:
             for number in range(len(self._parts)):
+                if self._is_busy and number in self._left:
+                    self._give(number, min(self._children, key=lambda child: child.parts))
                 child = self._reader_of.pop(number, None)
                 yield from self._own_messages(number) if child is None else self._messages_of(child)
         finally:
@@ -210,7 +228,7 @@ class _Reading:
 
     def _read_ahead(self) -> bool:
         """Read a batch of a later part here; return False if there is none, or no room."""
-        if self._ahead >= _AHEAD_BYTES:
+        if self._is_busy or self._ahead >= _AHEAD_BYTES:
             return False
         last = max(self._own_parts, default=-1)
         if last < 0 or self._own_parts[last].is_whole:

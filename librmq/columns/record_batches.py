@@ -152,13 +152,18 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
 
 
 def batches_of(
-    options: ReadOptions, schema: pa.Schema, processes: int = 1, files: Files | None = None
+    options: ReadOptions,
+    schema: pa.Schema,
+    processes: int = 1,
+    files: Files | None = None,
+    *,
+    is_busy: bool = False,
 ) -> pa.RecordBatchReader:
-    """Plan a read, and return its batches as a stream."""
+    """Plan a read, and return its batches as a stream; of several processes a busy caller's only receives them."""
     if processes > 1:
         shared = replace(options, min_partitions=processes)
         planned = partial(plan_for_others, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
-        return SharedReader(options, schema, planned, processes)
+        return SharedReader(options, schema, planned, processes, is_busy=is_busy)
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
     parts = plan(options, files, prune=pruned)

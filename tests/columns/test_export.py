@@ -80,6 +80,16 @@ def test_an_export_holds_all_messages(store: Path, tmp_path: Path, name: str) ->
     assert numbers(tmp_path / name) == list(range(60))
 
 
+@pytest.mark.thorough
+def test_several_processes_export_the_same(store: Path, tmp_path: Path) -> None:
+    """From three on, the calling process reads nothing."""
+    fill(store, range(60, 300))
+    for processes in (1, 2, 3):
+        export(store, tmp_path / f"{processes}.jsonl", processes=processes)
+    one, two, three = ((tmp_path / f"{processes}.jsonl").read_bytes() for processes in (1, 2, 3))
+    assert one == two == three
+
+
 def test_bodies_and_times_of_texts(store: Path, tmp_path: Path) -> None:
     export(store, tmp_path / "out.csv", columns=["body", "storeTimestamp", "physicalOffset", "properties"])
     export(store, tmp_path / "out.jsonl", columns=["body", "storeTimestamp", "physicalOffset", "properties"])
