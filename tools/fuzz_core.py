@@ -117,10 +117,14 @@ class Fuzzer:
             self.read_body(raw)
 
     def items(self, data: bytes, place: int, beyond: int, check_body: bool) -> list[Any]:
-        """Return the usual records from a place on, up to an end that may lie beyond the data."""
+        """Return the usual records from a place on, up to an end that may lie beyond the data, also at odd places."""
         end = len(data) + beyond
-        items = self.core.Items(data, 0, place, end, end, check_body, lambda at: (at, 0, None), lambda done: None)
-        return [item for item in items if item[2] is not None]
+
+        def unusual(at: int) -> tuple[int, int, bytes]:
+            magic = data.find(b"\xda\xa3\x20\xa7", at + 5)
+            return at, (end if magic < 0 else magic - 4) - at, b""
+
+        return [item for item in self.core.Items(data, 0, place, end, end, check_body, unusual, abs) if item[2]]
 
     def read_body(self, raw: bytes) -> None:
         """Read the parts of a damaged message."""

@@ -246,6 +246,11 @@ def test_a_variable_switches_the_core_off() -> None:
     assert said_with("off") == "pure Python, because LIBRMQ_CORE is off\n"
 
 
+def test_a_free_threaded_build_runs_python_code() -> None:
+    said = said_with("on", "import sys; sys._is_gil_enabled = lambda: False")
+    assert said == "pure Python, because the compiled core needs the interpreter lock\n"
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
