@@ -1,7 +1,8 @@
 """The property strings of many records as columns: one named property, or maps of all of them.
 
 The strings of a block are laid side by side; each separator bounds a segment. A named property is found by the 8-byte
-words at the starts of segments. `record.decode_properties` decodes the unusual rows: text that is not UTF-8, or a name
+words at the starts of segments. If all rows have the names of the first row in its order, as one producer writes them,
+only its names are looked at. `record.decode_properties` decodes the unusual rows: text that is not UTF-8, or a name
 that occurs twice.
 """
 
@@ -57,8 +58,35 @@ class Properties:
         self._splits = separators[opening]
         self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(closing) else closing
         last = np.searchsorted(self._ends, row_ends)
-        self._row = np.repeat(np.arange(rows), np.diff(last, prepend=-1))
-        self._words: npt.NDArray[np.uint64] | None = None
+        self._segments = np.diff(last, prepend=-1)
+        self._row = np.repeat(np.arange(rows), self._segments)
+
+    @cached_property
+    def _alike(self) -> int:
+        """The number of segments in each row, if all rows have the names of the first one in the same order; else 0."""
+        count = int(self._segments[0]) if self.rows else 0
+        if not count or count > _MOST_COMPARED or (self._segments != count).any():
+            return 0
+        sizes = (self._splits - self._begins).reshape(-1, count)
+        first = sizes[0].tolist()
+        if (sizes != sizes[0]).any():
+            return 0
+        words = self._words.reshape(-1, count)
+        for column, size in enumerate(first):
+            own = words[:, column] & _mask(size)
+            if (own != own[0]).any():
+                return 0
+            for at in range(8, size, 8):  # the last word overlaps the one before it
+                rest = gather(self._text, self._begins[column::count] + min(at, size - 8), ">u8")
+                if (rest != rest[0]).any():
+                    return 0
+        names = [self._text[at : at + size].tobytes() for at, size in zip(self._begins[:count], first, strict=True)]
+        return count if len(set(names) - {b""}) == count - names.count(b"") else 0
+
+    @cached_property
+    def _words(self) -> npt.NDArray[np.uint64]:
+        """The first 8 bytes of each segment."""
+        return gather(self._text, self._begins, ">u8").astype(np.uint64)
 
     @cached_property
     def _stored(self) -> pa.BinaryArray:
@@ -93,12 +121,15 @@ class Properties:
 
     def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
         """Return row, begin and end of every non-empty value after ``needle`` at the start of a segment."""
-        if self._words is None:
-            self._words = gather(self._text, self._begins, ">u8").astype(np.uint64)
         head, size = needle[:8], len(needle)
+        if self._alike:
+            begins = self._begins[: self._alike].tolist()
+            hits = np.flatnonzero([self._text[at : at + size].tobytes() == needle for at in begins])
+            hits = (np.arange(0, len(self._begins), self._alike)[:, None] + hits).ravel()
+            hits = hits[self._ends[hits] - self._begins[hits] > size]
+            return self._row[hits], self._begins[hits] + size, self._ends[hits]
         wanted = int.from_bytes(head.ljust(8, b"\0"), "big")
-        mask = (0xFFFFFFFFFFFFFFFF << (8 * (8 - len(head)))) & 0xFFFFFFFFFFFFFFFF
-        hits = np.flatnonzero((self._words & np.uint64(mask)) == np.uint64(wanted))
+        hits = np.flatnonzero((self._words & _mask(size)) == np.uint64(wanted))
         hits = hits[self._ends[hits] - self._begins[hits] > size]
         for at in range(8, size):
             hits = hits[self._text[self._begins[hits] + at] == needle[at]]
@@ -119,8 +150,11 @@ class Properties:
         """Return all properties of each message, in stored order."""
         text, begins, ends, split, row = self._text, self._begins, self._ends, self._splits, self._row
         kept = (split > begins) & (split < ends - 1)
-        begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
-        unusual = np.union1d(self._unusual_names, self._repeated(begins, split, row))
+        if not kept.all():
+            begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
+        unusual = self._unusual_names
+        if not self._alike:
+            unusual = np.union1d(unusual, self._repeated(begins, split, row))
         if not len(unusual):
             names = slices(text, begins, split)
             values = slices(text, split + 1, ends)
@@ -166,3 +200,8 @@ class Properties:
             same = (row[distance:] == row[:-distance]) & (marks[distance:] == marks[:-distance])
             repeated.append(row[distance:][same])
         return np.unique(np.concatenate(repeated))
+
+
+def _mask(size: int) -> np.uint64:
+    """Return the bits of a word that the first ``size`` bytes of a name fill."""
+    return np.uint64((0xFFFFFFFFFFFFFFFF << (8 * max(0, 8 - size))) & 0xFFFFFFFFFFFFFFFF)
