@@ -156,6 +156,7 @@ def test_the_effect_of_a_change(shell: Shell) -> None:
     assert "has no progress" in shell("whatif", "store", "--group", "x", "--topic", "y", "--handler", "1s").said
 
 
+@pytest.mark.thorough
 def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     runner = ManualRunner()
     with Broker.open("tx", runner=runner) as broker:

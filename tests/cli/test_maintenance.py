@@ -106,6 +106,7 @@ def test_salvage_into_a_new_store(run: Run, damaged: tuple[Path, dict[str, Any]]
     assert "it is not empty" in err
 
 
+@pytest.mark.thorough
 @stores
 def test_salvage_agrees_with_dump_of_a_recovered_store(run: Run, folder: Path, store_copy: StoreCopy) -> None:
     copy = store_copy(folder)

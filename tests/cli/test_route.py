@@ -129,6 +129,7 @@ def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
         assert [row["broker"] for row in shell("dead-letters", *words).rows] == ["broker-a", "broker-b"]
 
 
+@pytest.mark.thorough
 def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: RemotingServer) -> None:
     words = ("reset", "--route", served.address, "--group", "billing", "--topic", "orders")
     with connect(served.address) as route, PullConsumer(route, "billing") as consumer:

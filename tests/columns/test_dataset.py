@@ -147,6 +147,7 @@ def test_filters_of_other_views_select_the_same(path: Path, table: pa.Table, tre
         )
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_arrow_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:

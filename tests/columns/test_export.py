@@ -111,6 +111,7 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
     assert [row["topic"] for row in rows(tmp_path / "out")] == ["A", "B"] * 30
 
 
+@pytest.mark.thorough
 def test_rows_of_a_folder_keep_their_order(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
         for number in range(2_400):
@@ -169,6 +170,7 @@ def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, 
     assert numbers(tmp_path / name) == list(range(200))
 
 
+@pytest.mark.thorough
 def test_messages_that_retention_deleted(store: Path, tmp_path: Path) -> None:
     export(store, tmp_path / "out.jsonl", until=START_MS + 1)
     fill(store, range(60, 2000))

@@ -269,6 +269,7 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.thorough
 def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
     """A reader must not release the pages of memory files, which have no other copy of their contents."""
     files = in_memory(from_disk(path))

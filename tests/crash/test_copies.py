@@ -76,6 +76,7 @@ def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[.
         assert verify(TARGET, config, files).sound, image
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
     """The linked files were never flushed, and one queue has lost all its messages."""
@@ -112,6 +113,7 @@ def sound(files: Files) -> dict[int, bytes]:
     }
 
 
+@pytest.mark.thorough
 def test_cut_records_are_in_the_log_or_kept_aside() -> None:
     found = damaged(filled(SMALL))
     images = crashes(found, lambda files: opened(files, SMALL, thorough=True).close())

@@ -23,6 +23,7 @@ def test_a_store_survives_any_crash(number: int) -> None:
     assert check_lives(f"quick {number}", LIVES) == sum(LIVES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", ["slow 168"])
 def test_a_store_survives_crashes_that_once_broke_it(seed: str) -> None:
     assert check_lives(seed, LIVES) == sum(LIVES)

@@ -70,6 +70,7 @@ def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool)
             assert f"{ROOT}/abort" in image.contents or broker_files(image) == broker_files(last), image
 
 
+@pytest.mark.many
 @configs
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
@@ -193,6 +194,7 @@ def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
     assert_settled(disk)
 
 
+@pytest.mark.thorough
 def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
     """What the failed flush left out counts as flushed, but is not on the device."""
     disk = BusyFiles()

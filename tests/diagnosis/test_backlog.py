@@ -35,6 +35,7 @@ def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
     return sorted(found, key=lambda row: row[:3])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
 def test_lag_equals_the_model_on_recorded_stores(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):

@@ -122,6 +122,7 @@ TOKENS = (
 )
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.sampled_from(TOKENS), max_size=40).map(" ".join) | st.text(max_size=60), st.sampled_from(["4.9", "5.3"])
 )

@@ -396,6 +396,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             self._end(worker)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("base", "count"), list(zip(DATABASES, (30, 6, 5), strict=True)))
 def test_once_under_every_schedule(database: Callable[[str], Database], base: str, count: int) -> None:
     class Machine(TransactionalMachine):

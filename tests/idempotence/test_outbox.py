@@ -282,6 +282,7 @@ def test_nothing_is_claimed_twice(post: Post) -> None:
     assert second.bodies == list(map(str, range(100, 150)))  # none of the first hundred
 
 
+@pytest.mark.thorough
 def test_of_senders_that_saw_the_same_rows_one_gets_each(post: Post) -> None:
     post.add(*map(str, range(40)))
     producers = [Recorder() for _ in range(3)]

@@ -606,6 +606,7 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
         upgrade_tables(engine, **names)
 
 
+@pytest.mark.thorough
 def test_tables_are_brought_up_to_date_by_one_of_many(
     engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_bars_in_code_of_tables_are_bare(website: ModuleType, tmp_path: Path) ->
     assert "\\|" not in text
 
 
+@pytest.mark.thorough
 def test_links_to_tests_lead_to_their_lines(website: ModuleType, tmp_path: Path) -> None:
     stage = website.Stage(tmp_path)
     stage.fill()

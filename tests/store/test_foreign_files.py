@@ -80,6 +80,7 @@ LINKS = (
 )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS, *LINKS])
 def test_foreign_files_in_a_store_are_refused(folder: Path, name: str) -> None:
     """Files and folders with wrong names, and dangling links."""

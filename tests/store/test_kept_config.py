@@ -23,6 +23,7 @@ from librmq.store.upkeep.snapshot import rescue, snapshot
 LEVELS = "1s 1h"
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("slots", "entries"), [(64, 100), (5, 1000), (1000, 10), (64, 256), (63, 251)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_any_index_sizes_are_inferred(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:

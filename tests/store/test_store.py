@@ -573,6 +573,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
     MessageStore.open(tmp_path / "s", StoreConfig.tiny()).close()
 
 
+@pytest.mark.thorough
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -195,6 +195,7 @@ def lost_in_an_outage(rmq: Kit) -> None:
     assert {one.body for one in rmq.delivered("billing")} == {b"0", b"1", b"2", b"3"}, missed
 
 
+@pytest.mark.thorough
 def test_a_schedule_lets_a_broker_fail() -> None:
     with pytest.raises(AssertionError) as caught:
         explore(lost_in_an_outage, runs=300)

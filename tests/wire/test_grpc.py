@@ -369,6 +369,7 @@ def test_unknown_call_is_unimplemented(stub: Stub) -> None:
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.thorough
 def test_random_bytes_do_no_harm(stub: Stub, broker: Broker) -> None:
     draw = random.Random(7)
     names = ["QueryRoute", "SendMessage", "AckMessage", "EndTransaction", "ChangeInvisibleDuration", "RecallMessage"]

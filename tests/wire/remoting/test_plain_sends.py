@@ -138,6 +138,7 @@ ODD = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("old", "new"), ODD.values(), ids=ODD)
 def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
     """Also if an odd header comes after a usual one."""
