@@ -6,6 +6,7 @@ pytest examples/test_order_service.py
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,12 +24,12 @@ class Shop:
     """The service in a test: it sends its outbox when the test says so."""
 
     def __init__(self, rmq: Kit, folder: Path) -> None:
-        database = sqlalchemy.create_engine(f"sqlite:///{folder}/orders.db")
+        self.database = sqlalchemy.create_engine(f"sqlite:///{folder}/orders.db")
         self.rmq = rmq
-        self.process = rmq.app("shop", lambda broker: self._start(database, broker))
+        self.process = rmq.app("shop", self._start)
 
-    def _start(self, database: sqlalchemy.Engine, broker: Route) -> order_service.OrderService:
-        self.service = order_service.OrderService(database, broker)
+    def _start(self, broker: Route) -> order_service.OrderService:
+        self.service = order_service.OrderService(self.database, broker)
         self.service.start()
         return self.service
 
@@ -42,8 +43,10 @@ class Shop:
 
 
 @pytest.fixture
-def shop(rmq: Kit, tmp_path: Path) -> Shop:
-    return Shop(rmq, tmp_path)
+def shop(rmq: Kit, tmp_path: Path) -> Iterator[Shop]:
+    made = Shop(rmq, tmp_path)
+    yield made
+    made.database.dispose()
 
 
 def test_an_order_is_announced_and_paid(rmq: Kit, shop: Shop) -> None:
@@ -130,3 +133,4 @@ def test_a_payment_by_an_official_client(rmq_grpc: ServedKit, tmp_path: Path) ->
         bank.shutdown()
     rmq_grpc.advance(minutes=31)
     assert shop.service.state("o-1") == "paid"
+    shop.database.dispose()
