@@ -70,6 +70,7 @@ def main(data: Path, report: Path) -> int:
     lines = list(listing(modules))
     statements = sum(module.statements for module in modules)
     missing = sum(len(module.missing) for module in modules)
+    report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text("\n".join(lines) + "\n", "utf-8")
     print(f"{missing:,} of {statements:,} statements were not reached; the least covered modules:")
     for line in lines[:SHOWN]:
