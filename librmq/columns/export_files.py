@@ -49,6 +49,8 @@ class ExportState:
     steps: int = 0
     shown: tuple[str, ...] = ()
     """Files of the last step; committing removes `_UNFINISHED` from their names."""
+    last: tuple[int, ...] = ()
+    """Of the exported message that is last in the log: physical offset, queue id, queue offset, ms of its birth."""
 
     @classmethod
     def read(cls, path: str, files: DiskFiles) -> ExportState | None:
@@ -59,7 +61,7 @@ class ExportState:
             found = json.loads(files.read(path))
             if found.pop("version") != _VERSION:
                 raise ValueError("another version")
-            for name in ("columns", "partition_by", "shown"):
+            for name in ("columns", "partition_by", "shown", "last"):
                 found[name] = tuple(found[name])
             return cls(**found)
         except (ValueError, TypeError, KeyError) as error:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Unpack, get_args
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
 from librmq.columns.options import ReadOptions
@@ -45,6 +46,7 @@ _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
 _BODY: Final = ("body",)
 _PLACE: Final = ("topic", "queueId", "queueOffset")
+_IDENTITY: Final = ("physicalOffset", "queueId", "queueOffset", "bornTimestamp")
 _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
 """Suffixes of files, which a folder of Parquet files would not be."""
 _PARTITIONS: Final = ("topic", "queueId", DATE)
@@ -119,6 +121,11 @@ def export(
         with PlannedStore.open(options.paths[0], options.wanted, options.mode, source_files) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
+            if state.last and not planned.has_message(*state.last):
+                raise ConfigError(
+                    f"store: {options.paths[0]} lacks the last message that was exported to {path}, at physical offset "
+                    f"{state.last[0]}: it is another store, or a crash has cut its log; export it to another path"
+                )
         starting = {
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
             for topic, reached in state.offsets.items()
@@ -127,6 +134,7 @@ def export(
             [
                 *schema.names,
                 *_PLACE,
+                *_IDENTITY,
                 *(["storeTimestamp"] if DATE in partition_by else []),
                 *_BODY[: grep is not None],
             ]
@@ -137,14 +145,15 @@ def export(
         with closing(
             _Steps(
                 batches_of(replace(options, starting=starting), whole, processes, source_files, is_busy=processes > 2),
-                state.offsets,
+                state,
                 pattern,
             )
         ) as source:
             while source.more():
                 shown, size = target.write(source.step(), schema)
                 rows, written = rows + source.rows, written + len(shown)
-                state = replace(state, offsets=source.offsets, size=size, steps=state.steps + 1, shown=tuple(shown))
+                state = replace(state, size=size, steps=state.steps + 1, shown=tuple(shown))
+                state = replace(state, offsets=source.offsets, last=source.last)
                 state.write(state_path, files)
                 target.show(state)
                 before, left = left, _left(known, source.offsets)
@@ -228,7 +237,7 @@ class _Steps:
     def __init__(
         self,
         batches: pa.RecordBatchReader,
-        offsets: Mapping[str, Mapping[str, int]],
+        state: ExportState,
         pattern: re.Pattern[str] | None = None,
     ) -> None:
         """Only messages whose bodies have ``pattern`` are in the batches; the offsets pass the others."""
@@ -237,9 +246,11 @@ class _Steps:
         self._beside = ThreadPoolExecutor(1)
         self._coming = deque([self._beside.submit(self._read)])
         self._following: tuple[pa.RecordBatch, list[dict[str, Any]]] | None = None
-        self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
-        self.rows = 0
+        self.offsets = {topic: dict(queues) for topic, queues in state.offsets.items()}
         """The offsets at the end of the last step."""
+        self.last = state.last
+        """The same for `ExportState.last`."""
+        self.rows = 0
 
     def more(self) -> bool:
         """Return whether another step follows."""
@@ -273,11 +284,20 @@ class _Steps:
             (batch, reached), self._following = self._following, None
             chosen = batch if self._pattern is None else _with_body(batch, self._pattern)
             yield chosen
+            self.last = max(self.last, _last_in_log(batch))
             size += chosen.nbytes
             self.rows += chosen.num_rows
             for row in reached:
                 if row["topic"] is not None:  # a damaged record may have no topic
                     self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+
+
+def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:
+    """Return what `ExportState.last` holds of a batch."""
+    place = batch.column("physicalOffset")
+    row = batch.slice(pc.index(place, pc.max(place)).as_py(), 1)
+    *known, born = (row.column(name).cast(pa.int64())[0].as_py() for name in _IDENTITY)
+    return () if None in (*known, born) else (*known, born // 1000)  # of a damaged record less is known
 
 
 def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ Ranges = Sequence[tuple[QueueName, range]]
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
+_HEADER: Final = struct.Struct(">12x i 4x q q 4x q")  # the id and offset of the queue, physical offset, time of birth
 
 
 @dataclass(slots=True)
@@ -237,6 +239,19 @@ class PlannedStore:
         place = entry.physical_offset % size
         fetch(self._files, self.path, file_name(entry.physical_offset - place), [(place, place + entry.size)])
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+
+    def has_message(self, physical_offset: int, queue_id: int, queue_offset: int, born_ms: int) -> bool:
+        """Return whether the log has this message, or can't tell, because it is deleted or unreadable."""
+        if self._store is None or physical_offset < self.log_begin:
+            return True
+        place = physical_offset % self.config.commitlog_file_size
+        name = file_name(physical_offset - place)
+        if physical_offset + _HEADER.size > self.log_end:
+            return False
+        fetch(self._files, self.path, name, [(place, place + _HEADER.size)])
+        raw = self._store.log.data_at(physical_offset, _HEADER.size)
+        found = _HEADER.unpack(raw) if len(raw) == _HEADER.size else ()
+        return found == (queue_id, queue_offset, physical_offset, born_ms)
 
     def narrowed(
         self, wanted: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -218,6 +219,24 @@ def test_other_conditions_are_refused(store: Path, tmp_path: Path, name: str) ->
         export(store, tmp_path / name, tags="t1")
     with pytest.raises(ConfigError, match="found no condition"):
         export(store, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_another_store_is_refused(tmp_path: Path, name: str) -> None:
+    """Also the same store after it lost its end, and stored other messages at the same offsets."""
+    for folder, numbers in (("store", range(60)), ("other", range(1, 90)), ("shorter", range(50))):
+        fill(tmp_path / folder, numbers)
+    out = tmp_path / name
+    assert export(tmp_path / "store", out).rows == 60
+    before = rows(out)
+    fill(tmp_path / "shorter", range(100, 150))
+    for folder in ("other", "shorter"):
+        with pytest.raises(ConfigError, match=r"lacks the last message .* is another store, or"):
+            export(tmp_path / folder, out)
+    assert rows(out) == before
+    shutil.move(tmp_path / "store", tmp_path / "moved")
+    fill(tmp_path / "moved", range(60, 64))
+    assert export(tmp_path / "moved", out).rows == 4
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
