@@ -125,6 +125,7 @@ def was_interrupted(number: int) -> bool:
     state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
 
     def send() -> None:
+        sys.settrace(None)  # under coverage, Python 3.11 loops here for ever while a signal waits for the main thread
         for _ in range(50):
             while b") S " not in state.read_bytes():  # until the thread is waiting
                 pass
