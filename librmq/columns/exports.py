@@ -152,8 +152,10 @@ def export(
             while source.more():
                 shown, size = target.write(source.step(), schema)
                 rows, written = rows + source.rows, written + len(shown)
-                state = replace(state, size=size, steps=state.steps + 1, shown=tuple(shown))
-                state = replace(state, offsets=source.offsets, last=source.last)
+                steps = state.steps + 1
+                state = replace(
+                    state, offsets=source.offsets, last=source.last, size=size, steps=steps, shown=tuple(shown)
+                )
                 state.write(state_path, files)
                 target.show(state)
                 before, left = left, _left(known, source.offsets)

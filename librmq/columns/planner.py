@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import Files
+from librmq.message.record import header_struct
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
@@ -44,7 +44,7 @@ Ranges = Sequence[tuple[QueueName, range]]
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
-_HEADER: Final = struct.Struct(">12x i 4x q q 4x q")  # the id and offset of the queue, physical offset, time of birth
+_IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", "born_timestamp")
 
 
 @dataclass(slots=True)
@@ -235,23 +235,24 @@ class PlannedStore:
         entry = self.queues[name].entries.entry(queue_offset)
         if entry is None or self._store is None:
             return None
-        size = self.config.commitlog_file_size
-        place = entry.physical_offset % size
-        fetch(self._files, self.path, file_name(entry.physical_offset - place), [(place, place + entry.size)])
+        self._fetch(entry.physical_offset, entry.size)
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
     def has_message(self, physical_offset: int, queue_id: int, queue_offset: int, born_ms: int) -> bool:
         """Return whether the log has this message, or can't tell, because it is deleted or unreadable."""
         if self._store is None or physical_offset < self.log_begin:
             return True
-        place = physical_offset % self.config.commitlog_file_size
-        name = file_name(physical_offset - place)
-        if physical_offset + _HEADER.size > self.log_end:
+        if physical_offset + _IDENTITY.size > self.log_end:
             return False
-        fetch(self._files, self.path, name, [(place, place + _HEADER.size)])
-        raw = self._store.log.data_at(physical_offset, _HEADER.size)
-        found = _HEADER.unpack(raw) if len(raw) == _HEADER.size else ()
+        self._fetch(physical_offset, _IDENTITY.size)
+        raw = self._store.log.data_at(physical_offset, _IDENTITY.size)
+        found = _IDENTITY.unpack(raw) if len(raw) == _IDENTITY.size else ()
         return found == (queue_id, queue_offset, physical_offset, born_ms)
+
+    def _fetch(self, physical_offset: int, size: int) -> None:
+        """Fetch bytes of the log, if the store is remote."""
+        place = physical_offset % self.config.commitlog_file_size
+        fetch(self._files, self.path, file_name(physical_offset - place), [(place, place + size)])
 
     def narrowed(
         self, wanted: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
