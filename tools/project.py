@@ -25,7 +25,6 @@ from screen import Screen, Step, seconds_text
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 SITE = CHECKOUT / "tools" / "website.py"
-UNCOVERED = CHECKOUT / "tools" / "uncovered.py"
 RELEASE = CHECKOUT / "tools" / "release.py"
 DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
 
@@ -41,6 +40,8 @@ IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no
 """One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark and not thorough"
+UNCOVERED_SHOWN = 22
+"""The heading and 20 modules."""
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
 """What mypy must let pass where PySpark and its types are not installed."""
 
@@ -104,7 +105,7 @@ def check(arguments: Sequence[str]) -> int:
             if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
                 failed.append("tests")
             if options.coverage:
-                place.run([place.python, UNCOVERED, CHECKOUT / ".coverage", place.logs / "uncovered.txt"])
+                list_uncovered(place, screen)
         failed += show(place, screen, beside, types)
     outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
     screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
@@ -142,6 +143,16 @@ def pytest_words(passed_on: Sequence[str], *, quick: bool, keep_going: bool) -> 
     if quick and not keep_going:
         words.append("-x")
     return [*words, *passed_on]
+
+
+def list_uncovered(place: Environment, screen: Screen) -> None:
+    """Keep the list of lines that no test reached, the least covered module first, and show its beginning."""
+    _, printed = watch([place.python, "-m", "coverage", "report"], None, folder=CHECKOUT, variables=place.variables())
+    listing = place.logs / "uncovered.txt"
+    listing.write_text(printed, "utf-8")
+    for line in printed.splitlines()[:UNCOVERED_SHOWN]:
+        screen.line(line[:118])
+    screen.line(f"All lines that no test reached: {listing}")
 
 
 def parser() -> argparse.ArgumentParser:
