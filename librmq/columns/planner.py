@@ -27,7 +27,7 @@ from librmq.consumequeue import ConsumeQueue, Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
-from librmq.files.rolling import file_name
+from librmq.files.rolling import MappingPool, file_name
 from librmq.files.seam import Files
 from librmq.message.record import header_struct
 from librmq.store import MessageStore
@@ -44,6 +44,7 @@ Ranges = Sequence[tuple[QueueName, range]]
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
+_MAPPED_FILES: Final = 16
 _IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", "born_timestamp")
 
 
@@ -80,6 +81,7 @@ class PlannedStore:
     damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
     _files: Files = field(default_factory=DiskFiles)
+    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the stored queues, all together
     _is_narrowed: bool = False
 
     @classmethod
@@ -144,7 +146,8 @@ class PlannedStore:
     def _queue(self, name: QueueName, files: Files, mode: Mode) -> QueueRange:
         size = self.config.consumequeue_file_size
         try:
-            stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
+            folder = directory.queue_folder(self.path, *name)
+            stored = ConsumeQueue.open(folder, size, files=files, pool=self._pool, writable=False)
         except CorruptionError:
             if self._store is None:
                 raise
