@@ -37,9 +37,12 @@ def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> st
         name: The caller's name for ``sql``, used in the error.
 
     Raises:
-        ConfigError: The view has no properties, which ``sql`` needs.
+        ConfigError: A filter is no text, or the view has no properties, which ``sql`` needs.
         FilterSyntaxError: An expression does not compile.
     """
+    for setting, text, example in (("tags", tags, "created || paid"), (name, sql, "price > 5")):
+        if not isinstance(text, str | None):
+            raise ConfigError(f"{setting}: expected text such as {example!r}, found {text!r:.80}")
     if tags is not None:
         from librmq.filter import TagFilter  # loads a grammar that few reads need
 
@@ -58,7 +61,7 @@ class Wanted:
     """The messages that options and pushed-down filters select by topic, queue, offset, time and tag."""
 
     topics: frozenset[str] | None = None
-    topic_pattern: str | None = None
+    topic_pattern: re.Pattern[str] | None = None
     queue_ids: frozenset[int] | None = None
     begin_offset: int = 0
     end_offset: int = LARGEST_OFFSET
@@ -88,7 +91,7 @@ class Wanted:
         """Return whether a name or pattern selects a topic, or there is none."""
         if self.topics is not None:
             return topic in self.topics
-        return self.topic_pattern is None or re.fullmatch(self.topic_pattern, topic) is not None
+        return self.topic_pattern is None or self.topic_pattern.fullmatch(topic) is not None
 
     @property
     def takes_all(self) -> bool:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from librmq.errors import StoreError
 from librmq.files.damage import Damage
 
 __all__ = ["DataLossError", "Part", "ReadingProcessError", "RemoteLog", "Slice"]
 
+REST: Final = (
+    "to read the rest, set fail_on_data_loss=False; in Spark failOnDataLoss=false, in librmq export --skip-deleted"
+)
+"""What to do about deleted messages, for errors."""
+
 
 class DataLossError(StoreError):
-    """Requested messages were deleted; with ``failOnDataLoss`` false the rest is read."""
+    """Requested messages were deleted; with ``fail_on_data_loss`` false the rest is read."""
 
 
 class ReadingProcessError(StoreError):

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
-from librmq.columns.parts import DataLossError, Part, Slice
+from librmq.columns.parts import REST, DataLossError, Part, Slice
 from librmq.columns.remote import fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue, Entries, entry_dtype
@@ -30,6 +30,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappingPool, file_name
 from librmq.files.seam import Files
 from librmq.message.record import header_struct
+from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
@@ -120,8 +121,7 @@ class PlannedStore:
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
         self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
-        names = directory.list_queues(self.path, files) if store is None else list(store.queues)
-        for name in sorted(names):
+        for name in sorted(self._names()):
             if wanted.queue(*name):
                 try:
                     self.queues[name] = self._queue(name, files, mode)
@@ -130,6 +130,9 @@ class PlannedStore:
                         raise
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
+
+    def _names(self) -> Iterable[QueueName]:
+        return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
 
     def close(self) -> None:
         """Close the store."""
@@ -282,9 +285,10 @@ class PlannedStore:
         """Raise `DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
         queue = self.queues[name]
         if begin < queue.begin or max(begin, end) > queue.end:
+            expected = f"offsets {begin} to {end}" if begin <= end else f"offset {begin}"
             raise DataLossError(
-                f"{self.path}: topic {name[0]!r}, queue {name[1]}: expected offsets {begin} to {end}, "
-                f"found {queue.begin} to {queue.end} (option failOnDataLoss=false reads the rest)"
+                f"{self.path}: topic {name[0]!r}, queue {name[1]}: expected {expected}, found {queue.begin} to "
+                f"{queue.end}; {REST}"
             )
 
     def check_names(self, offsets: OffsetBounds, setting: str) -> None:
@@ -299,8 +303,8 @@ class PlannedStore:
         for topic, ids in self._own(offsets).items():
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
-                    known = {f"{name[0]}:{name[1]}" for name in self.queues}
-                    hint = suggest(f"{topic}:{queue_id}", known) if known else "there is none"
+                    known = {f"{name[0]}:{name[1]}" for name in self._names() if not is_system_topic(name[0])}
+                    hint = suggest(f"{topic}:{queue_id}", known)
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )

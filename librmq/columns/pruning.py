@@ -35,8 +35,7 @@ def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
     """Return an expression with the columns that it reads.
 
     Raises:
-        ConfigError: It is no expression.
-        pyarrow.ArrowInvalid: The expression does not match the columns of the view.
+        ConfigError: It is no expression, or does not match the columns of the view.
     """
     if not isinstance(expression, pc.Expression):
         raise ConfigError(
@@ -45,7 +44,11 @@ def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
         )
     known = sorted(columns_of(options.view))
     fields = [pa.field(name, TYPES[name]) for name in known]
-    pa.schema(fields).empty_table().filter(expression)
+    try:
+        pa.schema(fields).empty_table().filter(expression)
+    except pa.ArrowException as error:
+        reason = str(error).partition("\n")[0].partition(f" in {known[0]}:")[0]  # a list of all columns follows
+        raise ConfigError(f"filter: {reason}; the columns are {', '.join(known)}") from error
     asked = []
     for left_out in known:
         without = pa.schema([field for field in fields if field.name != left_out])

@@ -23,7 +23,7 @@ from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, string
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 from librmq.columns.entries import slice_entries
 from librmq.columns.options import ReadOptions, View
-from librmq.columns.parts import DataLossError, Part
+from librmq.columns.parts import REST, DataLossError, Part
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.columns.starts import record_starts
 from librmq.config import ENTRY_SIZE
@@ -160,10 +160,7 @@ class _Task:
             yield from self._told([(None, one) for one in self._part.damage])
         rows, gone = self._entries()
         if gone and self._options.fail_on_data_loss:
-            raise DataLossError(
-                f"{self._part.path}: {gone[0]} was deleted after the read was planned (option "
-                "failOnDataLoss=false reads the rest)"
-            )
+            raise DataLossError(f"{self._part.path}: {gone[0]} was deleted after the read was planned; {REST}")
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
             wrong = np.flatnonzero(bad_entries)
@@ -204,9 +201,7 @@ class _Task:
         if raw is None:
             if self._options.fail_on_data_loss:
                 name = file_name(start)
-                raise DataLossError(
-                    f"{self._store()}: commitlog/{name} was deleted (option failOnDataLoss=false reads the rest)"
-                )
+                raise DataLossError(f"{self._store()}: commitlog/{name} was deleted; {REST}")
             return
         block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
         if not block.sound.all():

@@ -114,9 +114,27 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
             raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
+    paths, files = _located_stores(store, settings)
+    options = _options(paths, settings)
+    if (expression := settings.get("filter")) is not None:
+        options = replace(options, predicate=predicate_of(expression, options))
+    schema = _schema(options, settings.get("columns"))
+    processes = settings.get("processes", 1)
+    if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
+        raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
+    if files is not None and not isinstance(files, RemoteFiles) and processes > 1:
+        raise ConfigError("processes: several processes read from the disk or a URL, not from files; use processes=1")
+    return options, schema, processes, files
+
+
+def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str, ...], Files | None]:
+    """Return the paths or URLs of the stores, and the files to read them from."""
     stores = [store] if isinstance(store, str | os.PathLike | RemoteStore) else _several("store", store)
     if not stores:
         raise ConfigError("store: expected the folder of a store, found none")
+    for one in stores:
+        if not isinstance(one, str | os.PathLike | RemoteStore):
+            raise ConfigError(f"store: expected a folder, a URL or a RemoteStore, found {one!r:.80}")
     files = settings.get("files")
     if files is None:
         found = [_located(one, settings) for one in stores]
@@ -131,10 +149,13 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
         raise ConfigError(
             "storage_options: they are for URLs, and no store is one; leave them out (a RemoteStore has its own)"
         )
-    options = _options(paths, settings)
-    if (expression := settings.get("filter")) is not None:
-        options = replace(options, predicate=predicate_of(expression, options))
-    columns = settings.get("columns")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"store: {path} is named twice; name each store once")
+    return paths, files
+
+
+def _schema(options: ReadOptions, columns: Sequence[str] | None) -> pa.Schema:
     names = default_columns(options) if columns is None else _names("columns", columns)
     known = columns_of(options.view)
     for name in names:
@@ -142,13 +163,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
             raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {suggest(name, known)}")
         if names.count(name) > 1:
             raise ConfigError(f"columns: {name!r} is named twice; name each column once")
-    schema = pa.schema([(name, TYPES[name]) for name in names])
-    processes = settings.get("processes", 1)
-    if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
-        raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
-    if files is not None and not isinstance(files, RemoteFiles) and processes > 1:
-        raise ConfigError("processes: several processes read from the disk or a URL, not from files; use processes=1")
-    return options, schema, processes, files
+    return pa.schema([(name, TYPES[name]) for name in names])
 
 
 def batches_of(
@@ -200,12 +215,12 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         raise ConfigError(f"since: expected a time before until, found {wanted.begin_ms} and {wanted.end_ms}, in ms")
     topic, queue = settings.get("topic"), settings.get("queue")
     if isinstance(topic, re.Pattern):
-        wanted = replace(wanted, topic_pattern=topic.pattern)
+        wanted = replace(wanted, topic_pattern=_text_pattern(topic))
     elif topic is not None:
         wanted = replace(wanted, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
     if queue is not None:
-        ids = [queue] if isinstance(queue, int) else list(queue)
-        if not all(type(one) is int and one >= 0 for one in ids):
+        ids = list(queue) if isinstance(queue, Iterable) else [queue]
+        if not ids or not all(type(one) is int and one >= 0 for one in ids):
             raise ConfigError(f"queue: expected queue ids, whole numbers from 0 on, found {queue!r:.80}")
         wanted = replace(wanted, queue_ids=frozenset(ids))
     options = ReadOptions(
@@ -239,6 +254,8 @@ def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
             raise ConfigError(f"offsets: expected a topic and a queue id like ('orders', 0), found {name!r:.80}")
         if not options.wanted.names(name[0]):
             raise ConfigError(f"offsets: {name!r:.80} is of a topic that topic does not select; leave topic out")
+        if options.wanted.queue_ids is not None and name[1] not in options.wanted.queue_ids:
+            raise ConfigError(f"offsets: {name!r:.80} is a queue that queue does not select; leave queue out")
         begin, end = _bounds(wanted)
         starting.setdefault(name[0], {})[str(name[1])] = begin
         ending.setdefault(name[0], {})[str(name[1])] = LATEST if end == LARGEST_OFFSET else end
@@ -255,6 +272,12 @@ def _bounds(wanted: Any) -> tuple[int, int]:
     if isinstance(wanted, range) and wanted.step == 1 and 0 <= wanted.start <= wanted.stop <= LARGEST_OFFSET:
         return wanted.start, wanted.stop
     raise ConfigError(f"offsets: expected a range such as range(10, 20), or the first offset, found {wanted!r:.80}")
+
+
+def _text_pattern(pattern: re.Pattern[Any]) -> re.Pattern[str]:
+    if not isinstance(pattern.pattern, str):
+        raise ConfigError(f"topic: expected a pattern of text, found one of bytes, {pattern.pattern!r:.80}")
+    return pattern
 
 
 def _names(what: str, names: Iterable[str]) -> list[str]:

@@ -84,11 +84,10 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     if topics is not None and "topicPattern" in given:
         raise ConfigError("options topic and topicPattern: expected only one of them, found both")
     pattern = given.get("topicPattern")
-    if pattern is not None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
+    try:
+        topic_pattern = None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
     ids = _list(given, "queueId")
     selector = given.get("selector")
     tags = check_filters(view, given.get("tags"), selector, "option selector")
@@ -110,7 +109,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         view=cast(View, view),
         wanted=Wanted(
             topics=None if topics is None else frozenset(topics),
-            topic_pattern=pattern,
+            topic_pattern=topic_pattern,
             queue_ids=None if ids is None else frozenset(_queue_id(one) for one in ids),
             begin_ms=begin_ms,
             end_ms=end_ms,

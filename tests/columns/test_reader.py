@@ -75,6 +75,8 @@ def test_without_settings_it_reads_all_user_messages(path: Path) -> None:
     assert isinstance(found, pa.RecordBatchReader)
     assert found.schema.names[:4] == ["topic", "queueId", "queueOffset", "physicalOffset"]
     assert numbers(found) == USER  # in the order of the log
+    some = reader(path, topic=re.compile("a", re.IGNORECASE), columns=["topic"]).read_all()
+    assert set(some.column("topic").to_pylist()) == {"A"}
     everything = reader(str(path), topic=re.compile(".*"), columns=["topic"]).read_all()
     assert everything.num_rows == COUNT
     assert SCHEDULE_TOPIC in everything.column("topic").to_pylist()
@@ -112,8 +114,8 @@ def test_offsets_of_queues(path: Path) -> None:
     every = [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
     assert places(offsets=range(7, 8)) == [(*name, 7) for name in every]
     assert places(view="queues", offsets=range(7, 8), topic=["A", "B"]) == [(*name, 7) for name in every]
-    with pytest.raises(DataLossError, match="offsets 900 to"):
-        places(offsets={("A", 0): 900})
+    with pytest.raises(DataLossError, match="offsets 3 to 900"):
+        places(offsets={("A", 0): range(3, 900)})
     assert places(offsets={("A", 0): 900}, fail_on_data_loss=False) == []
     with pytest.raises(ConfigError, match=r"^offsets: .* no queue 9 of topic 'A'"):
         places(offsets={("A", 9): 0})
@@ -143,7 +145,18 @@ def test_offsets_of_queues(path: Path) -> None:
         ({"topic": 5}, ConfigError, "topic: expected text, or several texts in a list, found 5"),
         ({"checksums": "no"}, ConfigError, "checksums: expected True or False, found 'no'"),
         ({"sql": "a >< 5"}, FilterSyntaxError, "^"),
-        ({"filter": pc.field("nothing") == 5}, pa.ArrowInvalid, "nothing"),
+        ({"filter": pc.field("nothing") == 5}, ConfigError, "filter: No match for FieldRef.Name(nothing); the columns"),
+        ({"filter": pc.field("topic") == 5}, ConfigError, "filter: Function 'equal' has no kernel"),
+        ({"filter": pc.field("topic")}, ConfigError, "filter: Filter expression must evaluate to bool"),
+        ({"topic": re.compile(b"A")}, ConfigError, "topic: expected a pattern of text, found one of bytes"),
+        ({"queue": 1.5}, ConfigError, "queue: expected queue ids, whole numbers from 0 on, found 1.5"),
+        ({"queue": []}, ConfigError, "queue: expected queue ids, whole numbers from 0 on, found []"),
+        ({"tags": ["t1"]}, ConfigError, "tags: expected text such as 'created || paid', found ['t1']"),
+        ({"sql": 5}, ConfigError, "sql: expected text such as 'price > 5', found 5"),
+        ({"queue": 1, "offsets": {("B", 0): 5}}, ConfigError, "offsets: ('B', 0) is a queue that queue does not"),
+        ({"offsets": {("AA", 0): 5}}, ConfigError, "no queue 0 of topic 'AA' to read; did you mean A:0?"),
+        ({"offsets": {("A", 0): 900}}, DataLossError, "expected offset 900, found 0 to"),
+        ({"offsets": {("A", 0): 900}}, DataLossError, "to read the rest, set fail_on_data_loss=False"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_call(path: Path, settings: Any, error: type[Exception], text: str) -> None:
@@ -154,6 +167,20 @@ def test_wrong_settings_are_refused_at_the_call(path: Path, settings: Any, error
 def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(NotAStoreError):
         reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stores", "text"),
+    [
+        (None, "store: expected text"),
+        (b"data", "store: expected a folder, a URL or a RemoteStore, found 100"),
+        (["data", "./data"], "is named twice; name each store once"),
+        ([], "store: expected the folder of a store, found none"),
+    ],
+)
+def test_wrong_stores_are_refused(stores: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        reader(stores)
 
 
 def test_several_stores(path: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_scan_reads_only_the_requested_rows(path: str) -> None:
 
 def test_offsets_that_are_not_there(path: str) -> None:
     options = ReadOptions((path,), starting={"A": {"0": 99}})
-    with pytest.raises(DataLossError, match="expected offsets 99 to 10, found 0 to 10"):
+    with pytest.raises(DataLossError, match="expected offset 99, found 0 to 10"):
         list(scan(options))
 
 
