@@ -21,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks import charts
+from benchmarks.charts import Panel
 from benchmarks.common import machine
 from librmq.broker import Broker
 from librmq.client.producer import Producer
@@ -36,7 +37,6 @@ from librmq.message.message import Message
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 
-PICTURE: Final = charts.PICTURES / "growth.svg"
 TOPIC: Final = "orders"
 BODY: Final = b"x" * 128
 BATCH: Final = 256
@@ -68,20 +68,6 @@ class Sizes:
 
 
 QUICK: Final = Sizes((1_000, 4_000), (1, 16), (1, 4), (1, 2), calls=512)
-
-
-@dataclass
-class Panel:
-    """Curves over one size."""
-
-    title: str
-    size: str
-    unit: str
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-
-    def add(self, name: str, size: int, cost: float) -> None:
-        """Add a point; ``cost`` is in seconds."""
-        self.curves.setdefault(name, []).append((size, cost * {"µs": 1e6, "ms": 1e3}[self.unit]))
 
 
 def least(part: Callable[[int], int], parts: int = PARTS) -> float:
@@ -310,51 +296,6 @@ def by_producers(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
 # -------------------------------------------------------------------------------------------------------------- command
 
 
-def table(panels: Sequence[Panel]) -> str:
-    """Return the points in Markdown."""
-    lines = ["| cost | of | at |", "| --- | --- | --- |"]
-    for panel in panels:
-        for name, points in panel.curves.items():
-            shown = "; ".join(f"{size:,}: {cost:.3g} {panel.unit}" for size, cost in points)
-            lines.append(f"| {panel.title}: {name} | {panel.size} | {shown} |")
-    return "\n".join(lines)
-
-
-def short(value: float) -> str:
-    """Return a number of an axis: ``10k`` for 10,000, ``100M`` for 100 million."""
-    for unit, sign in ((1_000_000, "M"), (1_000, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{sign}"
-    return f"{value:g}"
-
-
-def draw(panels: Sequence[Panel], target: Path) -> None:
-    """Draw the panels as SVG. Needs matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    matplotlib.rcParams["svg.hashsalt"] = "growth"
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    figure = Figure(figsize=(9, 3.1 * ((len(panels) + 1) // 2)), layout="constrained")
-    places = figure.subplots((len(panels) + 1) // 2, 2, squeeze=False).flat
-    for panel, place in zip(panels, places, strict=False):
-        for name, points in panel.curves.items():
-            place.plot([size for size, _ in points], [cost for _, cost in points], marker="o", markersize=3, label=name)
-        place.set(xscale="log", yscale="log", xlabel=panel.size, ylabel=panel.unit, title=panel.title)
-        lowest = min(cost for points in panel.curves.values() for _, cost in points)
-        highest = max(cost for points in panel.curves.values() for _, cost in points)
-        place.set_ylim(lowest / 4, highest * 10)  # so that what is flat looks flat
-        for axis in (place.xaxis, place.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-            axis.set_minor_formatter(NullFormatter())
-        place.grid(alpha=0.3)
-        place.legend(fontsize="small", loc="upper left", ncols=2)
-    for place in list(places)[len(panels) :]:
-        place.set_visible(False)
-    figure.savefig(target, metadata={"Date": None})
-
-
 MEASURED: Final = {
     "messages": by_messages, "queues": by_queues, "consumers": by_consumers, "producers": by_producers
 }  # fmt: skip
@@ -386,12 +327,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             print(f"measuring {name} …", file=sys.stderr, flush=True)
             panels += MEASURED[name](Path(scratch), sizes)
-    shown = table(panels)
+    shown = charts.table(panels)
     print(shown)
     if chosen.picture:
-        draw(panels, chosen.picture)
+        charts.save(lambda: charts.curves(panels), chosen.picture, "Costs of benchmarks.growth")
     if chosen.write:
-        draw(panels, PICTURE)
         charts.keep("growth", f"{shown}\n\nMeasured on: {place}.")
     return 0
 
