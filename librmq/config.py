@@ -412,8 +412,8 @@ class StoreConfig(NamedConfig):
     flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1
     flush_thorough_interval_consumequeue_s: Annotated[float, Seconds()] = 60
     mapped_files: Annotated[int, Between(1, 1 << 20)] = 256
-    """Most queue and extension files to keep mapped; each takes a file descriptor. Calls that go round more queues map
-    their files again and again, which takes ten times as long."""
+    """Most queue and extension files to keep mapped; each takes a file descriptor. Beyond these, entries are read and
+    written by a system call each, which takes two to three times as long."""
 
     def _check_together(self) -> None:
         if self.consumequeue_file_size % ENTRY_SIZE:

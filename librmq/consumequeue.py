@@ -254,12 +254,7 @@ class ConsumeQueue:
         """Return the bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
         if self._closed:
             self._check_open()
-        files = self._files
-        at = position % files.file_size
-        file = files.mapped.get(position - at) or files.file_at(position)
-        if file is None:
-            return b""
-        return file.buffer[at : at + end - position]  # the slice ends with the file
+        return self._files.read(position, end)
 
     def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield the unchecked bytes of entries ``begin`` to ``end``, one block of a file at a time."""
@@ -312,10 +307,8 @@ class ConsumeQueue:
         position = queue_offset * ENTRY_SIZE
         if queue_offset != self.max_offset or position + ENTRY_SIZE > self._sure:
             self._prepare(queue_offset, ENTRY_SIZE)
-        start, files = self._tail, self._files
-        at = position - start
-        files.file(start).buffer[at : at + ENTRY_SIZE] = raw
-        files.mark_dirty(start)
+        start = self._tail
+        self._files.write(start, position - start, raw)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + 1
 
@@ -348,10 +341,8 @@ class ConsumeQueue:
 
     def _put(self, queue_offset: int, entries: bytes) -> None:
         """Write entries that are known to fit, and show them to readers."""
-        start, files = self._tail, self._files
-        at = queue_offset * ENTRY_SIZE - start
-        files.file(start).buffer[at : at + len(entries)] = entries
-        files.mark_dirty(start)
+        start = self._tail
+        self._files.write(start, queue_offset * ENTRY_SIZE - start, entries)
         physical_offset, size = PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE

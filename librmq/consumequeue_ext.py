@@ -227,8 +227,7 @@ class ConsumeQueueExt:
             if not files.starts or start == files.end:
                 files.create(start)
             self._sure = start + files.reserve(start, at, end)
-        files.file(start).buffer[at:end] = data
-        files.mark_dirty(start)
+        files.write(start, at, data)
 
     def recover(self) -> int:
         """Search the end from the last file's start on, clear everything after it, and return the end."""

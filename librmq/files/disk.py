@@ -155,6 +155,18 @@ class DiskFiles:
                 file.buffer.flush()
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
+    def flush_path(self, path: str) -> None:
+        if not sys.platform.startswith("linux"):
+            self.flush(self.open(path, writable=True))
+            return
+        with named("open", path):
+            descriptor = os.open(path, _TO_WRITE)
+        try:
+            with named("flush", path):
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
     @contextmanager
     def _descriptor(self, file: File, call: str) -> Iterator[int]:
         with named(call, file.path):
@@ -300,6 +312,9 @@ class DiskFiles:
             os.close(descriptor)
 
     def overwrite(self, path: str, at: int, data: bytes) -> None:
+        if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
+            self.open(path, writable=True).buffer[at : at + len(data)] = data
+            return
         try:
             descriptor = os.open(path, _TO_WRITE)
             try:
@@ -308,6 +323,18 @@ class DiskFiles:
                 os.close(descriptor)
         except OSError as error:
             raise StoreIOError("write", path, error) from error
+
+    def read_at(self, path: str, at: int, size: int) -> bytes:
+        if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
+            return self.open(path).buffer[at : at + size]
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                return os.pread(descriptor, size, at)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StoreIOError("read", path, error) from error
 
     def write(self, path: str, data: bytes) -> None:
         with _replaced("write", path, path + ".tmp") as file:

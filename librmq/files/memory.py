@@ -66,6 +66,9 @@ class MemoryFiles:
     def flush(self, file: File) -> None:
         pass
 
+    def flush_path(self, path: str) -> None:
+        self.flush(self.open(path, writable=True))
+
     def flush_folder(self, path: str) -> None:
         pass
 
@@ -157,6 +160,9 @@ class MemoryFiles:
 
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         self.open(path, writable=True).buffer[at : at + len(data)] = data
+
+    def read_at(self, path: str, at: int, size: int) -> bytes:
+        return self.open(path).buffer[at : at + size]
 
     def write(self, path: str, data: bytes) -> None:
         with self._guard:

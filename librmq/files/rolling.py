@@ -29,6 +29,8 @@ __all__ = ["MappedFileQueue", "MappingPool", "file_name", "list_starts"]
 _POSITIONS: Final = 1 << 63
 _FIRST_RESERVE: Final = 4096
 _MAX_RESERVE: Final = 1 << 20
+_UNMAPPED_USES: Final = 32
+"""Number of uses of unmapped files after which one is mapped, which takes as long as some ten of them."""
 
 
 def file_name(position: int) -> str:
@@ -73,13 +75,18 @@ def _wrong_name(entry: FolderEntry, file_size: int, following: int | None) -> st
 class MappingPool:
     """Bounds the number of files that several sequences keep mapped together; the oldest mapping goes first.
 
-    A file dropped from the pool stays mapped while a reader holds it, and is mapped again at its next use. Thread-safe.
+    A file dropped from the pool stays mapped while a reader holds it. Thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._order: deque[tuple[MappedFileQueue, int]] = deque()
         self._guard = threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next mapping drops another."""
+        return len(self._order) >= self._limit
 
     def mapped(self, queue: MappedFileQueue, start: int) -> None:
         """Note that ``queue`` has mapped its file at ``start``, and drop the oldest mappings beyond the limit."""
@@ -108,6 +115,7 @@ class MappedFileQueue:
         "_guard",
         "_pool",
         "_reserved",
+        "_unmapped_uses",
         "file_size",
         "folder",
         "keeps_descriptors",
@@ -143,6 +151,7 @@ class MappedFileQueue:
         self.mapped: dict[int, File] = {}
         """The mapped files by start; for inspection only."""
         self._reserved: dict[int, int] = {}
+        self._unmapped_uses = 0
         self._dirty: set[int] = set()
         self._changed_folders: set[str] = set()
         self._guard = threading.Lock()
@@ -202,6 +211,32 @@ class MappedFileQueue:
             if start in self.starts:
                 raise
             return None  # deleted meanwhile
+
+    def read(self, position: int, end: int) -> bytes:
+        """Return the bytes from ``position`` to ``end``, at most to the end of the file; empty if it does not exist."""
+        at = position % self.file_size
+        file = self.mapped.get(position - at)
+        if file is None:
+            if self.start_of(position) is not None and self._leaves_unmapped():
+                size = min(end - position, self.file_size - at)
+                with suppress(StoreIOError):  # mapping the file raises it, unless the file was deleted meanwhile
+                    data = self._files.read_at(self.path(position - at), at, size)
+                    if len(data) == size:
+                        return data
+            file = self.file_at(position)
+            if file is None:
+                return b""
+        return file.buffer[at : at + end - position]  # the slice ends with the file
+
+    def _leaves_unmapped(self) -> bool:
+        """Return whether to use an unmapped file as it is: others need the mappings, and it is not used often."""
+        if not self._pool.is_full:
+            return False
+        self._unmapped_uses += 1
+        if self._unmapped_uses < _UNMAPPED_USES:
+            return True
+        self._unmapped_uses = 0
+        return False
 
     def _map(self, start: int) -> File:
         path = self.path(start)
@@ -287,6 +322,15 @@ class MappedFileQueue:
         self.reserve(start, begin, end)
         self._files.touch(self.file(start), begin, end)
 
+    def write(self, start: int, at: int, data: bytes) -> None:
+        """Write few bytes into reserved blocks of the file at ``start``, and include it in the next flush."""
+        file = self.mapped.get(start)
+        if file is None and self._leaves_unmapped():
+            self._files.overwrite(self.path(start), at, data)
+        else:
+            (file or self._map(start)).buffer[at : at + len(data)] = data
+        self._dirty.add(start)
+
     def put(self, start: int, at: int, data: bytes | bytearray) -> None:
         """Write much data at once into the file at ``start``."""
         self.reserve(start, at, at + len(data))
@@ -335,7 +379,10 @@ class MappedFileQueue:
             self._dirty.discard(start)
             try:
                 if start in self.starts:
-                    self._files.flush(self.file(start))
+                    if self._durable or start in self.mapped:
+                        self._files.flush(self.file(start))
+                    else:
+                        self._files.flush_path(self.path(start))
             except BaseException as error:
                 if start in self.starts:
                     self._dirty.add(start)

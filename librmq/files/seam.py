@@ -1,6 +1,7 @@
 """The file seam: a store accesses files only through one `Files` object.
 
-All writes to store files are slice assignments on a file's ``buffer``. numpy can write many numbers at once into a
+Writes to store files are slice assignments on a file's ``buffer``, apart from those of `Files.overwrite` and
+`Files.put`. numpy can write many numbers at once into a
 plain mapping, but not into a subclass, which must see each write. Opening, creating, allocating, flushing, listing,
 renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`), tests and ephemeral stores use
 anonymous memory (`MemoryFiles`), and `librmq.testing.files` has wrappers that record or fail.
@@ -165,6 +166,10 @@ class Files(Protocol):
         """Flush the file to the device."""
         ...
 
+    def flush_path(self, path: str) -> None:
+        """Flush a file that need not be mapped to the device."""
+        ...
+
     def flush_folder(self, path: str) -> None:
         """Flush the creations, renames and deletions in the folder to the device."""
         ...
@@ -241,7 +246,11 @@ class Files(Protocol):
         ...
 
     def overwrite(self, path: str, at: int, data: bytes) -> None:
-        """Write bytes of a file without a mapping; mappings show them. Only for files that `read_used` could read."""
+        """Write bytes into existing blocks of a file, and keep no mapping; mappings show them."""
+        ...
+
+    def read_at(self, path: str, at: int, size: int) -> bytes:
+        """Return up to ``size`` bytes of a file, and keep no mapping."""
         ...
 
     def write(self, path: str, data: bytes) -> None:

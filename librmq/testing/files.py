@@ -169,6 +169,9 @@ class FailingFiles:
             raise
         self._files.flush(file)
 
+    def flush_path(self, path: str) -> None:
+        self.flush(self.open(path, writable=True))
+
     def flush_folder(self, path: str) -> None:
         self._called("flush_folder", path)
         self._files.flush_folder(path)
@@ -231,6 +234,10 @@ class FailingFiles:
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         self._called("overwrite", path)
         self._files.overwrite(path, at, data)
+
+    def read_at(self, path: str, at: int, size: int) -> bytes:
+        self._called("read_at", path)
+        return self._files.read_at(path, at, size)
 
     def write(self, path: str, data: bytes) -> None:
         self._called("write", path)

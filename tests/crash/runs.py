@@ -34,7 +34,10 @@ WIDE = replace(
     max_index_num=256,
 )
 """The files of queues and index have several sectors, too."""
-CONFIGS = (SMALL, SMALL_EXT, PAGES, BOUNDED, WIDE, replace(WIDE, enable_consumequeue_ext=False))
+CONFIGS = (
+    SMALL, replace(SMALL_EXT, mapped_files=2), PAGES, BOUNDED, WIDE,
+    replace(WIDE, enable_consumequeue_ext=False, mapped_files=1),
+)  # fmt: skip
 
 
 class BusyFiles(RecordingFiles):

@@ -14,6 +14,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.files.seam import File
+from librmq.testing.files import FailingFiles
 
 SIZE = 64
 
@@ -199,6 +200,52 @@ def test_descriptors_are_bounded_on_disk(tmp_path: Path) -> None:
     descriptors = [file.descriptor for file in queue.mapped.values()]
     assert len(descriptors) == 3
     assert min(descriptors) >= 0
+
+
+def test_few_uses_of_an_unmapped_file_map_no_file(tmp_path: Path) -> None:
+    """The bytes are those that mappings show, and a later flush includes them."""
+    files, pool = FailingFiles(DiskFiles()), MappingPool(1)
+    queue, other = (MappedFileQueue(str(tmp_path / name), SIZE, files, pool) for name in ("a", "b"))
+    reader = queue.create(0)
+    queue.flush()
+    other.create(0)  # drops the only mapping
+    for n in range(10):
+        queue.write(0, n, bytes([n + 1]))
+    assert queue.read(0, 20) == reader.buffer[:20] == bytes(range(1, 11)) + bytes(10)
+    assert queue.read(SIZE - 1, SIZE + 3) == b"\0"
+    assert queue.read(SIZE, SIZE + 1) == b""
+    assert files.calls["open"] == 0
+    queue.flush()
+    queue.flush()
+    assert files.calls["open"] == 1
+
+
+def test_a_file_that_is_used_often_is_mapped(tmp_path: Path) -> None:
+    """So a busy queue among thousands of others keeps its mapping most of the time."""
+    files, pool = FailingFiles(DiskFiles()), MappingPool(1)
+    queue, other = (MappedFileQueue(str(tmp_path / name), SIZE, files, pool) for name in ("a", "b"))
+    queue.create(0)
+    other.create(0)
+    for _ in range(1000):
+        queue.write(0, 5, b"abc")
+        assert queue.read(5, 8) == b"abc"
+    assert files.calls["open"] == 1
+
+
+def test_the_length_of_an_unmapped_file_is_checked(tmp_path: Path) -> None:
+    pool = MappingPool(1)
+    queue, other = (MappedFileQueue(str(tmp_path / name), SIZE, DiskFiles(), pool) for name in ("a", "b"))
+    queue.create(0)
+    other.create(0)
+    os.truncate(queue.path(0), 7)
+    assert queue.read(0, 7) == bytes(7)
+    with pytest.raises(CorruptionError, match="expected 64 bytes, found 7"):
+        queue.read(0, 8)
+    os.unlink(queue.path(0))
+    with pytest.raises(StoreIOError):
+        queue.read(0, 7)
+    queue.delete_from(0)
+    assert queue.read(0, 7) == b""
 
 
 # --------------------------------------------------------------------------------------------- writing
