@@ -15,10 +15,10 @@ from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from cpython.tuple cimport PyTuple_GET_SIZE, PyTuple_SET_ITEM
+from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memchr, memcpy
+from libc.string cimport memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 cdef extern from "Python.h":
@@ -32,6 +32,7 @@ cdef extern from "Python.h":
     int PyGC_Enable()
     char *PyByteArray_AS_STRING(object data)
     bint PyUnicode_IS_COMPACT_ASCII(object text)
+    Py_ssize_t Py_REFCNT(PyObject *held)
     object PyObject_CallNoArgs(object called)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
 
@@ -49,8 +50,30 @@ cdef extern from *:
     #else
     #define rmq_forget_hash(made) ((void)(made))
     #endif
+    static void rmq_put_item(PyObject *made, Py_ssize_t at, PyObject *value) {
+        PyObject *before = PyTuple_GET_ITEM(made, at);
+        Py_INCREF(value);
+        PyTuple_SET_ITEM(made, at, value);
+        Py_XDECREF(before);
+    }
+    static inline int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) {  /* whether it has no byte 2 */
+        uint64_t word, found = 0;
+        for (; size >= 8; size -= 8, at += 8, text += 8) {
+            memcpy(&word, text, 8);
+            memcpy(at, &word, 8);
+            word ^= 0x0202020202020202u;
+            found |= (word - 0x0101010101010101u) & ~word & 0x8080808080808080u;
+        }
+        for (; size; size--, text++) {
+            found |= *text == 2;
+            *at++ = (uint8_t)*text;
+        }
+        return !found;
+    }
     """
+    int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
     void rmq_forget_hash(object made)
+    void rmq_put_item(object made, Py_ssize_t at, object value)
     Py_ssize_t rmq_slot(object descriptor)
 
 cdef extern from "crc32.h":
@@ -58,7 +81,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 6
+API = 7
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0
@@ -327,14 +350,11 @@ cdef class AppendState:
     cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
     cdef Py_ssize_t topic_at, body_at, flag_at, properties_at, delays_at
     cdef LaneState last_lane
+    cdef object last_result  # of a single append; the next one takes it if only this field has it
 
-    def append_batch_usual(
-        self, messages, queue_id=0, *, properties=UNSET, born_timestamp_ms=UNSET, born_host=UNSET, store_host=UNSET,
-        sys_flag=UNSET, reconsume_times=UNSET, wait=True
-    ):
+    def append_batch_usual(self, messages, queue_id=0, *, wait=True, **fields):
         """Append a usual batch here, any other by `Appender.append_batch`."""
-        fields = (properties, born_timestamp_ms, born_host, store_host, sys_flag, reconsume_times)
-        if self.is_usual and type(messages) is list and all_unset(fields):
+        if self.is_usual and type(messages) is list and not fields:
             results = _append_batch(self, messages, queue_id)
             if results is not None:
                 if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
@@ -344,8 +364,7 @@ cdef class AppendState:
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return results
-        names = "properties", "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times"
-        return self.append_batch(messages, queue_id, wait=wait, **given(names, fields))
+        return self.append_batch(messages, queue_id, wait=wait, **fields)
 
     def append_usual(
         self, message, queue_id=0, *, born_timestamp_ms=UNSET, born_host=UNSET, store_host=UNSET, sys_flag=UNSET,
@@ -358,32 +377,22 @@ cdef class AppendState:
             and born_host is UNSET and store_host is UNSET and reconsume_times is UNSET
             and prepared_transaction_offset is UNSET
         ):
-            result = _append(self, message, queue_id, &end)
+            result = _append(self, message, queue_id, &end, False)
+            if end < 0:
+                self.advance()
+                end = 0
+                result = _append(self, message, queue_id, &end, True)  # Python code ran, so all is looked at again
             if result is not None:
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return result
-        names = (
-            "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times",
-            "prepared_transaction_offset", "properties_raw",
-        )
-        fields = (
-            born_timestamp_ms, born_host, store_host, sys_flag, reconsume_times, prepared_transaction_offset,
-            properties_raw,
-        )
-        return self.append(message, queue_id, wait=wait, **given(names, fields))
-
-
-cdef bint all_unset(tuple fields):
-    for value in fields:
-        if value is not UNSET:
-            return False
-    return True
-
-
-cdef dict given(tuple names, tuple fields):
-    """Return the fields that a caller gave."""
-    return {name: value for name, value in zip(names, fields) if value is not UNSET}
+        fields = {
+            "born_timestamp_ms": born_timestamp_ms, "born_host": born_host, "store_host": store_host,
+            "sys_flag": sys_flag, "reconsume_times": reconsume_times,
+            "prepared_transaction_offset": prepared_transaction_offset, "properties_raw": properties_raw,
+        }
+        given = {name: value for name, value in fields.items() if value is not UNSET}
+        return self.append(message, queue_id, wait=wait, **given)
 
 
 cdef inline void put32(uint8_t *at, uint32_t value) noexcept:
@@ -399,6 +408,11 @@ cdef uint32_t hashed(uint32_t code, int kind, const void *data, Py_ssize_t begin
     """Continue a hash of Java, over UTF-16 units, with some characters of a text."""
     cdef uint32_t unit
     cdef Py_ssize_t at
+    cdef const uint8_t *four
+    while kind == 1 and end - begin >= 4:
+        four = <const uint8_t *>data + begin
+        code = 923521 * code + (29791 * four[0] + 961 * four[1] + 31 * four[2] + four[3])  # powers of 31
+        begin += 4
     for at in range(begin, end):
         unit = PyUnicode_READ(kind, <void *>data, at)
         if unit > 0xFFFF:
@@ -480,7 +494,7 @@ cdef Py_ssize_t put_properties(const Values *found, uint8_t *at) except -2:
         piece = &found.shape.pieces[number]
         if total + piece.size > MOST_PROPERTY_BYTES:
             return -1
-        memcpy(at + total, piece.before, piece.size)
+        rmq_put_text(at + total, piece.before, piece.size)
         total += piece.size
         value = <object>found.values[piece.number]
         if PyUnicode_IS_COMPACT_ASCII(value):
@@ -490,9 +504,8 @@ cdef Py_ssize_t put_properties(const Values *found, uint8_t *at) except -2:
                 text = PyUnicode_AsUTF8AndSize(value, &size)
             except UnicodeEncodeError:
                 return -1
-        if total + size > MOST_PROPERTY_BYTES or memchr(text, 2, size) != NULL:
+        if total + size > MOST_PROPERTY_BYTES or not rmq_put_text(at + total, text, size):
             return -1
-        memcpy(at + total, text, size)
         total += size
     return total
 
@@ -568,8 +581,11 @@ cdef int64_t clock_ms(AppendState self) except -3:
     return now if now >= 0 else -2
 
 
-cdef object _append(AppendState self, object message, object queue_id, int64_t *end):
-    """Append a usual message and return the result, or None before any effect."""
+cdef object _append(AppendState self, object message, object queue_id, int64_t *end, bint advanced):
+    """Append a usual message and return the result, or None before any effect.
+
+    While many entries and keys are due, each append advances them once; if that is due first, ``end`` becomes -1.
+    """
     cdef int64_t now = clock_ms(self)  # first, because it may run Python code
     if now == -2 or not is_usual(self, message, None):
         return None
@@ -581,7 +597,7 @@ cdef object _append(AppendState self, object message, object queue_id, int64_t *
     try:
         if PyObject_CallNoArgs(self.is_locked) is True:
             return None
-        return _write(self, lane, message, <uint32_t>queue_id, now, end)
+        return _write(self, lane, message, <uint32_t>queue_id, now, end, advanced)
     finally:
         if collects:
             PyGC_Enable()
@@ -594,7 +610,7 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
         return None
     topic = part(messages[0], self.topic_at)
     cdef LaneState lane = usual_lane(self, topic, queue_id)
-    if lane is None:
+    if lane is None or PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
         return None
     cdef int collects = PyGC_Disable()
     try:
@@ -671,50 +687,39 @@ cdef bint can_write(AppendState self, int64_t size):
     cdef DispatchState dispatcher = self.dispatcher
     return (
         self.accepts and type(log._buffer) is _mmap and log.end + size <= log.sure and log.end >= log._file_start
-        and PyList_GET_SIZE(dispatcher.records) < BATCH and dispatcher.writing_at < 0
+        and dispatcher.writing_at < 0
     )
 
 
-cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size):
-    """Copy records to the end of the log, ``begin``, which `can_write` allowed."""
-    cdef Py_buffer view
-    cdef int64_t at = log.end - log._file_start
-    PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-    if at + size > view.len:
-        PyBuffer_Release(&view)
-        raise ValueError("log: expected room in its file")
-    memcpy(<uint8_t *>view.buf + at, data, size)
-    PyBuffer_Release(&view)
-    log.last_write = begin
-    log.end += size
-
-
-cdef object copy_many_in(LogState log, object begin, const uint8_t *data, int64_t size):
-    """Do as `CommitLog.copy_many_in` does, with the same mark."""
+cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size, bint many):
+    """Copy records to the end of the log, ``begin``, which `can_write` allowed; many with the mark of the Python code."""
     cdef Py_buffer view
     cdef int64_t at = log.end - log._file_start
     cdef uint8_t *place
     cdef uint8_t mark[8]
-    if size <= 8:
-        return copy_in(log, begin, data, size)
     PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
     if at + size > view.len:
         PyBuffer_Release(&view)
         raise ValueError("log: expected room in its file")
-    put32(mark, <uint32_t>size)
-    put32(mark + 4, UNFINISHED_MAGIC)
     place = <uint8_t *>view.buf + at
-    memcpy(place, mark, 8)
-    in_order()
-    memcpy(place + 8, data + 8, size - 8)
-    in_order()
-    memcpy(place, data, 8)
+    if many and size > 8:
+        put32(mark, <uint32_t>size)
+        put32(mark + 4, UNFINISHED_MAGIC)
+        memcpy(place, mark, 8)
+        in_order()
+        memcpy(place + 8, data + 8, size - 8)
+        in_order()
+        memcpy(place, data, 8)
+    else:
+        memcpy(place, data, size)
     PyBuffer_Release(&view)
     log.last_write = begin
     log.end += size
 
 
-cdef object _write(AppendState self, LaneState lane, object message, uint32_t queue_id, int64_t now, int64_t *end):
+cdef object _write(
+    AppendState self, LaneState lane, object message, uint32_t queue_id, int64_t now, int64_t *end, bint advanced
+):
     """Write the record, and note its entry and keys, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t size, physical_offset, queue_offset
@@ -728,6 +733,9 @@ cdef object _write(AppendState self, LaneState lane, object message, uint32_t qu
     size = encode(self, lane, message, &found, queue_id, scratch)
     if size < 0 or not can_write(self, size):
         return None
+    if not advanced and PyList_GET_SIZE(dispatcher.records) >= BATCH:
+        end[0] = -1
+        return None
     physical_offset, queue_offset = self.log.end, lane.next_queue_offset
     # First everything that can fail.
     py_now = time_now(&now)
@@ -735,9 +743,9 @@ cdef object _write(AppendState self, LaneState lane, object message, uint32_t qu
     entry = new_entry(physical_offset, size, value_of(&found, found.shape.tags))
     py_offset = physical_offset
     record = new_record(lane, &found, py_offset, py_now)
-    result = new_result(self.result_class, py_offset, size, queue_offset, py_now, self._host)
+    result = new_result(self, True, py_offset, size, queue_offset, py_now)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
-    copy_in(self.log, py_offset, scratch, size)
+    copy_in(self.log, py_offset, scratch, size, False)
     lane.next_queue_offset = queue_offset + 1
     if not lane.pending:
         lane.pending_from = queue_offset
@@ -781,13 +789,13 @@ cdef object _write_batch(
         entries.append(new_entry(physical_offset + total, size, value_of(&found, found.shape.tags)))
         py_offset = physical_offset + total
         records.append(new_record(lane, &found, py_offset, py_now))
-        results.append(new_result(self.result_class, py_offset, size, queue_offset + number, py_now, self._host))
+        results.append(new_result(self, False, py_offset, size, queue_offset + number, py_now))
         total += size
         number += 1
     if encoded > self._max_body_size or not can_write(self, total):
         return None
     dispatcher.writing_at = physical_offset
-    copy_many_in(self.log, physical_offset, batch_scratch, total)
+    copy_in(self.log, physical_offset, batch_scratch, total, True)
     lane.next_queue_offset = queue_offset + count
     if not lane.pending:
         lane.pending_from = queue_offset
@@ -807,22 +815,23 @@ cdef tuple new_record(LaneState lane, const Values *found, object physical_offse
 
 
 cdef object new_result(
-    object result_class, object physical_offset, int64_t size, int64_t queue_offset, object now, object host
+    AppendState self, bint alone, object physical_offset, int64_t size, int64_t queue_offset, object now
 ):
-    """Return a named tuple of these fields, without a call of its class."""
-    cdef object result = (<PyTypeObject *>result_class).tp_alloc(<type>result_class, 5)
+    """Return a named tuple of these fields without a call of its class; ``alone``, the last one if no caller has it."""
+    cdef object result
+    if alone and Py_REFCNT(<PyObject *>self.last_result) == 1:
+        result = self.last_result
+    else:
+        result = (<PyTypeObject *>self.result_class).tp_alloc(<type>self.result_class, 5)
     rmq_forget_hash(result)
-    put_item(result, 0, physical_offset)
-    put_item(result, 1, size)
-    put_item(result, 2, queue_offset)
-    put_item(result, 3, now)
-    put_item(result, 4, host)
+    rmq_put_item(result, 0, physical_offset)
+    rmq_put_item(result, 1, size)
+    rmq_put_item(result, 2, queue_offset)
+    rmq_put_item(result, 3, now)
+    rmq_put_item(result, 4, self._host)
+    if alone:
+        self.last_result = result
     return result
-
-
-cdef inline void put_item(object result, Py_ssize_t at, object value) noexcept:
-    Py_INCREF(value)
-    PyTuple_SET_ITEM(result, at, value)
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
@@ -887,6 +896,33 @@ def key_hashes(list records not None):
                     found += 1
                 begin = at + 1
     return places, times, owners[: 8 * found], hashes[: 8 * found]
+
+
+def spread(places, times, owners, int64_t end):
+    """Return place and time of each key's record as bytes, or None if a place is before ``end`` or the one before it."""
+    cdef Py_buffer place_view, time_view, owner_view
+    cdef Py_ssize_t keys = len(owners), at
+    cdef bytes found = PyBytes_FromStringAndSize(NULL, 8 * keys), found_times = PyBytes_FromStringAndSize(NULL, 8 * keys)
+    cdef int64_t *place_at = <int64_t *>PyBytes_AS_STRING(found)
+    cdef int64_t *time_at = <int64_t *>PyBytes_AS_STRING(found_times)
+    cdef int64_t owner
+    PyObject_GetBuffer(places, &place_view, PyBUF_SIMPLE)
+    PyObject_GetBuffer(times, &time_view, PyBUF_SIMPLE)
+    PyObject_GetBuffer(owners, &owner_view, PyBUF_SIMPLE)
+    try:
+        if owner_view.len != 8 * keys or time_view.len != place_view.len:
+            raise ValueError("owners: expected an array, and places and times of one length")
+        for at in range(keys):
+            owner = (<int64_t *>owner_view.buf)[at]
+            if not 0 <= owner < place_view.len // 8 or (<int64_t *>place_view.buf)[owner] < end:
+                return None
+            end = place_at[at] = (<int64_t *>place_view.buf)[owner]
+            time_at[at] = (<int64_t *>time_view.buf)[owner]
+    finally:
+        PyBuffer_Release(&owner_view)
+        PyBuffer_Release(&time_view)
+        PyBuffer_Release(&place_view)
+    return found, found_times
 
 
 def put_entries(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["CORE", "CORE_STATE", "AlarmState", "AppendState", "DispatchState", "LaneState", "LogState"]
 
-_API: Final = 6
+_API: Final = 7
 _SWITCH: Final = "LIBRMQ_CORE"
 
 

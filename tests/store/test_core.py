@@ -32,6 +32,7 @@ from librmq.store.engine.dispatch import key_block
 from librmq.store.engine.prepared import AppendResult
 from librmq.store.format.index_layout import HEADER, IndexHeader
 from librmq.store.format.index_writer import IndexWriter
+from librmq.store.format.keyindex import KeyIndex
 from tests.budget import examples
 
 CORE = core.CORE
@@ -462,3 +463,35 @@ def test_keys_that_a_kill_left_are_taken_back(counted: list[int], left: list[int
     assert buffer[:] != before
     assert IndexWriter(IndexHeader(*HEADER.unpack(buffer[:40])), slots).take_back(buffer, room)
     assert buffer[:] == before
+
+
+@needs_core
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 5))
+def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before: int) -> None:
+    """Also where a record is before another one, or before those that are in the index; such keys are left out."""
+    owners = [number for number, (_, keys) in enumerate(records) for _ in range(keys)]
+    folders = []
+    for patched in (CORE, None):
+        files = MemoryFiles()
+        with pytest.MonkeyPatch.context() as patch, KeyIndex.open("/index", slots=7, entries=30, files=files) as index:
+            patch.setattr("librmq.store.format.keyindex.CORE", patched)
+            index.append(before, 1000, [1])
+            places, times = np.array([place for place, _ in records]), np.arange(len(records)) + 2000
+            index.append_block(places, times, np.array(owners, np.int64), np.arange(len(owners)))
+        folders.append(sorted(contents(files, "/index").values()))
+    assert folders[0] == folders[1]
+    with pytest.raises(ValueError, match="expected an array"):
+        CORE.spread(places, times[:-1], np.array(owners, np.int64), 0)
+
+
+@needs_core
+def test_a_result_that_is_kept_does_not_change() -> None:
+    """The compiled append uses a result again that its caller dropped."""
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        kept = [store.append(Message("T", b"x")) for _ in range(3)]
+        for number in range(9):
+            store.append(Message("T", b"y"))
+            kept.append(store.append(Message("T", b"z" * number)))
+        assert [result.queue_offset for result in kept] == [0, 1, 2, *range(4, 22, 2)]
+        assert len({hash(result) for result in kept}) == 12

@@ -201,6 +201,7 @@ class Appender(AppendState):
                 log, dispatcher = self.log, self.dispatcher  # under the lock, because a recovery replaces them
                 records = dispatcher.records
                 if len(records) >= _BATCH or dispatcher.writing_at >= 0:
+                    lock.count_turn()
                     self._advance()  # first, because a full disk can refuse it
                     records = dispatcher.records
                 now = self.now_ms()
@@ -465,9 +466,19 @@ class Appender(AppendState):
     def _advance(self) -> None:
         """Repair what an interrupted append left, and write some of the entries or keys that are due."""
         self.mend()
-        self.lock.count_turn()
         if len(self.dispatcher.records) >= _BATCH:
             self.dispatcher.advance()
+
+    def advance(self) -> None:
+        """Write some of the entries or keys that are due, before a compiled append."""
+        lock = self.lock
+        if lock.mutex.locked():
+            lock.let_others_go_on()
+        with lock.mutex:
+            lock_holder = lock
+            if self.accepts:
+                self._advance()
+            del lock_holder  # `check_reentry` looks for it
 
     def drain(self) -> None:
         """Write the entries and keys that are due, for readers of queues and index."""

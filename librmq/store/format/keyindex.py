@@ -16,6 +16,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files, FolderEntry, make_folders
 from librmq.java.hashing import index_key_hash
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.core import CORE
 from librmq.store.format.index_layout import FRESH, check_geometry, file_length
 from librmq.store.format.indexfile import IndexFile
 
@@ -252,11 +253,17 @@ class KeyIndex:
             return
         tail = self._room()
         # 64 bits throughout: narrower arrays would overflow.
-        record_of_key = np.asarray(record_of_key, np.int64)
-        physical = np.asarray(physical_offsets, np.int64)[record_of_key]
-        times = np.asarray(timestamps, np.int64)[record_of_key]
-        hashes = np.asarray(key_hashes, np.int64)
-        if len(hashes) and (physical[0] < tail.end_physical or (physical[1:] < physical[:-1]).any()):
+        places, stored, record_of_key, hashes = (
+            np.ascontiguousarray(numbers, np.int64)
+            for numbers in (physical_offsets, timestamps, record_of_key, key_hashes)
+        )
+        found = None if CORE is None else CORE.spread(places, stored, record_of_key, tail.end_physical)
+        physical, times = (
+            (places[record_of_key], stored[record_of_key])
+            if found is None
+            else (np.frombuffer(found[0], np.int64), np.frombuffer(found[1], np.int64))
+        )
+        if found is None and len(hashes) and (physical[0] < tail.end_physical or (physical[1:] < physical[:-1]).any()):
             keep = physical >= np.maximum(np.maximum.accumulate(physical), tail.end_physical)
             record_of_key, physical = record_of_key[keep], physical[keep]
             times, hashes = times[keep], hashes[keep]
