@@ -104,7 +104,7 @@ class OrderService:
     def _change(session: Session, number: str, state: str) -> bool:
         """End a placed order: one conditional update, so of a payment and a timeout only one wins."""
         update = sqlalchemy.update(Order).where(Order.number == number, Order.state == "placed").values(state=state)
-        return bool(session.execute(update, execution_options={"synchronize_session": False}).rowcount)  # type: ignore[attr-defined]
+        return session.connection().execute(update).rowcount == 1
 
 
 def make_app(database: str = "sqlite:///orders.db", path: str = "order-data", broker: Broker | None = None) -> FastAPI:
