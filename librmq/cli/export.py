@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from librmq.cli.groups import note_topic
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.clock import SystemClock
 from librmq.errors import InputError
+from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
+from librmq.store.format import directory
 
 __all__ = ["export"]
 
@@ -53,6 +56,10 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
             grep=arguments.grep,
             **settings,
         )
+    if not made.rows and arguments.topic and "://" not in arguments.store:
+        known = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
+        for topic in arguments.topic:
+            note_topic(topic, known, output)
     output.row({"type": "export", **dataclasses.asdict(made)})
     return 0
 

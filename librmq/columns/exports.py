@@ -35,6 +35,7 @@ from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.runtime.headway import advance
+from librmq.store.format import directory
 
 __all__ = ["ExportFormat", "Exported", "export"]
 
@@ -100,24 +101,26 @@ def export(
     form = _format_of(path, format)
     partition_by = _partitions(partition_by, form)
     options, schema, processes, source_files = selection(store, settings)
-    if any(path.startswith(os.path.join(folder, "")) for folder in options.paths):
-        raise ConfigError(f"out: {path} is in the store; export to a folder outside of it")
+    if isinstance(source_files, RemoteFiles):
+        options = source_files.mirrored(options)
+    else:
+        _check_outside(path, options.paths[0])
+    directory.check_kind(options.paths[0], source_files or DiskFiles())
     files = DiskFiles()
     state_path = os.path.join(path, f"_{_STATE}") if form == "parquet" else f"{path}.{_STATE}"
+    if not os.path.lexists(state_path):
+        _check_free(path, form)
     make_folders(files, os.path.dirname(state_path))
     lock = files.lock(f"{state_path}.lock")
     try:
         fresh = ExportState(form, tuple(schema.names), tuple(partition_by), _conditions(options, settings, grep))
         state = ExportState.read(state_path, files)
         if state is None:
-            _check_free(path, form)
             state = fresh
             state.write(state_path, files)  # marks the path as an export
         fresh.check(state, path)
         target: ParquetFolder | TextFile
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
-        if isinstance(source_files, RemoteFiles):
-            options = source_files.mirrored(options)
         with PlannedStore.open(options.paths[0], options.wanted, options.mode, source_files) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
@@ -172,8 +175,10 @@ def export(
         lock.release()
 
 
-def _local(out: str | os.PathLike[str]) -> str:
-    text = os.fspath(out)
+def _local(out: object) -> str:
+    text = os.fspath(out) if isinstance(out, str | os.PathLike) else ""
+    if not text:
+        raise ConfigError(f"out: expected the path of a folder or file, found {out!r:.80}")
     if "://" in text:
         raise ConfigError(
             f"out: expected a local path, found the URL {text:.80}; export to a folder and copy it, or give the "
@@ -189,6 +194,8 @@ def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:
+    if not isinstance(grep, str | None):
+        raise ConfigError(f"grep: expected the text of a regular expression, found {grep!r:.80}")
     try:
         return None if grep is None else re.compile(grep)
     except re.error as error:
@@ -196,7 +203,7 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
 
 
 def _partitions(asked: str | Sequence[str], form: str) -> Sequence[str]:
-    names = [asked] if isinstance(asked, str) else asked
+    names = [asked] if isinstance(asked, str) else list(asked)
     for name in names:
         if name not in _PARTITIONS or form != "parquet" or names.count(name) > 1:
             wanted = f"expected some of {', '.join(_PARTITIONS)}, each once, for Parquet"
@@ -216,11 +223,19 @@ def _format_of(path: str, asked: str | None) -> str:
     return {"csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}.get(ending, "parquet")
 
 
+def _check_outside(path: str, store: str) -> None:
+    """Refuse a path in the store, or the store itself; links don't hide it."""
+    folder = os.path.realpath(store)
+    if os.path.commonpath([folder, os.path.realpath(path)]) == folder:
+        raise ConfigError(f"out: {path} is in the store; export to a folder outside of it")
+
+
 def _check_free(path: str, form: str) -> None:
     """Refuse a path that holds anything but an export."""
-    taken = (
-        os.path.lexists(path) if form != "parquet" else any(not name.startswith("_librmq") for name in os.listdir(path))
-    )
+    if form == "parquet" and os.path.isdir(path):
+        taken = any(not name.startswith("_librmq") for name in os.listdir(path))
+    else:
+        taken = os.path.lexists(path)
     if taken:
         raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
 

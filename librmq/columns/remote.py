@@ -376,6 +376,9 @@ def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any
         return _ArrowSystem(getattr(fs, _BY_PYARROW[scheme])(**options)), path
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"storage_options: PyArrow can't open {scheme}:// with them: {error}") from error
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise StoreIOError(f"{scheme}://{path}: PyArrow can't open the file system: {reason}") from error
 
 
 class _ArrowSystem:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,11 +63,13 @@ def write_result(
         partition_by: Columns whose values become folders.
 
     Raises:
-        ConfigError: ``out`` exists, or ``frame`` lacks a column.
+        ConfigError: ``out`` exists, or holds anything but results, or ``frame`` lacks a column.
         StoreLockedError: Another process appends to ``out``.
     """
     _check_columns(frame, partition_by)
     out = os.path.abspath(out)
+    if append or overwrite:
+        _check_result(out)
     if append:
         make_folders(DiskFiles(), out)
         with _locked(out):
@@ -138,6 +141,7 @@ def run_incrementally(
         if one in given:
             raise ConfigError(f"setting {one}: an incremental run chooses the offsets; leave it out")
     out = os.path.abspath(out)
+    _check_increments(out)
     make_folders(DiskFiles(), out)
     with _locked(out):
         before = _last_state(out, name, given)
@@ -180,9 +184,6 @@ def _pinned(settings: Settings) -> dict[str, str]:
 def _last_state(out: str, name: str, settings: Settings) -> _State:
     latest = os.path.join(out, "latest")
     if not os.path.lexists(latest):
-        taken = set(os.listdir(out)) - {"messages", "runs", _LOCK, "latest.new"}
-        if taken:
-            raise ConfigError(f"{out} holds something else, such as {min(taken)}; name a folder for incremental runs")
         return _State(name, _pinned(settings))
     state = _State.read(os.path.join(latest, _STATE))
     if (state.pipeline, state.settings) != (name, _pinned(settings)):
@@ -240,6 +241,27 @@ def _kept(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]
 
 
 # -------------------------------------------------------------------------------------------------------------- files
+
+
+def _check_result(out: str) -> None:
+    """Refuse a folder that holds anything but results, because replacing it would delete that."""
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise ConfigError(f"{out}: expected a folder, found a file")
+    _refuse_others(out, out, r"part-.*|_SUCCESS|\..*\.crc|[^/]+=.*|_librmq\.lock")
+
+
+def _check_increments(out: str) -> None:
+    """Refuse a folder that holds anything but incremental runs, which delete what no run refers to."""
+    _refuse_others(out, out, r"messages|runs|latest|latest\.new|_librmq\.lock")
+    for name in ("messages", "runs"):
+        _refuse_others(out, os.path.join(out, name), rf"\d{{6,}}|{_UNFINISHED}.*")
+
+
+def _refuse_others(out: str, folder: str, known: str) -> None:
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        if not re.fullmatch(rf"{known}|{_UNFINISHED}.*", name):
+            found = os.path.relpath(os.path.join(folder, name), out)
+            raise ConfigError(f"{out} holds {found}, which is no result of a pipeline; name another folder")
 
 
 def _check_columns(frame: DataFrame, names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
-from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLockedError
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError, StoreLockedError
 from librmq.runtime.headway import watched
 from tests.programs import run_program
 
@@ -196,9 +196,6 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="partition_by"):
         export(store, tmp_path / "out2", partition_by=["tags"])
     assert export(store, tmp_path / "by_topic", partition_by="topic").files > 1
-    with pytest.raises(ConfigError, match="is in the store; export to a folder outside of it"):
-        export(store, store / "lake")
-    assert not (store / "lake").exists()
     with pytest.raises(ConfigError, match="view: an export reads"):
         export(store, tmp_path / "out2", view="log")
     with pytest.raises(ConfigError, match="store: expected one store"):
@@ -208,7 +205,37 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
             export(store, out)
     with pytest.raises(ConfigError, match="each once"):
         export(store, tmp_path / "out2", partition_by=["topic", "topic"])
+    with pytest.raises(ConfigError, match="grep: expected the text of a regular expression, found b'x'"):
+        export(store, tmp_path / "out2", grep=b"x")  # type: ignore[arg-type]
+    for nowhere in (None, ""):
+        with pytest.raises(ConfigError, match="out: expected the path of a folder or file"):
+            export(store, nowhere)  # type: ignore[arg-type]
     assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_a_refused_export_writes_nothing(store: Path, tmp_path: Path, name: str) -> None:
+    """Without a store, into the store itself (also through a link), and beside files that are no export."""
+    (tmp_path / "link").symlink_to(store)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / name).mkdir()
+    (tmp_path / "taken" / name / "file").touch()
+
+    def files() -> list[Path]:
+        return sorted(tmp_path.rglob("*")) + sorted(store.rglob("*"))
+
+    before = files()
+    for refused, out in (
+        (tmp_path, tmp_path / "new" / name),
+        (store, store / name),
+        (store, store),
+        (store, tmp_path / "link" / name),
+        (tmp_path / "link", store / name),
+        (store, tmp_path / "taken" / name),
+    ):
+        with pytest.raises((ConfigError, NotAStoreError)):
+            export(refused, out)
+    assert files() == before
 
 
 @pytest.mark.parametrize("name", OUTS)
@@ -310,6 +337,8 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic", "--processes", "2"]) == 0
     )
     assert numbers(tmp_path / "lake") == list(range(60))
+    assert main(["export", str(store), "-o", str(tmp_path / "none"), "--topic", "AA"]) == 0
+    assert "note: topic 'AA' has no queue; did you mean 'A'?" in capsys.readouterr().err
     assert main(["export", str(store), "-o", str(tmp_path / "x"), "--columns", "nothing"]) == 2
     assert "no column 'nothing'" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "lake"), "-o", str(tmp_path / "y")]) == 2

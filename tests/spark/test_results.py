@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,24 @@ def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     for again, words in ((out, {}), (plain, {"append": True}), (plain + "2", {"partition_by": ["x"]})):
         with pytest.raises(ConfigError, match=r"exists|one result|partition_by"):
             write_result(frame, again, **words)
+
+
+def test_no_result_replaces_anything_else(tmp_path: Path) -> None:
+    """Not a store, not a file, nor folders that happen to have the names of those of incremental runs."""
+    store = add(tmp_path / "store", 0, 3)
+    (tmp_path / "mine" / "messages" / "archive").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    frame: Any = SimpleNamespace(columns=["topic"])  # refused before anything is written
+    ways: list[dict[str, Any]] = [{"overwrite": True}, {"append": True}]
+    for name in ("store", "mine", "file"):
+        for words in ways:
+            with pytest.raises(ConfigError, match=r"no result of a pipeline|expected a folder"):
+                write_result(frame, str(tmp_path / name), **words)
+    for name in ("store", "mine"):
+        with pytest.raises(ConfigError, match="no result of a pipeline; name another folder"):
+            run_incrementally(frame, "skew", str(store), str(tmp_path / name))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
