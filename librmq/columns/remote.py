@@ -346,6 +346,14 @@ def located(text: str, storage_options: Mapping[str, Any] | None) -> str | Remot
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it."""
+    try:
+        return _opened(url, options)
+    except OSError as error:
+        reason = OSError(str(error).partition("\n")[0])  # the JVM's loader tells many lines
+        raise StoreIOError("open the file system", url, reason) from error
+
+
+def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     scheme, _, rest = url.partition("://")
     try:
         import fsspec
@@ -376,9 +384,6 @@ def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any
         return _ArrowSystem(getattr(fs, _BY_PYARROW[scheme])(**options)), path
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"storage_options: PyArrow can't open {scheme}:// with them: {error}") from error
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise StoreIOError(f"{scheme}://{path}: PyArrow can't open the file system: {reason}") from error
 
 
 class _ArrowSystem:

@@ -18,7 +18,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.columns.options import View
-from librmq.errors import ConfigError, CorruptionError, NotAStoreError
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from tests.s3_server import serving
 from tests.stores import from_disk
 
@@ -190,6 +190,15 @@ def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -
 def test_urls_that_are_refused(store: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         reader(store)
+
+
+def test_a_file_system_that_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError("Unable to load libjvm\nmore")
+
+    monkeypatch.setattr("pyarrow.fs.HadoopFileSystem", refuse)
+    with pytest.raises(StoreIOError, match=r"^hdfs://host/store: open the file system: Unable to load libjvm$"):
+        reader("hdfs://host/store")
 
 
 @pytest.mark.thorough
