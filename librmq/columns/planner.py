@@ -174,9 +174,24 @@ class PlannedStore:
                         cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
                     )
                 return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
+            if not has_abort(files, self.path):  # it was closed, so the messages were in the log
+                self._report_lost(name, range(end, stored.max_offset), mode)
         late_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
         late = queue.entries(late_from, end).tobytes() if late_from < end else b""
         return QueueRange(begin, end, late_from, late, queue)
+
+    def _report_lost(self, name: QueueName, offsets: range, mode: Mode) -> None:
+        lost = Damage(
+            directory.queue_folder(self.path, *name),
+            offsets.start * ENTRY_SIZE,
+            "missing",
+            f"the log lacks the messages of queue offsets {offsets.start} to {offsets.stop - 1}: its last files are "
+            "missing or damaged",
+        )
+        if mode == "FAILFAST":
+            raise CorruptionError(lost.file, lost.offset, lost.kind, f"{lost.what} (mode PERMISSIVE reads the rest)")
+        if lost not in self.damage:
+            self.damage.append(lost)
 
     def _first_kept(self, queue: ConsumeQueue, end: int) -> int:
         """Return the first queue offset whose message is still in the log; ``end`` if retention deleted all of them.

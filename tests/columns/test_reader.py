@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -279,6 +279,24 @@ def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: P
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, kept: int) -> None:
+    """No crash explains queue entries beyond the log, so the messages are not left out in silence."""
+    copy = shutil.copytree(path, tmp_path / "copy")
+    for file in sorted((copy / "commitlog").iterdir())[kept:]:
+        file.unlink()
+    for view in get_args(View):
+        with pytest.raises(CorruptionError, match="the log lacks the messages of queue offsets"):
+            reader(copy, view=view)
+    found = reader(copy, topic="A", mode="PERMISSIVE", columns=["body", "_corrupt_record"]).read_all().to_pylist()
+    assert sum("the log lacks" in (row["_corrupt_record"] or "") for row in found) == 2  # queues
+    bodies = [row["body"] for row in found if row["body"] is not None]
+    assert bodies == reader(path, topic="A").read_all()["body"].to_pylist()[: len(bodies)]
+    assert bool(bodies) == bool(kept)
+    (copy / "abort").touch()  # a crash: recovery cuts the entries
+    assert reader(copy, topic="A", columns=["body"]).read_all().num_rows == len(bodies)
+
+
 def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     store = MessageStore.open(tmp_path / "open", CONFIG)
     for number in range(50):
