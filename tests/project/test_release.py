@@ -68,6 +68,11 @@ def test_every_extra_is_installed_and_used(release: ModuleType) -> None:
     assert set(release.USES) - {""} == release.extras()
 
 
+def test_the_core_has_the_licence_of_librmq(release: ModuleType) -> None:
+    core = release.CORE_FILE.with_name("LICENSE")
+    assert core.read_bytes() == (release.CHECKOUT / "LICENSE").read_bytes()
+
+
 def test_the_core_has_the_version_of_librmq(release: ModuleType) -> None:
     (core,) = release.CORE_VERSION.findall(release.CORE_FILE.read_text("utf-8"))
     (librmq,) = release.VERSION.findall(release.VERSION_FILE.read_text("utf-8"))
