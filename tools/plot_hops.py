@@ -14,7 +14,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "hops.svg"
 
 def main() -> None:
     delays_ms = sorted({round(10 ** (3 + step / 40)) for step in range(185)})  # a second to eleven hours
-    matplotlib.rcParams["svg.hashsalt"] = "hops"
+    matplotlib.rcParams |= {"svg.hashsalt": "hops", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for name, choose in (("simple", simple_level), ("best", best_level)):
@@ -23,10 +23,10 @@ def main() -> None:
         above.plot(seconds, [one.hops for one in routes], label=name)
         below.plot(seconds, [one.overshoot_ms for one in routes], ".", markersize=3, label=name)
     above.set(xscale="log", yscale="log", ylabel="hops", title="Any time by 4.9's delay levels")
-    below.set(xlabel="delay in seconds", ylabel="late by, in ms (but for ticks)")
+    below.set(xlabel="delay in seconds", ylabel="lateness in ms, without ticks")
     above.legend()
     below.legend()
-    figure.savefig(TARGET, metadata={"Date": None})
+    figure.savefig(TARGET, metadata={"Title": "Hops and lateness of a delay by levels", "Date": None, "Creator": None})
 
 
 if __name__ == "__main__":
