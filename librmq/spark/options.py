@@ -92,6 +92,8 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     selector = given.get("selector")
     tags = check_filters(view, given.get("tags"), selector, "option selector")
     begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
+    if begin_ms is not None and end_ms is not None and begin_ms > end_ms:
+        raise ConfigError(f"option startingTimestamp: expected a time before {end_ms}, the end, found {begin_ms}")
     if view == "queues" and (begin_ms, end_ms) != (None, None):
         raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
     starting, ending = _offsets(given, "startingOffsets", "earliest"), _offsets(given, "endingOffsets", "latest")
@@ -208,7 +210,10 @@ class WriteOptions:
         refuse_unknown(options, WRITE_OPTIONS, "writing")
         given = _known(options, WRITE_OPTIONS)
         if "path" not in given:
-            raise ConfigError("option path: expected the folder of a store, found none")
+            raise ConfigError(
+                "option path: expected the folder of a store, found none; INSERT INTO a table has none, because Spark "
+                'does not pass the options of a table: use df.write.format("rocketmq").mode("append").save(path)'
+            )
         if "queueId" in given and "queues" in given:
             raise ConfigError("options queueId and queues: expected only one of them, found both")
         return cls(

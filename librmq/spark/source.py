@@ -274,6 +274,8 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
 
     known = columns_of(options.view)
     for field in schema.fields:
+        if schema.names.count(field.name) > 1:
+            raise ConfigError(f"column {field.name!r} is named twice; name each column once")
         if field.name not in known:
             raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, known)}")
         wanted = from_arrow_type(TYPES[field.name])

@@ -269,6 +269,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     f"{queue.end} (option failOnDataLoss=false starts again at the beginning of the queue)"
                 )
             return queue.begin
+        if queue is not None and not self._options.fail_on_data_loss:
+            return max(known, queue.begin)  # triggers don't count messages that retention has deleted
         return known
 
     def _ends(self) -> dict[Key, int]:

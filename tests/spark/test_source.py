@@ -160,6 +160,7 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
         ({"topic": " , "}, "option topic: expected one or several"),
         ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
         ({"jobId": "j"}, "unknown option 'jobId' for reading"),
+        ({"startingTimestamp": "9", "endingTimestamp": "5"}, "option startingTimestamp: expected a time before 5"),
         ({"pushFilters": "yes"}, "option pushFilters: expected true or false, found 'yes'"),
     ],
 )
@@ -169,6 +170,8 @@ def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], t
 
     with pytest.raises(ConfigError, match=text):
         RocketMQDataSource({"path": str(folder), **options}).reader(schema_of(["topic"]))
+    with pytest.raises(ConfigError, match="column 'topic' is named twice"):
+        RocketMQDataSource({"path": str(folder)}).reader(schema_of(["topic", "topic"]))
 
 
 def test_an_error_about_offsets_names_the_option(folder: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from pyspark.errors import PySparkException
 
 from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
+from librmq.spark.partition import PartPartition
 from librmq.spark.source import arrow_schema, schema_of
 from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
 from tests.spark_session import shared_session
@@ -56,8 +58,8 @@ class Sink:
         return sorted(int(bytes(row["body"])) for row in found)
 
 
-def reader(path: Path, **limits: Any) -> StreamReader:
-    options = parse_read_options({"path": str(path)})
+def reader(path: Path, given: Mapping[str, str] | None = None, **limits: Any) -> StreamReader:
+    options = parse_read_options({"path": str(path), **(given or {})})
     return StreamReader(options, StreamLimits(**limits), arrow_schema(schema_of(["topic"]), options))
 
 
@@ -104,6 +106,24 @@ def test_a_trigger_waits_for_more_messages(tmp_path: Path) -> None:
         assert stream.latestOffset(begin, stream.getDefaultReadLimit()) == begin
         fill(store, "A", 4, 1)
         assert read_up_to(stream.latestOffset(begin, stream.getDefaultReadLimit())) == 5
+        stream.stop()
+
+
+def test_limits_do_not_count_deleted_messages(tmp_path: Path) -> None:
+    """A trigger begins at the first message that retention left, and its limit is for those."""
+    path = tmp_path / "s"
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)) as store:
+        for _ in range(100):
+            store.append(Message("A", b"x" * 100), 0)
+    begin = {str(path): {"A": {"0": 0}}}
+    for file in sorted((path / "commitlog").iterdir())[:2]:
+        file.unlink()
+    for limits in ({"max_offsets": 5}, {"max_bytes": 1000}):
+        stream = reader(path, {"failOnDataLoss": "false"}, **limits)
+        end = stream.latestOffset(begin, stream.getDefaultReadLimit())
+        first = read_up_to(stream.initialOffset())
+        (task,) = stream.partitions(begin, end)
+        assert [(one.begin, one.end) for one in cast(PartPartition, task).part.slices] == [(first, first + 5)]
         stream.stop()
 
 
