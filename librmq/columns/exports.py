@@ -312,6 +312,8 @@ class _Steps:
 def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:
     """Return what `ExportState.last` holds of a batch."""
     place = batch.column("physicalOffset")
+    if place.null_count == len(place):  # only damage
+        return ()
     row = batch.slice(pc.index(place, pc.max(place)).as_py(), 1)
     *known, born = (row.column(name).cast(pa.int64())[0].as_py() for name in _IDENTITY)
     return () if None in (*known, born) else (*known, born // 1000)  # of a damaged record less is known

@@ -482,7 +482,7 @@ class _Task:
                     bad += [(start + place, why) for place, why in wrong]
                     self._forget()
             elif self._options.fail_on_data_loss:
-                raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} is gone")
+                raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} was deleted; {REST}")
             at = start + size
         return found
 

@@ -85,7 +85,13 @@ class Renaming:
 
 
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the names and types of columns to write as librmq names them."""
+    """Return the names and types of columns to write as librmq names them.
+
+    Raises:
+        ConfigError: A column is Kafka's ``offset``.
+    """
+    if any(name == "offset" for name, _ in columns):
+        raise ConfigError("column 'offset': the store gives a message its offset; drop the column before the write")
     return [
         (_WRITTEN.get(name, name), "string" if (name, kind) == ("key", "binary") else kind) for name, kind in columns
     ]

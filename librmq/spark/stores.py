@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DELAY_GROUP",
     "backlog",
-    "damage",
     "filters",
     "log_files",
     "messages",
@@ -171,26 +170,6 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
             if entry.name.isdigit()
         ]
     return _frame(spark, rows, "store string, file string, begin bigint, size bigint")
-
-
-def damage(spark: SparkSession, paths: Paths) -> DataFrame:
-    """Return store, file, offset, kind, what: the damage that ``librmq verify`` finds, one task per store."""
-    found = _frame(spark, [(path,) for path in paths_of(paths)], "store string")
-    schema = "store string, file string, offset bigint, kind string, what string"
-    return found.repartition(max(1, found.count()), "store").mapInArrow(_damage, schema)
-
-
-def _damage(paths: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    from librmq.store.recovery.verify import verify
-
-    for path in (path for batch in paths for path in batch.column("store").to_pylist()):
-        rows = [(path, one.file, one.offset, one.kind, one.what) for one in verify(path).damage]
-        columns = list(zip(*rows, strict=True)) or [()] * 5
-        types = (pa.string(), pa.string(), pa.int64(), pa.string(), pa.string())
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
-        yield pa.RecordBatch.from_arrays(arrays, ["store", "file", "offset", "kind", "what"])
 
 
 def timer_progress(spark: SparkSession, paths: Paths) -> DataFrame:

@@ -81,6 +81,25 @@ def test_an_export_holds_all_messages(store: Path, tmp_path: Path, name: str) ->
     assert numbers(tmp_path / name) == list(range(60))
 
 
+@pytest.mark.parametrize("name", OUTS)
+def test_a_store_with_a_damaged_queue(store: Path, tmp_path: Path, name: str) -> None:
+    """The export says so or has a row that tells; after the repair it adds what was left out."""
+    (file,) = (store / "consumequeue" / "A" / "0").iterdir()
+    os.truncate(file, 30)
+    columns = ["topic", "physicalOffset", "properties", "_corrupt_record"]
+    with pytest.raises(CorruptionError, match="found 30"):
+        export(store, tmp_path / name, columns=columns)
+    settings: dict[str, Any] = {"partition_by": ["topic", "date"]} if name == "out" else {}
+    export(store, tmp_path / f"whole-{name}", mode="PERMISSIVE", columns=columns, **settings)
+    assert export(store, tmp_path / name, mode="PERMISSIVE", columns=columns).rows == 45 + 1
+    main(["recover", str(store)])
+    assert export(store, tmp_path / name, columns=columns).rows == 15
+    text = "".join(map(str, ds.dataset(tmp_path / name).to_table().to_pylist() if name == "out" else
+                       (tmp_path / name).read_text().splitlines()))  # fmt: skip
+    assert text.count("found 30") == 1
+    assert all(f"'n', '{number}'" in text or f'"{number}"' in text for number in range(60))
+
+
 @pytest.mark.thorough
 def test_several_processes_export_the_same(store: Path, tmp_path: Path) -> None:
     """From three on, the calling process reads nothing."""

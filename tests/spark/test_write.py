@@ -128,6 +128,18 @@ def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str]
         RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", **options}).writer(schema, False)
 
 
+def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
+    """The error names the column as the user does."""
+    from pyspark.sql.types import BinaryType, LongType, StructField, StructType
+
+    from librmq.spark.source import RocketMQDataSource
+
+    schema = StructType([StructField("value", BinaryType()), StructField("offset", LongType())])
+    source = RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", "names": "kafka"})
+    with pytest.raises(ConfigError, match=r"^column 'offset': the store gives a message its offset"):
+        source.writer(schema, False)
+
+
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("column", "options", "text"),
