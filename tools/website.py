@@ -70,6 +70,7 @@ class Stage:
             self._write(name, f'# {title}\n\n{fence} {{.{language} linenums="1"}}\n{code}\n{fence}\n')
         packages = Path(str(importlib.import_module("librmq").__file__)).parent.parent
         settings = CONFIG.read_text("utf-8").replace("[PACKAGES]", f"[{str(packages)!r}]")
+        settings = settings.replace("TOOLS/", f"{Path(__file__).parent.as_posix()}/")
         (self.folder / "mkdocs.yml").write_text(settings, "utf-8")
 
     def place_of(self, path: Path) -> str:
