@@ -159,12 +159,12 @@ def install(wheel: Path, extra: str, program: str | None = None) -> None:
 
 
 def run(command: Sequence[str | Path], folder: Path = CHECKOUT) -> str:
-    """Run a program; return what it prints.
+    """Run a program without settings of Python and librmq from the caller's environment; return what it prints.
 
     Raises:
         ReleaseError: It fails; the error has its output.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIBRMQ_"))}
     done = subprocess.run(
         [str(word) for word in command], cwd=folder, env=variables, capture_output=True, text=True, encoding="utf-8"
     )

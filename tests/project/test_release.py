@@ -68,6 +68,12 @@ def test_every_extra_is_installed_and_used(release: ModuleType) -> None:
     assert set(release.USES) - {""} == release.extras()
 
 
+def test_a_release_ignores_settings_of_the_caller(release: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of checks switches the compiled core off, which a release tries."""
+    monkeypatch.setenv("LIBRMQ_CORE", "off")
+    assert release.run([sys.executable, "-c", "import os; print(os.environ.get('LIBRMQ_CORE'))"]) == "None\n"
+
+
 def test_the_core_has_the_licence_of_librmq(release: ModuleType) -> None:
     core = release.CORE_FILE.with_name("LICENSE")
     assert core.read_bytes() == (release.CHECKOUT / "LICENSE").read_bytes()
