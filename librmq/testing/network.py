@@ -343,8 +343,11 @@ class Network:
         self._check_ends(one, other, {end for process in processes for end in (process.name, process.site)})
         self._latencies[frozenset((one, other))] = seconds
 
-    def repeat_frame(self, what: str) -> bool:
-        """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection."""
+    def repeat_frame(self, what: str | None) -> bool:
+        """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection.
+
+        None takes it back, for a request that was not sent.
+        """
         if self._frames is None:
             return False
         self._frames.repeat = what

@@ -370,7 +370,11 @@ class _Connection:
             if process.dead:
                 raise ProcessDied(process.label)
         has_frames = repeated is not None and kit.network.repeat_frame(repeated)
-        response = broker.call(request)
+        try:
+            response = broker.call(request)
+        finally:
+            if has_frames:
+                kit.network.repeat_frame(None)
         if repeated == "request" and not has_frames:
             broker.call(request)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)

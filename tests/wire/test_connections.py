@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -12,7 +14,7 @@ from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
-from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.connections import Connections, is_held_here
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.transport import Requested, Transport
 from librmq.wire.remoting.frames import Frame
@@ -82,6 +84,54 @@ def test_a_client_that_leaves_while_it_dials_is_closed() -> None:
     made = connections(leave, ManualClock())
     assert made.get("h:1", "a") is line
     assert not line.is_open
+
+
+def test_no_lock_is_held_while_a_host_swallows_packets() -> None:
+    """Steps of clients ask under the runner's lock. A host that accepts no connection must not stop other hosts."""
+    answers, lock, line = threading.Event(), threading.RLock(), Line()
+
+    def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
+        if address == "lost:1":
+            assert answers.wait(30)
+        return line
+
+    held = partial(is_held_here, lock)
+    made = Connections(dial, ManualClock().monotonic, lambda *_: None, lambda *_: None, is_hurried=held, patience_s=0)
+    with lock:
+        for _ in range(3):
+            with pytest.raises(BrokerUnreachableError, match="lost:1 is not connected yet"):
+                made.get("lost:1", "a")
+        until(lambda: _opened(made, "h:1"))
+    answers.set()
+    assert made.get("lost:1", "a") is line  # without the lock it waits
+    with lock:
+        assert made.get("lost:1", "a") is line
+
+
+def _opened(made: Connections, address: str) -> bool:
+    with suppress(BrokerUnreachableError):
+        return made.get(address).is_open
+    return False
+
+
+def test_a_hurried_caller_gets_the_error_of_its_connection() -> None:
+    tried: list[str] = []
+
+    def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
+        tried.append(address)
+        raise BrokerUnreachableError(f"{address} is down")
+
+    clock = ManualClock()
+    made = Connections(
+        dial, clock.monotonic, lambda *_: None, lambda *_: None, (1.0, 4.0), is_hurried=lambda: True, patience_s=30
+    )
+    for _ in range(2):
+        with pytest.raises(BrokerUnreachableError, match="h:1 is down"):
+            made.get("h:1")
+    assert tried == ["h:1"]
+    clock.advance(seconds=1)
+    with pytest.raises(BrokerUnreachableError, match=r"h:1 is (down|not connected yet)"):
+        made.get("h:1")
 
 
 def test_short_time_outs_end_a_silent_connection() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from librmq import BrokerError
+from librmq import BrokerError, MessageIllegalError
 from librmq.protocol import Receive
 from librmq.testing import Kit
 from tests.over_tcp import NOT_OVER_TCP
@@ -83,6 +83,15 @@ def test_an_answer_that_arrives_twice_is_ignored(rmq: Kit, over_tcp: bool) -> No
     stored = list(rmq.broker.messages("orders"))
     assert [one.offset_id for one in stored] == sorted(one.offset_id for one in sent)
     assert "the answer to test, topic orders, arrives twice" in str(rmq.history())
+
+
+@pytest.mark.rmq(over_tcp=True)
+def test_a_send_that_fails_before_its_frame_repeats_no_other(rmq: Kit) -> None:
+    rmq.faults.repeat_request("orders")
+    with pytest.raises(MessageIllegalError, match="UTF-8"):
+        rmq.producer().send("orders", b"x", properties={"name": "\ud800"})
+    rmq.producer().send("orders", b"y")
+    assert [one.body for one in rmq.broker.messages("orders")] == [b"y"]
 
 
 @pytest.mark.slow

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
 from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["Connections"]
+__all__ = ["FIRST_BACK_OFF_S", "LONGEST_BACK_OFF_S", "Connections", "is_held_here"]
 
 FIRST_BACK_OFF_S: Final = 0.1
 LONGEST_BACK_OFF_S: Final = 5.0
 _SHORT_S: Final = 1.0
 """After a connection that ends sooner, the next one waits."""
+_PATIENCE_S: Final = 1.0
 _Key = tuple[str, str]
 
 
 class _Line:
     """What is known of one connection, open or not."""
 
-    __slots__ = ("is_dropped", "lock", "opened_at", "rest", "transport")
+    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held while the connection is opened
+        self.opening: Future[Transport] | None = None  # the last one in a thread of its own
         self.transport: Transport | None = None
         self.opened_at = 0.0
         self.is_dropped = False
@@ -40,6 +43,15 @@ class _Rest(NamedTuple):
     why: BrokerUnreachableError
 
 
+def is_held_here(lock: threading.RLock) -> bool:
+    """Return whether this thread holds a lock."""
+    try:
+        threading.Condition(lock).notify(0)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Connections:
     """The open connections. Thread-safe."""
 
@@ -50,6 +62,8 @@ class Connections:
         requested: Callable[[str, str, Transport, Frame], None],
         lost: Callable[[str, str, Transport], None],
         back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
+        is_hurried: Callable[[], bool] = lambda: False,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Open connections by ``dial``.
 
@@ -59,12 +73,16 @@ class Connections:
             requested: Gets address, client id, connection and frame of a request of the server.
             lost: Gets address, client id and connection at its end.
             back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
+            is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
+            patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
         """
         self._dial = dial
         self._monotonic = monotonic
         self._requested = requested
         self._lost = lost
         self._back_off_s = back_off_s
+        self._is_hurried = is_hurried
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
@@ -74,7 +92,8 @@ class Connections:
         """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
 
         Raises:
-            BrokerUnreachableError: It can't be opened, or could not a moment ago; or the route is closed.
+            BrokerUnreachableError: It can't be opened, or could not a moment ago; the route is closed; or others wait
+                for the caller, and the connection is not open yet.
         """
         key = address, client_id
         line = self._lines.get(key)
@@ -84,16 +103,48 @@ class Connections:
             if self._is_closed:
                 raise BrokerUnreachableError(f"{address}: the route was closed; make a new one with librmq.connect")
             line = self._lines.setdefault(key, _Line())
+        return self._opened_aside(key, line) if self._is_hurried() else self._opened(key, line)
+
+    def _opened(self, key: _Key, line: _Line) -> Transport:
         with line.lock:
             if line.transport is not None and line.transport.is_open:
                 return line.transport
-            for rest in (line.rest, self._rests.get(address)):
-                if rest is not None and self._monotonic() < rest.until:
-                    raise BrokerUnreachableError(str(rest.why))
+            self._check_rested(line, key[0])
             line.transport = self._open(key, line)
         if line.is_dropped or self._is_closed:
             line.transport.close()
         return line.transport
+
+    def _opened_aside(self, key: _Key, line: _Line) -> Transport:
+        """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
+        address, opening, patience_s = key[0], line.opening, 0.0
+        if opening is None or opening.done():
+            self._check_rested(line, address)
+            patience_s = 0.0 if address in self._rests else self._patience_s
+            opening = Future()
+            aside = threading.Thread(
+                target=self._run, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
+            )
+            try:
+                aside.start()
+            except RuntimeError as error:
+                raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
+            line.opening = opening
+        try:
+            return opening.result(patience_s)
+        except TimeoutError:
+            raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
+
+    def _run(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
+        try:
+            opening.set_result(self._opened(key, line))
+        except BaseException as error:  # its caller raises it
+            opening.set_exception(error)
+
+    def _check_rested(self, line: _Line, address: str) -> None:
+        for rest in (line.rest, self._rests.get(address)):
+            if rest is not None and self._monotonic() < rest.until:
+                raise BrokerUnreachableError(str(rest.why))
 
     def _open(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key

@@ -16,7 +16,7 @@ from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.state_log import StateLog
 from librmq.runtime.watchers import Watchers
 from librmq.wire.remote.broker_group import BrokerGroup
-from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.connections import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
 from librmq.wire.remote.name_servers import LearntRoute, NameServers
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.transport import Dial, Transport
@@ -119,8 +119,14 @@ class RemoteRoute:
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close or ExitStack()
-        given = {} if back_off_s is None else {"back_off_s": back_off_s}
-        self._connections = Connections(dial, runner.clock.monotonic, self._requested, self._lost, **given)
+        self._connections = Connections(
+            dial,
+            runner.clock.monotonic,
+            self._requested,
+            self._lost,
+            back_off_s or (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
+            is_hurried=lambda: is_held_here(runner.lock),
+        )
         self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
         self._groups: dict[str, BrokerGroup] = {}
