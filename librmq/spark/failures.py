@@ -25,7 +25,7 @@ def show_causes() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if kind.__module__.startswith("pyspark.") and (cause := cause_of(error)) is not None:
+        if kind.__module__.startswith(("pyspark.", "py4j.")) and (cause := cause_of(error)) is not None:
             print(f"librmq: {cause}", file=sys.stderr)
         print_traceback(kind, error, trace)
 

@@ -2,7 +2,8 @@
 
 They use the broker's code: a filter is a native Catalyst expression if that can express it exactly (`to_column`), else
 it runs over Arrow in Python workers. No store is needed, only a DataFrame with a map of strings. `register_functions`
-registers all of them for SQL text, where they run over Arrow, because an expression in SQL can differ from row to row.
+registers all of them for SQL text. There a literal filter becomes the same column, and an expression that differs from
+row to row runs over Arrow.
 
 ::
 
@@ -33,6 +34,7 @@ from librmq.filter.sqlfilter import compiled
 from librmq.idempotence.stores import dedup_key as key_of_record
 from librmq.java.hashing import string_hashes
 from librmq.message.message import MessageQueue
+from librmq.spark.function_builders import register_builder
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
@@ -304,7 +306,8 @@ def register_functions(spark: SparkSession) -> None:
     """Register this module's functions for the SQL of ``spark``.
 
     They are ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions``, ``dedup_key`` and
-    ``allocate``.
+    ``allocate``. The first three check a literal expression while Spark analyses the text, and become native columns.
+    With Spark Connect, and for expressions that differ from row to row, they run over Arrow.
 
     In SQL ``dedup_key`` has the arguments application, topic, group, tags and key; ``bloom_positions`` also needs the
     error rate in percent and the number of texts (a broker's are 20 and 32).
@@ -318,7 +321,17 @@ def register_functions(spark: SparkSession) -> None:
         ("dedup_key", _dedup_key_in_sql, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
     ):
-        spark.udf.register(name, _arrow(function, result))
+        registered = spark.udf.register(name, _arrow(function, result))
+        if name in _BUILT:
+            register_builder(spark, name, registered, _BUILT[name])
+
+
+_BUILT: Final[Mapping[str, Callable[[Any, str], Column]]] = {
+    "match_sql": match_sql,
+    "match_sql_5": partial(match_sql, dialect="5.3"),
+    "match_tags": match_tags,
+}
+"""Functions that with a literal expression are the same columns in SQL text as in Python."""
 
 
 def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from tests.reference import Row, document, existing, jsonl
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from py4j.protocol import Py4JJavaError  # noqa: E402
 from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.hashing import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
+from librmq.spark.failures import cause_of  # noqa: E402
 from librmq.spark.functions import allocate, dedup_key, match_sql, match_sql_udf, match_tags, tags_code  # noqa: E402
-from tests.spark_session import shared_session  # noqa: E402
+from tests.spark_session import assert_native, shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
 
@@ -53,6 +56,31 @@ def test_a_named_filter_in_sql_text(spark: Any) -> None:
     found = spark.sql("SELECT large(props) FROM named").collect()
     assert found == frame.select(match_sql("props", "a > 5")).collect()
     assert [row[0] for row in found] == [True, False, False, False]
+
+
+def test_a_literal_filter_in_sql_text_is_native(spark: Any) -> None:
+    """It is the same column as in Python; an invalid expression is refused while Spark analyses the text."""
+    rows = [({"a": "7", "b": "x y"}, "t"), ({"a": "x"}, None), ({}, "u"), (None, "t")]
+    frame = spark.createDataFrame(rows, "props map<string,string>, tag string")
+    frame.createOrReplaceTempView("literal")
+    calls = ("match_sql(props, 'a > 5')", "match_sql_5(props, 'b CONTAINS ''x''')", "match_tags(tag, 't || v')")
+    found = spark.sql(f"SELECT {', '.join(calls)} FROM literal")
+    assert_native(found)
+    assert len(set(found.columns)) == len(calls)
+    columns = (
+        match_sql("props", "a > 5"),
+        match_sql("props", "b CONTAINS 'x'", dialect="5.3"),
+        match_tags("tag", "t||v"),
+    )
+    wanted = frame.select(*(column.alias(str(number)) for number, column in enumerate(columns)))
+    assert list(map(tuple, found.collect())) == list(map(tuple, wanted.collect()))
+    grouped = f"SELECT {calls[0]} AS big, count(*) AS n FROM literal WHERE {calls[2]} GROUP BY {calls[0]} ORDER BY big"
+    assert list(map(tuple, spark.sql(grouped).collect())) == [(False, 1), (True, 1)]
+    for wrong in ("match_sql(props, 'a > (')", "match_sql_5(props, 'a >')", "match_tags(tag, '||')"):
+        for analyse in (partial(spark.sql, f"SELECT {wrong} FROM literal"), partial(frame.where, wrong)):
+            with pytest.raises(Py4JJavaError) as caught:
+                analyse()
+            assert cause_of(caught.value) is not None
 
 
 def test_an_invalid_expression_is_refused_immediately() -> None:
