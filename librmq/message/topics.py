@@ -30,8 +30,9 @@ NOT_FOR_SENDING: Final = frozenset(
 )
 """The topics to which only the broker writes."""
 
-_SYSTEM: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"}
-_SYSTEM_PREFIX: Final = "rmq_sys_"
+SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"}
+"""The topics that RocketMQ reserves, besides those with `SYSTEM_PREFIX`."""
+SYSTEM_PREFIX: Final = "rmq_sys_"
 _MAX_SIZE: Final = 127
 _MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
@@ -97,7 +98,7 @@ def validate_group(group: str) -> None:
 
 def is_system_topic(topic: str) -> bool:
     """Return whether RocketMQ reserves the name."""
-    return topic in _SYSTEM or topic.startswith(_SYSTEM_PREFIX)
+    return topic in SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
 
 
 def retry_topic(group: str) -> str:

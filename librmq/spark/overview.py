@@ -33,10 +33,10 @@ from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, survey_findings
 from librmq.diagnosis.view import StoreView, is_user_topic
 from librmq.errors import CorruptionError
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS
 from librmq.spark import stores
 from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
-from librmq.spark.pipelines.ranges import Settings, source_options
+from librmq.spark.pipelines.ranges import Settings, first_sends, source_options
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -236,9 +236,8 @@ def _list(counts: dict[int, int], length: int, first: int = 0) -> tuple[int, ...
 
 def _own(messages: DataFrame) -> DataFrame:
     """Return the messages of producers."""
-    written_again = F.col("topic").startswith("%RETRY%") | F.col("topic").startswith("%DLQ%")
-    internal = F.col("topic").rlike("^(RMQ_SYS_|rmq_sys_|SCHEDULE_TOPIC_XXXX$|TRANS_CHECK_MAX_TIME_TOPIC$)")
-    return messages.where(~written_again & ~internal)
+    topic = F.col("topic")
+    return first_sends(messages).where(~topic.isin(*sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
 
 
 def _filters(spark: SparkSession, names: dict[str, str], only: Settings, damaged: str) -> dict[str, list[FilterMatch]]:

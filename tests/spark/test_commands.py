@@ -81,6 +81,9 @@ def test_the_report_is_the_same_with_spark(store: Path, tmp_path: Path) -> None:
     shared_session()
     other = tmp_path / "other" / "store"
     shutil.copytree(store, other)
+    with MessageStore.open(other, StoreConfig.tiny(), clock=ManualClock(START_MS + 60_000)) as opened:
+        for topic in ("BenchmarkTest", "SELF_TEST_TOPIC", "RMQ_SYS_MINE"):
+            opened.append_batch([Message(topic, b"x", keys="again")] * 3)  # only those of the last are repeated keys
     with MessageStore.open(other, read_only=True) as opened:
         place = list(opened)[7].physical_offset
     with open(other / "commitlog" / f"{0:020}", "r+b") as log:

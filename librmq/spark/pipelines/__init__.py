@@ -26,7 +26,17 @@ from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUM
 from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
 from librmq.spark.pipelines.filtering import FILTER_COLUMNS, filter_savings
 from librmq.spark.pipelines.pending import pending_delays, pending_timers, pending_transactions
-from librmq.spark.pipelines.ranges import GROUP, MESSAGES, TIMES, TOPIC, Settings, chosen, names_of, source_options
+from librmq.spark.pipelines.ranges import (
+    GROUP,
+    MESSAGES,
+    TIMES,
+    TOPIC,
+    Settings,
+    chosen,
+    first_sends,
+    names_of,
+    source_options,
+)
 from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
@@ -75,7 +85,7 @@ class MessageRead:
         if not self.own:
             return stores.messages(spark, paths, self.columns, **options)
         frame: DataFrame = spark.read.format("rocketmq").schema(self.columns).options(**options).load(list(paths))
-        return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
+        return first_sends(frame)
 
 
 @dataclass(frozen=True)

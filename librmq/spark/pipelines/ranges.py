@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.diagnosis.survey.scope import parse_time
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["GROUP", "MESSAGES", "TIMES", "TOPIC", "Settings", "chosen", "names_of", "source_options"]
+__all__ = ["GROUP", "MESSAGES", "TIMES", "TOPIC", "Settings", "chosen", "first_sends", "names_of", "source_options"]
 
 Settings = Mapping[str, str]
 
@@ -57,6 +58,12 @@ def source_options(settings: Settings) -> dict[str, str]:
 def names_of(settings: Settings, name: str) -> list[str] | None:
     """Return the names of a setting; None where all are wanted."""
     return [one.strip() for one in settings[name].split(",")] if name in settings else None
+
+
+def first_sends(messages: DataFrame) -> DataFrame:
+    """Return the messages that are neither retries nor dead letters."""
+    topic = F.col("topic")
+    return messages.where(~topic.startswith(RETRY_PREFIX) & ~topic.startswith(DEAD_LETTER_PREFIX))
 
 
 def chosen(frame: DataFrame, settings: Settings) -> DataFrame:
