@@ -189,6 +189,7 @@ def test_markdown_has_a_cell_for_every_title(common: ModuleType) -> None:
 def test_results_are_kept_with_their_picture(
     charts: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(charts, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(charts, "PICTURES", tmp_path / "pictures")
     rows = [
