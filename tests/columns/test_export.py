@@ -82,13 +82,17 @@ def test_an_export_holds_all_messages(store: Path, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", OUTS)
-def test_a_store_with_a_damaged_queue(store: Path, tmp_path: Path, name: str) -> None:
+def test_a_store_with_a_damaged_queue(
+    store: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The export says so or has a row that tells; after the repair it adds what was left out."""
     (file,) = (store / "consumequeue" / "A" / "0").iterdir()
     os.truncate(file, 30)
     columns = ["topic", "physicalOffset", "properties", "_corrupt_record"]
     with pytest.raises(CorruptionError, match="found 30"):
         export(store, tmp_path / name, columns=columns)
+    assert main(["export", str(store), "-o", str(tmp_path / f"other-{name}")]) == 1
+    assert "librmq salvage extracts the sound messages" in capsys.readouterr().err
     settings: dict[str, Any] = {"partition_by": ["topic", "date"]} if name == "out" else {}
     export(store, tmp_path / f"whole-{name}", mode="PERMISSIVE", columns=columns, **settings)
     assert export(store, tmp_path / name, mode="PERMISSIVE", columns=columns).rows == 45 + 1
