@@ -145,6 +145,11 @@ class ConsumeQueue:
         """The first queue offset in the files; the messages below `min_offset` are deleted or never existed."""
         return self._files.begin // ENTRY_SIZE
 
+    @property
+    def stored_end(self) -> int:
+        """The queue offset up to which the files have the entries."""
+        return self.max_offset
+
     def place_of(self, queue_offset: int) -> tuple[str, int]:
         """Return the path of the file for an entry, and the entry's position in it, as the address of damage."""
         at = queue_offset * ENTRY_SIZE % self._files.file_size

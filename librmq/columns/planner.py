@@ -21,9 +21,10 @@ import numpy as np
 
 from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
 from librmq.columns.parts import REST, DataLossError, Part, Slice
+from librmq.columns.queue_ranges import QueueRange, ShortQueue, stored_entries
 from librmq.columns.remote import fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
-from librmq.consumequeue import ConsumeQueue, Entries, entry_dtype
+from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
@@ -32,42 +33,24 @@ from librmq.files.seam import Files
 from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["PlannedStore", "QueueRange", "Ranges", "plan"]
+__all__ = ["PlannedStore", "Ranges", "plan"]
 
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
 Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""
 _SAMPLES: Final = 256
+"""Most entries of a queue to look at for the sizes of tasks."""
+_ALL_SAMPLES: Final = 4096
+"""The same of a store, about."""
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
 _MAPPED_FILES: Final = 16
 _IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", "born_timestamp")
-
-
-@dataclass(slots=True)
-class QueueRange:
-    """A planned queue."""
-
-    begin: int
-    end: int
-    late_from: int
-    late: bytes
-    entries: ConsumeQueue
-    """Reader of the queue's entries."""
-
-    def place(self, queue_offset: int) -> int:
-        """Return the physical offset in an entry."""
-        entry = self.entries.entry(queue_offset)
-        return -1 if entry is None else entry.physical_offset
-
-    def unmap(self) -> None:
-        """Drop the mappings of entries that were looked at; of many queues they would add up."""
-        self.entries.keep_descriptors(False)
 
 
 @dataclass(slots=True)
@@ -82,7 +65,8 @@ class PlannedStore:
     damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
     _files: Files = field(default_factory=DiskFiles)
-    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the stored queues, all together
+    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the queues opened here
+    _opened: list[ConsumeQueue] = field(default_factory=list)
     _is_narrowed: bool = False
 
     @classmethod
@@ -121,10 +105,11 @@ class PlannedStore:
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
         self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
+        states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
             if wanted.queue(*name):
                 try:
-                    self.queues[name] = self._queue(name, files, mode)
+                    self.queues[name] = self._queue(name, states.get(name), mode)
                 except CorruptionError as error:
                     if mode == "FAILFAST":
                         raise
@@ -135,10 +120,13 @@ class PlannedStore:
         return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the store, and unmap its files."""
         if self._store is not None:
             self._store.close()
             self._store = None
+        for queue in self._opened:
+            queue.close()
+        self._opened = []
 
     def __enter__(self) -> PlannedStore:
         return self
@@ -146,24 +134,38 @@ class PlannedStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _queue(self, name: QueueName, files: Files, mode: Mode) -> QueueRange:
-        size = self.config.consumequeue_file_size
-        try:
-            folder = directory.queue_folder(self.path, *name)
-            stored = ConsumeQueue.open(folder, size, files=files, pool=self._pool, writable=False)
-        except CorruptionError:
-            if self._store is None:
-                raise
-            queue = self._store.queues[name]  # opening rebuilt, in memory, what a crash left of its files
-            begin, end = self._first_kept(queue, queue.max_offset), queue.max_offset
-            return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
-        if self._store is None:
-            begin = self._first_kept(stored, stored.max_offset)
-            return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
-        queue = self._store.queues[name]
+    def _queue(self, name: QueueName, state: QueueState | None, mode: Mode) -> QueueRange:
+        store = self._store
+        differs = store is not None and store.queues.differs(name)
+        if state is not None and not differs:
+            folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
+            if (short := ShortQueue.read(folder, size, self._files, state)) is not None:
+                begin, end = self._first_kept(short), short.max_offset
+                return QueueRange(begin, end, end, b"", short)
+        queue = self._stored_queue(name) if store is None else store.queues[name]
+        begin, end = self._first_kept(queue), queue.max_offset
+        if differs:
+            return self._recovered(name, queue, begin, mode)
+        late_from = queue.stored_end
+        late = queue.entries(late_from, end).tobytes() if late_from < end else b""
+        return QueueRange(begin, end, late_from, late, queue)
+
+    def _stored_queue(self, name: QueueName) -> ConsumeQueue:
+        """Return a queue as its files have it."""
+        folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
+        queue = ConsumeQueue.open(folder, size, files=self._files, pool=self._pool, writable=False)
+        self._opened.append(queue)
+        return queue
+
+    def _recovered(self, name: QueueName, queue: ConsumeQueue, begin: int, mode: Mode) -> QueueRange:
+        """Return the range of a queue that a recovery in memory changed."""
+        assert self._store is not None
         end = queue.max_offset
-        begin = self._first_kept(queue, end)
-        crashed = mode == "FAILFAST" and has_abort(files, self.path)
+        try:
+            stored = self._stored_queue(name)
+        except CorruptionError:  # a crash left a file of another length
+            return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
+        crashed = mode == "FAILFAST" and has_abort(self._files, self.path)
         if stored.max_offset > end and self._store.recovered and not crashed:
             # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
             behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
@@ -174,7 +176,7 @@ class PlannedStore:
                         cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
                     )
                 return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
-            if not has_abort(files, self.path):  # it was closed, so the messages were in the log
+            if not has_abort(self._files, self.path):  # it was closed, so the messages were in the log
                 self._report_lost(name, range(end, stored.max_offset), mode)
         late_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
         late = queue.entries(late_from, end).tobytes() if late_from < end else b""
@@ -193,12 +195,12 @@ class PlannedStore:
         if lost not in self.damage:
             self.damage.append(lost)
 
-    def _first_kept(self, queue: ConsumeQueue, end: int) -> int:
-        """Return the first queue offset whose message is still in the log; ``end`` if retention deleted all of them.
+    def _first_kept(self, queue: ConsumeQueue | ShortQueue) -> int:
+        """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
 
         A queue keeps its last file, so the entries of a quiet topic outlive their messages.
         """
-        begin = queue.min_offset
+        begin, end = queue.min_offset, queue.max_offset
 
         def place(queue_offset: int) -> int:
             entry = queue.entry(queue_offset)
@@ -333,49 +335,32 @@ class PlannedStore:
 
         With ``entries_only`` a task gets more entries, because it reads no messages.
         """
-        samples, weights, rows = self._samples(ranges)
+        samples, rows = self._samples(ranges), sum(len(wanted) for _, wanted in ranges)
         if not rows:
             return []
-        mean = sum(size for _, size in samples) / len(samples)
-        shares = -(-rows // PARTITION_ENTRIES) if entries_only else -(-int(rows * mean) // bytes_a_part)
-        count = max(least, shares)
-        places = sorted(zip((place for place, _ in samples), weights, strict=True))
-        bounds = _quantiles(places, count)
-        parts: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
-        for name, wanted in ranges:
-            at = wanted.start
-            for number, bound in enumerate([*bounds, None]):
-                until = wanted.stop
-                if bound is not None:
-                    until = bisect_left(range(wanted.stop), bound, at, wanted.stop, key=self.queues[name].place)
-                if at < until:
-                    parts[number].append(self._slice(name, at, until))
-                at = until
-            self.queues[name].unmap()
-        return [self._part(tuple(slices)) for slices in parts if slices]
+        size = sum(size * weight for _, size, weight in samples)
+        count = max(least, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
+        shares = self._shares(ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
+        return [self._part(slices) for slices in shares if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """Cut the whole log into tasks, each of which starts at a record."""
-        ranges = {name: found for name in self.queues if (found := self._in_log(name))}
-        samples, weights, rows = self._samples(list(ranges.items()))
+        ranges = [(name, found) for name in self.queues if (found := self._in_log(name))]
+        samples = self._samples(ranges)
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
-        bounds = _quantiles(sorted(zip((p for p, _ in samples), weights, strict=True)), count) if rows else []
-        bounds = sorted({place for place in bounds if self.log_begin < place < self.log_end})
-        made: list[Part] = []
-        at = dict.fromkeys(ranges, 0)
-        for begin, end in zip([self.log_begin, *bounds], [*bounds, self.log_end], strict=True):
-            slices = []
-            for name, wanted in ranges.items():
-                first = max(wanted.start, at[name])
-                until = wanted.stop
-                if end != self.log_end:
-                    until = bisect_left(range(wanted.stop), end, first, wanted.stop, key=self.queues[name].place)
-                if first < until:
-                    slices.append(self._slice(name, first, until))
-                at[name] = until
-            if begin < end:
-                made.append(replace(self._part(tuple(slices)), walk=(begin, end)))
-        return made
+        bounds = _quantiles([(place, weight) for place, _, weight in samples], count)
+        bounds = [place for place in bounds if self.log_begin < place < self.log_end]
+        stretches = zip([self.log_begin, *bounds], [*bounds, self.log_end], self._shares(ranges, bounds), strict=True)
+        return [replace(self._part(slices), walk=(begin, end)) for begin, end, slices in stretches if begin < end]
+
+    def _shares(self, ranges: Ranges, bounds: Sequence[int]) -> list[tuple[Slice, ...]]:
+        """Cut all ranges at ``bounds`` of the log, and return the slices of each share."""
+        shares: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
+        for name, wanted in ranges:
+            for share, piece in zip(shares, self.queues[name].pieces(wanted, bounds), strict=True):
+                if piece:
+                    share.append(self._slice(name, piece.start, piece.stop))
+        return [tuple(share) for share in shares]
 
     def _in_log(self, name: QueueName) -> range:
         """Return the offsets of a queue whose messages are in the wanted stretch of the log."""
@@ -413,18 +398,17 @@ class PlannedStore:
         late = queue.late[first : first + max(0, end - late_from) * ENTRY_SIZE]
         return Slice(*name, begin, end, late_from, late)
 
-    def _samples(self, ranges: Ranges) -> tuple[list[tuple[int, int]], list[float], int]:
-        """Return places and sizes of sampled entries, the weight of each, and the total number of entries."""
-        samples, weights, rows = [], [], 0
+    def _samples(self, ranges: Ranges) -> list[tuple[int, int, int]]:
+        """Return places and sizes of sampled entries in the order of the log, and the number that each stands for."""
+        samples: list[tuple[int, int, int]] = []
+        every = sum(len(wanted) for _, wanted in ranges) // _ALL_SAMPLES
+        rows = 0
         for name, wanted in ranges:
+            step = max(1, every, len(wanted) // _SAMPLES)
+            found = [self.queues[name].entries.entry(at) for at in wanted[-rows % step :: step]]
+            samples += [(entry.physical_offset, entry.size, step) for entry in found if entry is not None]
             rows += len(wanted)
-            chosen = wanted[:: max(1, len(wanted) // _SAMPLES)]
-            found = [self.queues[name].entries.entry(at) for at in chosen]
-            sound = [(entry.physical_offset, entry.size) for entry in found if entry is not None]
-            samples += sound
-            weights += [len(wanted) / max(1, len(sound))] * len(sound)
-            self.queues[name].unmap()
-        return samples or [(0, 0)], weights or [0.0], rows
+        return sorted(samples)
 
 
 def plan(
@@ -471,11 +455,11 @@ def _damage_of(error: CorruptionError) -> Damage:
     return Damage(error.file, error.offset, error.kind, error.what)
 
 
-def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:
-    """Return where to cut weighted places into ``count`` shares of equal weight."""
+def _quantiles(places: Sequence[tuple[int, int]], count: int) -> list[int]:
+    """Return where to cut places in ascending order, with weights, into ``count`` shares of equal weight."""
     total = sum(weight for _, weight in places)
     bounds: list[int] = []
-    reached = 0.0
+    reached = 0
     for place, weight in places:
         if reached >= total * (len(bounds) + 1) / count and len(bounds) < count - 1:
             bounds.append(place)
@@ -489,7 +473,7 @@ def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bo
     found = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
     while end > queue.min_offset:
         begin = max(queue.min_offset, end - _COMPARED)
-        ours, theirs = queue.entries(begin, end), _stored(stored, begin, end)
+        ours, theirs = queue.entries(begin, end), stored_entries(stored, begin, end)
         count = min(len(ours), len(theirs))
         different = np.flatnonzero(ours[:count] != theirs[:count])
         if len(different):
@@ -500,15 +484,6 @@ def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bo
             break
         end = begin
     return found
-
-
-def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
-    found = []
-    at = begin
-    while at < end and (raw := stored.read(at, end - at)):
-        found.append(raw)
-        at += len(raw) // ENTRY_SIZE
-    return np.frombuffer(b"".join(found), entry_dtype())
 
 
 def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:

@@ -72,6 +72,11 @@ class DiskFiles:
     fills_by_itself = True
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        descriptor, size = self.descriptor(path, writable=writable)
+        return self._map(path, descriptor, size, writable, keep_descriptor)
+
+    def descriptor(self, path: str, *, writable: bool = False) -> tuple[int, int]:
+        """Open a file as `open` does, and return a descriptor, which the caller closes, and the file's size."""
         with named("open", path):
             try:
                 descriptor = os.open(path, _TO_WRITE if writable else os.O_RDONLY | _BINARY)
@@ -79,7 +84,16 @@ class DiskFiles:
                 if error.errno == errno.ELOOP and os.path.islink(path):
                     raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
                 raise
-        return self._map(path, descriptor, writable, keep_descriptor)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise CorruptionError(path, 0, "name", "expected a regular file")
+                if status.st_size == 0:
+                    raise CorruptionError(path, 0, "size", "the file is empty")
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return descriptor, status.st_size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with named("create", path):
@@ -91,28 +105,22 @@ class DiskFiles:
             except BaseException:
                 os.close(descriptor)
                 raise
-            return self._map(path, descriptor, True, keep_descriptor)
+            return self._map(path, descriptor, size, True, keep_descriptor)
         except BaseException:
             os.unlink(path)
             raise
 
-    def _map(self, path: str, descriptor: int, writable: bool, keep_descriptor: bool) -> File:
+    def _map(self, path: str, descriptor: int, size: int, writable: bool, keep_descriptor: bool) -> File:
         try:
             with named("map", path):
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise CorruptionError(path, 0, "name", "expected a regular file")
-                if status.st_size == 0:
-                    raise CorruptionError(path, 0, "size", "the file is empty")
-                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-                buffer = mmap.mmap(descriptor, status.st_size, access=access)
+                buffer = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         except BaseException:
             os.close(descriptor)
             raise
         if keep_descriptor:
-            return File(path, buffer, status.st_size, writable, descriptor)
+            return File(path, buffer, size, writable, descriptor)
         os.close(descriptor)  # the mapping keeps its own duplicate
-        return File(path, buffer, status.st_size, writable)
+        return File(path, buffer, size, writable)
 
     def reserve(self, file: File, begin: int, end: int) -> None:
         if not hasattr(os, "posix_fallocate"):  # macOS and Windows allocate blocks at the write

@@ -1,4 +1,4 @@
-"""The disk with changes kept in memory; the files on it stay unchanged.
+"""The disk, or other files, with changes kept in memory; the files below stay unchanged.
 
 Use it to try out an operation that changes a store: an `OverlayFiles` shows what the disk would hold afterwards, unless
 the disk refuses a write.
@@ -15,24 +15,26 @@ from typing import Any, Self, SupportsIndex
 from librmq.errors import StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, FileLock, FolderEntry
+from librmq.files.seam import File, FileLock, Files, FolderEntry
 
 __all__ = ["OverlayFiles"]
 
 
 class _PrivateBuffer(mmap.mmap):
-    """A private mapping of a file that reports its first change."""
+    """A private mapping of a file that reports its first change; writing the same bytes again is none."""
 
     path: str
     overlay: OverlayFiles | None
 
-    def __new__(cls, path: str, descriptor: int, size: int, overlay: OverlayFiles) -> Self:
+    def __new__(cls, path: str, descriptor: int, size: int, overlay: OverlayFiles | None) -> Self:
         self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
         self.path = path
         self.overlay = overlay
         return self
 
     def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
+        if self.overlay is not None and self[place] == value:
+            return
         super().__setitem__(place, value)
         overlay, self.overlay = self.overlay, None
         if overlay is not None:
@@ -46,9 +48,11 @@ class OverlayFiles(MemoryFiles):
     within this object. A folder on the disk can't be renamed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Files | None = None) -> None:
+        """Show the files of ``memory`` instead of the disk; each takes its size again once it is opened."""
         super().__init__()
         self._disk = DiskFiles()
+        self._base: Files = memory or self._disk
         self._roots = len(self._folders)
         self._gone: set[str] = set()
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
@@ -76,14 +80,30 @@ class OverlayFiles(MemoryFiles):
                 return super().open(path, writable=writable)
             buffer = self._mapped.get(path)
             if buffer is None:
-                size = self._disk.open(path).size  # raises if the file is invalid
-                try:
-                    with open(path, "rb") as file:
-                        buffer = _PrivateBuffer(path, file.fileno(), size, self)
-                except OSError as error:
-                    raise StoreIOError("map", path, error) from error
-                self._mapped[path] = buffer
+                buffer = self._mapped[path] = self._private(path)
             return File(path, buffer, len(buffer), writable)
+
+    def _private(self, path: str) -> _PrivateBuffer:
+        """Return the content of a file below, to be changed here alone."""
+        if self._base is not self._disk:
+            data = self._base.open(path).buffer[:]
+            buffer = _PrivateBuffer(path, -1, len(data), None)
+            buffer[:] = data
+            buffer.overlay = self
+            return buffer
+        descriptor, size = self._disk.descriptor(path)
+        try:
+            return _PrivateBuffer(path, descriptor, size, self)
+        except OSError as error:
+            raise StoreIOError("map", path, error) from error
+        finally:
+            os.close(descriptor)  # the mapping keeps its own duplicate
+
+    def changed_folders(self) -> set[str]:
+        """Return the folders that were made, changed or deleted, or hold a file that was."""
+        with self._guard:
+            names = {*self._files, *self._folders, *self._gone}
+        return names | set(map(os.path.dirname, names))
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with self._guard:
@@ -94,8 +114,8 @@ class OverlayFiles(MemoryFiles):
     def list(self, path: str) -> list[FolderEntry]:
         with self._guard:
             if not self._gone and not self._files and len(self._folders) == self._roots:
-                return self._disk.list(path)
-            found = {entry.name: entry for entry in self._disk.list(path)} if self._below(path) else {}
+                return self._base.list(path)
+            found = {entry.name: entry for entry in self._base.list(path)} if self._below(path) else {}
             found = {name: entry for name, entry in found.items() if self._below(os.path.join(path, name))}
             found |= {entry.name: entry for entry in super().list(path)}
         return [found[name] for name in sorted(found)]
@@ -103,16 +123,16 @@ class OverlayFiles(MemoryFiles):
     def size(self, path: str) -> int | None:
         with self._guard:
             size = super().size(path)
-            return self._disk.size(path) if size is None and self._below(path) else size
+            return self._base.size(path) if size is None and self._below(path) else size
 
     def is_folder(self, path: str) -> bool:
-        return super().is_folder(path) or (self._below(path) and self._disk.is_folder(path))
+        return super().is_folder(path) or (self._below(path) and self._base.is_folder(path))
 
     def delete(self, path: str) -> None:
         with self._guard:
             super().delete(path)
             self._mapped.pop(path, None)
-            if self._disk.size(path) is not None:
+            if self._base.size(path) is not None:
                 self._gone.add(path)
 
     def rename(self, old: str, new: str) -> None:
@@ -128,26 +148,26 @@ class OverlayFiles(MemoryFiles):
             super().link(old, new)
 
     def _take_over(self, path: str) -> None:
-        if path not in self._files and self._below(path) and self._disk.size(path) and not self._disk.is_folder(path):
+        if path not in self._files and self._below(path) and self._base.size(path) and not self._base.is_folder(path):
             self._files[path] = self.open(path, writable=True)
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         with self._guard:
             if path in self._files or not self._below(path):
                 return super().read(path, limit)
-        return self._disk.read(path, limit)
+        return self._base.read(path, limit)
 
     def read_used(self, path: str, limit: int) -> bytes | None:
         with self._guard:
             if path in self._files or not self._below(path):
                 return super().read_used(path, limit)
-        return self._disk.read_used(path, limit)
+        return self._base.read_used(path, limit)
 
     def lock(self, path: str) -> FileLock:
-        holder = self._disk.lock_holder(path)
+        holder = self._base.lock_holder(path)
         if holder is not None:
             raise StoreLockedError(f"{path}: locked by {holder}")
         return super().lock(path)
 
     def lock_holder(self, path: str) -> str | None:
-        return super().lock_holder(path) or self._disk.lock_holder(path)
+        return super().lock_holder(path) or self._base.lock_holder(path)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.files.seam import Files
 from librmq.testing import CrashImages
 from tests.budget import examples, some
 from tests.crash.runs import record
-from tests.stores import ROOT, START_MS, from_disk, on_disk
+from tests.stores import ROOT, START_MS, contents, from_disk, in_memory, on_disk
 
 pytest.importorskip("pyarrow")
 
@@ -24,18 +25,21 @@ CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
 COLUMNS = ("physicalOffset", "topic", "queueId", "queueOffset", "tags", "body")
 
 
-def rows(store: Path) -> list[list[dict[str, Any]]]:
+def rows(store: Path | str, files: Files | None = None) -> list[list[dict[str, Any]]]:
     """Return the messages of all topics, and the records of the log."""
-    every = reader(store, topic=re.compile("(?s).*"), columns=COLUMNS)
-    return [each.read_all().to_pylist() for each in (every, reader(store, view="log", columns=COLUMNS))]
+    every = reader(store, topic=re.compile("(?s).*"), columns=COLUMNS, files=files)
+    return [each.read_all().to_pylist() for each in (every, reader(store, view="log", columns=COLUMNS, files=files))]
 
 
 def check(crashed: Path, config: StoreConfig) -> None:
-    """Check that a store is read as recovery leaves a copy of it, and that reading changes no byte."""
+    """Check that a store is read as recovery leaves a copy of it, also in memory, and that reading changes no byte."""
     recovered = shutil.copytree(crashed, crashed.with_name("recovered"))
     before = from_disk(crashed)
     found = rows(crashed)
     assert from_disk(crashed) == before
+    memory = in_memory(before)
+    assert rows(ROOT, memory) == found
+    assert contents(memory) == {path: data for path, data in before.items() if path != "lock"}
     MessageStore.open(recovered, config, clock=ManualClock(START_MS + 86_400_000), background=False).close()
     assert found == rows(recovered)
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -529,6 +530,39 @@ def test_many_queues_need_few_descriptors(tmp_path: Path) -> None:
     finally:
         gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("end", ["closed", "closed by a broker", "killed", "open"])
+def test_a_plan_opens_each_queue_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Opening a store that another program left looks at each of its queues once more."""
+    store = MessageStore.open(tmp_path / "s", CONFIG, clock=ManualClock(START_MS), background=False)
+    for number in range(100):
+        store.append(Message(f"T{number % 20}", b"%d" % number), 0)
+    store.flush()
+    if end == "killed":
+        store.abandon()
+    elif end != "open":
+        store.close()
+    if end == "closed by a broker":
+        shutil.rmtree(tmp_path / "s" / "librmq")
+    looks: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        call: Callable[..., object] = getattr(DiskFiles, name)
+
+        def look(files: DiskFiles, path: str, *arguments: object, **settings: object) -> object:
+            looks.extend(part for part in path.split(os.sep) if re.fullmatch("T[0-9]+", part))
+            return call(files, path, *arguments, **settings)
+
+        return look
+
+    for name in ("descriptor", "read_sole_file", "read_used"):
+        monkeypatch.setattr(DiskFiles, name, counted(name))
+    batches = reader(tmp_path / "s", columns=["topic"])
+    found = Counter(looks)
+    assert len(found) == 20
+    assert set(found.values()) == {1 if end in ("closed", "open") else 2}
+    assert batches.read_all().num_rows == 100
 
 
 def test_an_export_of_a_package_is_not_a_module() -> None:

@@ -36,6 +36,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self._open_queue = open_queue
         self._known = dict(known)
         self._open: dict[QueueName, ConsumeQueue] = {}
+        self.differs: Callable[[QueueName], bool] = lambda _: False
+        """Whether a recovery in memory changed a queue, so that its files are different."""
 
     def __repr__(self) -> str:
         return f"<QueueTable of {len(self)} queues>"

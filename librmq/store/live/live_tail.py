@@ -132,6 +132,11 @@ class LiveQueue(ConsumeQueue):
             self.max_physic_offset = physical_offset + size
             self.max_offset += len(entries)
 
+    @property
+    def stored_end(self) -> int:
+        """The queue offset from which on entries are in memory."""
+        return self._late[0]
+
     def catch_up(self) -> int:
         """Drop entries that the files have by now, and return the number of the others."""
         first, late = self._late

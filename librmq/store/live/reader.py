@@ -149,15 +149,18 @@ class ReadOnlyView:
         self.version += 1
 
     def _recovered(self, config: StoreConfig) -> Parts:
-        """Return the parts as a recovery would leave them, in memory; those of a store in memory are not changed."""
+        """Return the parts as a recovery would leave them, in memory."""
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
-        if not files.is_shared:
+        if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
             return load(path, config, levels, files, self._clock, mode=None)
-        overlay = OverlayFiles()
+        overlay = OverlayFiles(None if files.is_shared else files)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         mode = RecoveryMode.PREVIEW
-        return load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of)
+        parts = load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of)
+        changed = overlay.changed_folders()
+        parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+        return parts
 
     def _look(self) -> tuple[object, ...]:
         """Return what every writer to the store changes: `_look_at_marks`, and the bytes behind the log."""
