@@ -48,14 +48,40 @@ static uint32_t rmq_crc32_tables(uint32_t code, const uint8_t *data, size_t size
     _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)), next)
 #define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
 
+/* Folds 128 bytes a step into `state`, which has the first 128; returns how many bytes it took. */
+__attribute__((target("vpclmulqdq,avx2"))) static size_t rmq_fold_wide(void *state, const uint8_t *data, size_t size) {
+    const __m256i by_128 = _mm256_set_epi64x(0x014a7fe880, 0x01e88ef372, 0x014a7fe880, 0x01e88ef372);
+    __m256i x[4];
+    size_t at = 128;
+    memcpy(x, state, 128);
+    for (; size - at >= 128; at += 128)
+        for (int part = 0; part < 4; part++)
+            x[part] = _mm256_xor_si256(_mm256_xor_si256(_mm256_clmulepi64_epi128(x[part], by_128, 0x00),
+                                                        _mm256_clmulepi64_epi128(x[part], by_128, 0x11)),
+                                       _mm256_loadu_si256((const __m256i *)(data + at) + part));
+    memcpy(state, x, 128);
+    return at;
+}
+
 /* Of at least 64 bytes; the rest of less than 16 is left to the tables. */
-__attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32_t code, const uint8_t *data,
-                                                                           size_t size) {
+__attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32_t code, const uint8_t *data, size_t size,
+                                                                           int wide) {
     const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
     const __m128i last = _mm_set_epi64x(0, 0x0163cd6124), barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
     const __m128i low = _mm_set_epi32(0, -1, 0, -1);
     __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)code)), b = LOAD(data + 16), c = LOAD(data + 32),
             d = LOAD(data + 48);
+    if (wide && size >= 512) {
+        __m128i state[8];
+        memcpy(state, data, 128);
+        state[0] = a;
+        size_t taken = rmq_fold_wide(state, data, size) - 64;
+        a = FOLD(state[0], by_64, state[4]);
+        b = FOLD(state[1], by_64, state[5]);
+        c = FOLD(state[2], by_64, state[6]);
+        d = FOLD(state[3], by_64, state[7]);
+        data += taken, size -= taken;
+    }
     for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
         a = FOLD(a, by_64, LOAD(data));
         b = FOLD(b, by_64, LOAD(data + 16));
@@ -76,11 +102,11 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32
 }
 #endif
 
-/* The checksum by folding if `folds`, which the processor must know. */
+/* The checksum by folding if `folds`, wide if that is 2, which the processor must know. */
 static uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
 #ifdef LIBRMQ_FOLDS
     if (folds && size >= 64)
-        return ~rmq_crc32_folded(~0u, data, size);
+        return ~rmq_crc32_folded(~0u, data, size, folds > 1);
 #endif
     (void)folds;
     return ~rmq_crc32_tables(~0u, data, size);
@@ -88,7 +114,8 @@ static uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
 
 static int rmq_can_fold(void) {
 #ifdef LIBRMQ_FOLDS
-    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+    int folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+    return folds && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2") ? 2 : folds;
 #else
     return 0;
 #endif

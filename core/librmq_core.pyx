@@ -7,6 +7,7 @@ Python code. `librmq.core` decides whether this module is used.
 
 import mmap
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_CheckExact, PyDict_GetItem, PyDict_Next, PyDict_Size
@@ -14,7 +15,7 @@ from cpython.exc cimport PyErr_Clear
 from cpython.list cimport PyList_GET_SIZE
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -24,6 +25,7 @@ from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         object (*tp_alloc)(type made, Py_ssize_t items)
+        object (*tp_new)(type made, object arguments, PyObject *keywords)
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size) except NULL
     int PyUnicode_KIND(object text)
     void *PyUnicode_DATA(object text)
@@ -50,6 +52,11 @@ cdef extern from *:
     #else
     #define rmq_forget_hash(made) ((void)(made))
     #endif
+    #if defined(__GNUC__)
+    #define IN_ORDER() __asm__ __volatile__("" ::: "memory")
+    #else
+    #define IN_ORDER()
+    #endif
     static void rmq_put_item(PyObject *made, Py_ssize_t at, PyObject *value) {
         PyObject *before = PyTuple_GET_ITEM(made, at);
         Py_INCREF(value);
@@ -64,14 +71,13 @@ cdef extern from *:
             word ^= 0x0202020202020202u;
             found |= (word - 0x0101010101010101u) & ~word & 0x8080808080808080u;
         }
-        for (; size; size--, text++) {
-            found |= *text == 2;
-            *at++ = (uint8_t)*text;
-        }
+        while (size--)
+            found |= (*at++ = (uint8_t)*text++) == 2;
         return !found;
     }
     """
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
+    void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
     void rmq_forget_hash(object made)
     void rmq_put_item(object made, Py_ssize_t at, object value)
     Py_ssize_t rmq_slot(object descriptor)
@@ -81,7 +87,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 7
+API = 8
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0
@@ -91,24 +97,12 @@ def counts():
     """Return how many records were appended, scanned, pulled and checked here, to prove in a test that this code ran."""
     return {"append": appended, "records": scanned, "pull": pulled, "checksums": checked}
 
-
-cdef extern from *:
-    """
-    #if defined(__GNUC__)
-    #define IN_ORDER() __asm__ __volatile__("" ::: "memory")
-    #else
-    #define IN_ORDER()
-    #endif
-    """
-    void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
-
-cdef uint32_t MAGIC = 0xDAA320A7
-cdef uint32_t UNFINISHED_MAGIC = 0x756E646F
+cdef uint32_t MAGIC = 0xDAA320A7, UNFINISHED_MAGIC = 0x756E646F
 cdef enum:
     FIXED = 91
     HOSTS_V6 = 48
     SCHEDULE_TOPIC_SIZE = 19
-    AT_ONCE = 64
+    AT_ONCE = 16
     HEADER = 88
     MOST_PROPERTIES = 64
     MOST_PROPERTY_BYTES = 32767
@@ -118,12 +112,11 @@ cdef enum:
 
 rmq_crc32_init()
 cdef int FOLDS = rmq_can_fold()
-can_fold = bool(FOLDS)
 
 
-def crc32(bytes data, bint folds=True):
-    """Return the CRC-32 of ``data``; without ``folds`` by tables."""
-    return rmq_crc32(<const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), FOLDS and folds)
+def crc32(bytes data, int folds=2):
+    """Return the CRC-32 of ``data``: by tables (0), by folding (1), or by wide folding, if the processor has that."""
+    return rmq_crc32(<const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), min(FOLDS, folds))
 
 
 def checksums(data, begins, ends):
@@ -175,56 +168,59 @@ cdef class Items:
     cdef object buffer, unusual, advance
     cdef int64_t start, place, end, file_size
     cdef bint check_body
-    cdef list found
-    cdef Py_ssize_t at
+    cdef PyObject *found[AT_ONCE]  # the items from ``at`` up to ``count`` are owned here
+    cdef int at, count
 
     def __init__(
         self, buffer, int64_t start, int64_t place, int64_t end, int64_t file_size, bint check_body, unusual, advance
     ):
         if place < 0:
             raise ValueError("place: expected one in the file")
-        self.buffer, self.unusual, self.advance, self.found = buffer, unusual, advance, []
+        self.buffer, self.unusual, self.advance = buffer, unusual, advance
         self.start, self.place, self.end, self.file_size, self.check_body = start, place, end, file_size, check_body
+
+    def __dealloc__(self):
+        while self.at < self.count:
+            Py_DECREF(<object>self.found[self.at])
+            self.at += 1
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.at >= PyList_GET_SIZE(self.found):
-            self.fill()
-        item = self.found[self.at]
+        cdef int64_t begin
+        while self.at >= self.count:
+            begin = self.place
+            if begin >= self.end:
+                raise StopIteration
+            if self.find():
+                self.advance(self.place - begin)
+                continue
+            item = self.unusual(begin)
+            self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
+            self.advance(self.place - begin)
+            return item
+        item = <object>self.found[self.at]
+        Py_DECREF(item)  # the caller owns it now
         self.at += 1
         return item
 
-    cdef object fill(self):
-        """Find the next items, at least one."""
-        cdef int64_t begin = self.place
-        cdef list found
-        if begin >= self.end:
-            raise StopIteration
-        found = self.usual()
-        if not found:
-            item = self.unusual(begin)
-            found.append(item)
-            self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
-        self.advance(self.place - begin)
-        self.found, self.at = found, 0
-
-    cdef list usual(self):
-        """Return items for the usual records that follow; it ends before one that is unusual, damaged or not whole."""
+    cdef int find(self) except -1:
+        """Find the usual records that follow, up to one that is unusual, damaged or not whole; return their number."""
         cdef Py_buffer view
         cdef const uint8_t *at
         cdef uint64_t size, limit
-        cdef list found = []
         cdef bytes raw
         cdef uint64_t last_size = 0  # as an object, because many records have one size
+        cdef int count = 0
         py_size = None
         global scanned
+        self.at = self.count = 0
         PyObject_GetBuffer(self.buffer, &view, PyBUF_SIMPLE)
         cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
         try:
             limit = min(self.end, view.len)
-            while PyList_GET_SIZE(found) < AT_ONCE and <uint64_t>self.place + FIXED <= limit:
+            while count < AT_ONCE and <uint64_t>self.place + FIXED <= limit:
                 at = <const uint8_t *>view.buf + self.place
                 size = big32(at)
                 if size < FIXED or size > limit - self.place or big32(at + 4) != MAGIC:
@@ -235,14 +231,18 @@ cdef class Items:
                     break
                 if size != last_size:
                     py_size, last_size = size, size
-                found.append((self.start + self.place, py_size, raw))
+                item = (self.start + self.place, py_size, raw)
+                Py_INCREF(item)
+                self.found[count] = <PyObject *>item
+                count += 1
+                self.count = count
                 self.place += size
         finally:
             PyBuffer_Release(&view)
             if collects:
                 PyGC_Enable()
-        scanned += PyList_GET_SIZE(found)
-        return found
+        scanned += count
+        return count
 
 
 cdef bint is_sound(const uint8_t *record, uint64_t size, bint check_body) noexcept:
@@ -273,7 +273,7 @@ the place of its value in the dict. librmq fills and bounds it."""
 
 cdef dict _shapes = shapes
 cdef object _mmap = mmap.mmap
-cdef object UNSET = object()
+cdef object UNSET = object(), ZERO = 0
 # The records of the running append. The interpreter lock protects them, because nothing in between gives it up.
 cdef uint8_t scratch[SCRATCH]
 cdef uint8_t batch_scratch[BATCH_SCRATCH]
@@ -360,22 +360,21 @@ cdef class AppendState:
                 if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
                     self.write_due()
                 last = results[len(results) - 1]
-                end = last[0] + last[1]
-                if end >= self._housekeeping.alarm:
-                    self._acknowledge(end, wait)
+                if last[0] + last[1] >= self._housekeeping.alarm:
+                    self._acknowledge(last[0] + last[1], wait)
                 return results
         return self.append_batch(messages, queue_id, wait=wait, **fields)
 
     def append_usual(
-        self, message, queue_id=0, *, born_timestamp_ms=UNSET, born_host=UNSET, store_host=UNSET, sys_flag=UNSET,
-        reconsume_times=UNSET, prepared_transaction_offset=UNSET, properties_raw=UNSET, wait=True
+        self, message, queue_id=0, *, born_timestamp_ms=None, born_host=None, store_host=None, sys_flag=ZERO,
+        reconsume_times=ZERO, prepared_transaction_offset=ZERO, properties_raw=None, wait=True
     ):
         """Append a usual message here, any other by `Appender.append`."""
         cdef int64_t end = 0
         if (
-            self.is_usual and properties_raw is UNSET and sys_flag is UNSET and born_timestamp_ms is UNSET
-            and born_host is UNSET and store_host is UNSET and reconsume_times is UNSET
-            and prepared_transaction_offset is UNSET
+            self.is_usual and properties_raw is None and sys_flag is ZERO and born_timestamp_ms is None
+            and born_host is None and store_host is None and reconsume_times is ZERO
+            and prepared_transaction_offset is ZERO
         ):
             result = _append(self, message, queue_id, &end, False)
             if end < 0:
@@ -386,13 +385,11 @@ cdef class AppendState:
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return result
-        fields = {
-            "born_timestamp_ms": born_timestamp_ms, "born_host": born_host, "store_host": store_host,
-            "sys_flag": sys_flag, "reconsume_times": reconsume_times,
-            "prepared_transaction_offset": prepared_transaction_offset, "properties_raw": properties_raw,
-        }
-        given = {name: value for name, value in fields.items() if value is not UNSET}
-        return self.append(message, queue_id, wait=wait, **given)
+        return self.append(
+            message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host, store_host=store_host,
+            sys_flag=sys_flag, reconsume_times=reconsume_times, properties_raw=properties_raw, wait=wait,
+            prepared_transaction_offset=prepared_transaction_offset,
+        )
 
 
 cdef inline void put32(uint8_t *at, uint32_t value) noexcept:
@@ -426,11 +423,6 @@ cdef uint32_t hashed(uint32_t code, int kind, const void *data, Py_ssize_t begin
 cdef int32_t java_hash(object text):
     """Return Java's ``hashCode`` of a text."""
     return <int32_t>hashed(0, PyUnicode_KIND(text), PyUnicode_DATA(text), 0, PyUnicode_GET_LENGTH(text))
-
-
-def string_hash(str text not None):
-    """Return Java's ``hashCode`` of a text."""
-    return java_hash(text)
 
 
 no_shape.tags = no_shape.unique = no_shape.keys = -1
@@ -538,14 +530,6 @@ cdef bint is_usual(AppendState self, object message, object topic):
     return topic is None or own is topic or own == topic
 
 
-cdef bint flag_of(AppendState self, object message, uint32_t *flag):
-    """Find the flag of a message; return whether it has 32 bits."""
-    cdef int overflow = 0
-    cdef long long found = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
-    flag[0] = <uint32_t>found
-    return not overflow and found == <int32_t>found
-
-
 cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
     """Return the lane of a queue, None if it is unusual or not open."""
     cdef LaneState lane = self.last_lane
@@ -629,20 +613,21 @@ cdef int64_t encode(
     body = part(message, self.body_at)
     cdef Py_ssize_t body_size = PyBytes_GET_SIZE(body), topic_size = PyBytes_GET_SIZE(lane.topic_field), raw_size
     cdef uint8_t *place = record + HEADER
-    cdef uint32_t flag
+    cdef int overflow = 0
+    cdef long long flag = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
     memcpy(place, PyBytes_AS_STRING(body), body_size)
     place += body_size
     memcpy(place, PyBytes_AS_STRING(lane.topic_field), topic_size)
     place += topic_size
     raw_size = put_properties(found, place + 2)
-    if raw_size < 0 or not flag_of(self, message, &flag):
+    if raw_size < 0 or overflow or flag != <int32_t>flag:
         return -1
     place[0], place[1] = raw_size >> 8, raw_size & 255
     put32(record, HEADER + body_size + topic_size + 2 + raw_size)
     put32(record + 4, MAGIC)
     put32(record + 8, rmq_crc32(record + HEADER, body_size, FOLDS) & 0x7FFFFFFF)
     put32(record + 12, queue_id)
-    put32(record + 16, flag)
+    put32(record + 16, <uint32_t>flag)
     put32(record + 36, 0)
     memcpy(record + 48, PyBytes_AS_STRING(self._host), 8)
     memcpy(record + 64, PyBytes_AS_STRING(self._host), 8)
@@ -684,11 +669,9 @@ cdef object time_now(int64_t *now):
 cdef bint can_write(AppendState self, int64_t size):
     """Return whether ``size`` bytes can just be copied to the log's end, and noted."""
     cdef LogState log = self.log
-    cdef DispatchState dispatcher = self.dispatcher
-    return (
-        self.accepts and type(log._buffer) is _mmap and log.end + size <= log.sure and log.end >= log._file_start
-        and dispatcher.writing_at < 0
-    )
+    if not self.accepts or self.dispatcher.writing_at >= 0:
+        return False
+    return type(log._buffer) is _mmap and log.end + size <= log.sure and log.end >= log._file_start
 
 
 cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size, bint many):
@@ -809,9 +792,8 @@ cdef object _write_batch(
 
 cdef tuple new_record(LaneState lane, const Values *found, object physical_offset, object now):
     """Return what the index needs of a record."""
-    return (
-        physical_offset, now, lane.prefix_hash, value_of(found, found.shape.unique), value_of(found, found.shape.keys)
-    )
+    cdef const Shape *shape = found.shape
+    return physical_offset, now, lane.prefix_hash, value_of(found, shape.unique), value_of(found, shape.keys)
 
 
 cdef object new_result(
@@ -898,30 +880,30 @@ def key_hashes(list records not None):
     return places, times, owners[: 8 * found], hashes[: 8 * found]
 
 
+cdef const int64_t *numbers(object array, Py_ssize_t count) except? NULL:
+    """Return the 64-bit numbers of an array that the caller keeps, for use until Python code runs."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
+    PyBuffer_Release(&view)
+    if view.len != 8 * count:
+        raise ValueError("expected arrays of one length")
+    return <const int64_t *>view.buf
+
+
 def spread(places, times, owners, int64_t end):
     """Return place and time of each key's record as bytes, or None if a place is before ``end`` or the one before it."""
-    cdef Py_buffer place_view, time_view, owner_view
-    cdef Py_ssize_t keys = len(owners), at
+    cdef Py_ssize_t keys = len(owners), count = len(places), at
     cdef bytes found = PyBytes_FromStringAndSize(NULL, 8 * keys), found_times = PyBytes_FromStringAndSize(NULL, 8 * keys)
-    cdef int64_t *place_at = <int64_t *>PyBytes_AS_STRING(found)
-    cdef int64_t *time_at = <int64_t *>PyBytes_AS_STRING(found_times)
-    cdef int64_t owner
-    PyObject_GetBuffer(places, &place_view, PyBUF_SIMPLE)
-    PyObject_GetBuffer(times, &time_view, PyBUF_SIMPLE)
-    PyObject_GetBuffer(owners, &owner_view, PyBUF_SIMPLE)
-    try:
-        if owner_view.len != 8 * keys or time_view.len != place_view.len:
-            raise ValueError("owners: expected an array, and places and times of one length")
-        for at in range(keys):
-            owner = (<int64_t *>owner_view.buf)[at]
-            if not 0 <= owner < place_view.len // 8 or (<int64_t *>place_view.buf)[owner] < end:
-                return None
-            end = place_at[at] = (<int64_t *>place_view.buf)[owner]
-            time_at[at] = (<int64_t *>time_view.buf)[owner]
-    finally:
-        PyBuffer_Release(&owner_view)
-        PyBuffer_Release(&time_view)
-        PyBuffer_Release(&place_view)
+    cdef int64_t *found_at = <int64_t *>PyBytes_AS_STRING(found)
+    cdef int64_t *found_time_at = <int64_t *>PyBytes_AS_STRING(found_times)
+    cdef const int64_t *place_at = numbers(places, count)
+    cdef const int64_t *time_at = numbers(times, count)
+    cdef const int64_t *owner_at = numbers(owners, keys)
+    for at in range(keys):
+        if not 0 <= owner_at[at] < count or place_at[owner_at[at]] < end:
+            return None
+        end = found_at[at] = place_at[owner_at[at]]
+        found_time_at[at] = time_at[owner_at[at]]
     return found, found_times
 
 
@@ -932,30 +914,25 @@ def put_entries(
 
     ``number`` is that of the first entry, ``first_seconds`` its time.
     """
-    cdef Py_buffer file_view, physical_view, time_view, hash_view
+    cdef Py_buffer view
     cdef int64_t keys = len(hashes), at, slot, previous, seconds, fresh = 0
     cdef uint8_t *entry
     cdef uint8_t *slot_at
-    cdef int64_t key_hash
     if type(buffer) is not _mmap:
         raise TypeError("buffer: expected a mapping")
-    PyObject_GetBuffer(physical, &physical_view, PyBUF_SIMPLE)
-    PyObject_GetBuffer(timestamps, &time_view, PyBUF_SIMPLE)
-    PyObject_GetBuffer(hashes, &hash_view, PyBUF_SIMPLE)
-    PyObject_GetBuffer(buffer, &file_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    cdef const int64_t *physical_at = numbers(physical, keys)
+    cdef const int64_t *time_at = numbers(timestamps, keys)
+    cdef const int64_t *hash_at = numbers(hashes, keys)
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
     try:
-        if (
-            max_slots <= 0 or number < 0 or 40 + 4 * max_slots + 20 * (number + keys) > file_view.len
-            or physical_view.len != 8 * keys or time_view.len != 8 * keys or hash_view.len != 8 * keys
-        ):
-            raise ValueError("entries: expected arrays of one length, and room for them")
-        entry = <uint8_t *>file_view.buf + 40 + 4 * max_slots + 20 * number
+        if max_slots <= 0 or number < 0 or 40 + 4 * max_slots + 20 * (number + keys) > view.len:
+            raise ValueError("entries: expected room for them")
+        entry = <uint8_t *>view.buf + 40 + 4 * max_slots + 20 * number
         for at in range(keys):
-            key_hash = (<int64_t *>hash_view.buf)[at]
-            if key_hash < 0:
+            if hash_at[at] < 0:
                 raise ValueError("hashes: expected none below zero")
-            slot = key_hash % max_slots
-            slot_at = <uint8_t *>file_view.buf + 40 + 4 * slot
+            slot = hash_at[at] % max_slots
+            slot_at = <uint8_t *>view.buf + 40 + 4 * slot
             previous = <int32_t>big32(slot_at)
             if not 0 < previous <= number + at:
                 previous = 0
@@ -964,49 +941,48 @@ def put_entries(
             if at == 0:
                 seconds = first_seconds
             elif begin_ms > 0:
-                seconds = ((<int64_t *>time_view.buf)[at] - begin_ms) // 1000
+                seconds = (time_at[at] - begin_ms) // 1000
                 seconds = 0 if seconds < 0 else 0x7FFFFFFF if seconds > 0x7FFFFFFF else seconds
-            put32(entry, <uint32_t>key_hash)
-            put64(entry + 4, (<uint64_t *>physical_view.buf)[at])
+            put32(entry, <uint32_t>hash_at[at])
+            put64(entry + 4, physical_at[at])
             put32(entry + 12, <uint32_t>seconds)
             put32(entry + 16, <uint32_t>previous)
             put32(slot_at, <uint32_t>(number + at))
             entry += 20
     finally:
-        PyBuffer_Release(&file_view)
-        PyBuffer_Release(&hash_view)
-        PyBuffer_Release(&time_view)
-        PyBuffer_Release(&physical_view)
+        PyBuffer_Release(&view)
     return fresh
 
 
 # ----------------------------------------------------------------------------------------------------------------- pull
 
 cdef object stored_class = None, body_limit = None
-cdef Py_ssize_t raw_at = 0
 
 
 def use_stored_messages(type made not None, limit):
-    """Take the class of messages that were read, and the longest body that it decompresses; return whether it fits."""
-    global stored_class, body_limit, raw_at
-    stored_class, body_limit, raw_at = made, limit, rmq_slot(vars(made)["raw"])
-    return raw_at > 0
+    """Take the class of messages that were read, and the longest body that it decompresses."""
+    global stored_class, body_limit
+    stored_class, body_limit = made, limit
 
 
-def body_of(message):
-    """Return the body of a message that was read, here if it is stored as it was sent."""
-    cdef uint64_t length, size
-    cdef const uint8_t *at
-    if not isinstance(message, stored_class):
-        raise TypeError("body: expected a message that was read")
-    raw = part(message, raw_at)
-    if PyBytes_CheckExact(raw):
-        size, at = PyBytes_GET_SIZE(raw), <const uint8_t *>PyBytes_AS_STRING(raw)
-        if size >= FIXED:
-            length = big32(at + 84)
-            if not at[39] & 49 and length < size - 90:  # no IPv6 hosts (16, 32), not compressed (1)
-                return PyBytes_FromStringAndSize(<const char *>at + HEADER, length)
-    return message.decompressed_body(body_limit)
+@cython.no_gc  # it has bytes, numbers and texts
+cdef class StoredState:
+    """What a `StoredMessage` keeps, which inherits from it, and its body."""
+
+    cdef public object raw, _frame, _properties  # None for what was not looked for
+
+    @property
+    def body(self):
+        """The body as sent."""
+        cdef uint64_t length, size
+        cdef const uint8_t *at
+        if PyBytes_CheckExact(self.raw):
+            size, at = PyBytes_GET_SIZE(self.raw), <const uint8_t *>PyBytes_AS_STRING(self.raw)
+            if size >= FIXED:
+                length = big32(at + 84)
+                if not at[39] & 49 and length < size - 90:  # no IPv6 hosts (16, 32), not compressed (1)
+                    return PyBytes_FromStringAndSize(<const char *>at + HEADER, length)
+        return self.decompressed_body(body_limit)
 
 
 def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes):
@@ -1021,7 +997,7 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
     cdef list found = []
     cdef bytes raw
     global pulled
-    if not isinstance(buffer, _mmap) or not raw_at:
+    if not isinstance(buffer, _mmap) or stored_class is None:
         return None
     for number in range(count):
         place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
@@ -1056,7 +1032,6 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
 
 cdef object new_stored(bytes raw):
     """Return the message of a record, without a call of its class."""
-    cdef object made = (<PyTypeObject *>stored_class).tp_alloc(<type>stored_class, 0)
-    Py_INCREF(raw)
-    (<PyObject **>(<char *><PyObject *>made + raw_at))[0] = <PyObject *>raw
+    cdef object made = (<PyTypeObject *>stored_class).tp_new(<type>stored_class, (), NULL)
+    (<StoredState>made).raw = raw
     return made

@@ -165,11 +165,13 @@ class Fuzzer:
         with suppress(ValueError):
             number = chance.choice((0, 1, 40, -1, 1 << 40))
             self.core.put_entries(buffer, slots, number, places, places, hashes, chance.choice((0, 1 << 40)), 5)
+        with suppress(ValueError):
+            self.core.spread(places, np.arange(count), hashes if chance.random() < 0.5 else np.sort(places), 0)
 
     def checksum(self) -> None:
         """Compute checksums at odd places and lengths, and of parts that may lie outside."""
-        data = self.log[self.chance.randrange(100) :][: self.chance.randrange(300)]
-        assert self.core.crc32(data) == self.core.crc32(data, False)
+        data = self.log[self.chance.randrange(100) :][: self.chance.choice((300, 3000)) - self.chance.randrange(300)]
+        assert self.core.crc32(data) == self.core.crc32(data, 1) == self.core.crc32(data, 0)
         places = [self.chance.choice((-1, 0, 5, len(data), len(data) + 1, 1 << 62)) for _ in range(20)]
         self.core.checksums(data, np.array(places[:10]), np.array(places[10:]))
 

@@ -40,7 +40,7 @@ from librmq.message.record import (
     split_keys,
     tags_code,
 )
-from librmq.runtime.core import CORE
+from librmq.runtime.core import CORE, StoredState
 
 __all__ = ["DECOMPRESSED_LIMIT", "StoredMessage"]
 
@@ -58,7 +58,7 @@ _TAGS: Final = PROPERTY_TAGS.encode()
 _UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
 
 
-class StoredMessage:
+class StoredMessage(StoredState):
     """A message read from a log: a record whose parts are decoded on demand.
 
     Messages are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
@@ -66,8 +66,11 @@ class StoredMessage:
     Readers of the log check records first. An attribute of an unchecked record can raise `RecordError`.
     """
 
-    __slots__ = ("_frame", "_properties", "raw")
+    __slots__: tuple[str, ...] = (  # with the core its base has them
+        ("_frame", "_properties", "raw") if CORE is None else ()
+    )
 
+    raw: bytes
     _frame: tuple[int, int, int, int, int, int]
     _properties: dict[str, str]
 
@@ -95,11 +98,10 @@ class StoredMessage:
     @property
     def frame(self) -> tuple[int, int, int, int, int, int]:
         """The places of its parts, from `record.frame`."""
-        try:
-            return self._frame
-        except AttributeError:
+        found: tuple[int, int, int, int, int, int] | None = getattr(self, "_frame", None)
+        if found is None:
             self._frame = found = frame(self.raw, 0, len(self.raw))
-            return found
+        return found
 
     @property
     def size(self) -> int:
@@ -253,11 +255,10 @@ class StoredMessage:
     @property
     def properties(self) -> Mapping[str, str]:
         """All properties, decoded once."""
-        try:
-            return self._properties
-        except AttributeError:
-            self._properties = decode_properties(self.properties_raw)
-            return self._properties
+        found: dict[str, str] | None = getattr(self, "_properties", None)
+        if found is None:
+            self._properties = found = decode_properties(self.properties_raw)
+        return found
 
     def _property(self, name: bytes) -> str | None:
         value = find_property(self.properties_raw, name)
@@ -315,5 +316,6 @@ class StoredMessage:
             return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
 
 
-if CORE is not None and CORE.use_stored_messages(StoredMessage, DECOMPRESSED_LIMIT):
-    StoredMessage.body = property(CORE.body_of, doc=StoredMessage.body.__doc__)  # type: ignore[method-assign,assignment]
+if CORE is not None:
+    CORE.use_stored_messages(StoredMessage, DECOMPRESSED_LIMIT)
+    StoredMessage.body = CORE.StoredState.body  # type: ignore[method-assign]

@@ -10,9 +10,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["CORE", "CORE_STATE", "AlarmState", "AppendState", "DispatchState", "LaneState", "LogState"]
+__all__ = ["CORE", "CORE_STATE", "AlarmState", "AppendState", "DispatchState", "LaneState", "LogState", "StoredState"]
 
-_API: Final = 7
+_API: Final = 8
 _SWITCH: Final = "LIBRMQ_CORE"
 
 
@@ -56,7 +56,13 @@ if TYPE_CHECKING:
     class AppendState:
         """The same of `librmq.store.engine.append.Appender`."""
 
+    class StoredState:
+        """The same of `librmq.message.stored_message.StoredMessage`."""
+
+        __slots__ = ()
+
 else:
-    LogState, DispatchState, LaneState, AlarmState, AppendState = (
-        getattr(CORE, name, object) for name in ("LogState", "DispatchState", "LaneState", "AlarmState", "AppendState")
+    LogState, DispatchState, LaneState, AlarmState, AppendState, StoredState = (
+        getattr(CORE, name, object)
+        for name in ("LogState", "DispatchState", "LaneState", "AlarmState", "AppendState", "StoredState")
     )

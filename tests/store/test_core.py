@@ -23,7 +23,6 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
-from librmq.java.hashing import string_hash
 from librmq.message.message import Message
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
 from librmq.runtime import core
@@ -52,7 +51,7 @@ def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.binary(max_size=300), st.integers(0, 5))
 def test_checksums_are_those_of_zlib(data: bytes, times: int) -> None:
     data *= 3**times
-    assert CORE.crc32(data) == CORE.crc32(data, False) == zlib.crc32(data)
+    assert [CORE.crc32(data, folds) for folds in range(3)] == [zlib.crc32(data)] * 3
 
 
 PLACES = st.integers(-5, 210) | st.sampled_from([-(1 << 63), (1 << 63) - 1])
@@ -177,7 +176,7 @@ def test_bodies_are_equal(raw: bytes, length: int) -> None:
     for flags in (0, 1, 16, 32, 0x101):
         data = raw[:36] + flags.to_bytes(4, "big") + raw[40:84] + length.to_bytes(4, "big") + raw[88:]
         message, said = StoredMessage(data), []
-        for body in (vars(StoredMessage)["body"].fget, lambda one: one.decompressed_body(DECOMPRESSED_LIMIT)):
+        for body in (lambda one: one.body, lambda one: one.decompressed_body(DECOMPRESSED_LIMIT)):
             try:
                 said.append(body(message))
             except RmqError as error:
@@ -352,12 +351,6 @@ def test_usual_batches_are_compiled(tmp_path: Path) -> None:
 
 
 @needs_core
-@given(st.text(max_size=50))
-def test_hashes_are_those_of_java(text: str) -> None:
-    assert CORE.string_hash(text) == string_hash(text)
-
-
-@needs_core
 @pytest.mark.parametrize(
     "changed",
     [
@@ -481,7 +474,7 @@ def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before
             index.append_block(places, times, np.array(owners, np.int64), np.arange(len(owners)))
         folders.append(sorted(contents(files, "/index").values()))
     assert folders[0] == folders[1]
-    with pytest.raises(ValueError, match="expected an array"):
+    with pytest.raises(ValueError, match="arrays of one length"):
         CORE.spread(places, times[:-1], np.array(owners, np.int64), 0)
 
 

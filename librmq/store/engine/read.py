@@ -203,7 +203,7 @@ def _cut_out(
         return None
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    new, heads = object.__new__, _heads
+    new, heads = StoredMessage.__new__, _heads
     messages = []
     before, head = 0, _head(0)  # no record begins with this
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
