@@ -129,6 +129,7 @@ def export(
                     f"store: {options.paths[0]} lacks the last message that was exported to {path}, at physical offset "
                     f"{state.last[0]}: it is another store, or a crash has cut its log; export it to another path"
                 )
+        state = state if options.fail_on_data_loss else _without_deleted(state, known)
         starting = {
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
             for topic, reached in state.offsets.items()
@@ -238,6 +239,15 @@ def _check_free(path: str, form: str) -> None:
         taken = os.path.lexists(path)
     if taken:
         raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
+
+
+def _without_deleted(state: ExportState, ends: Mapping[tuple[str, str], int]) -> ExportState:
+    """Return ``state`` with queues that end before its offsets, because they were created again, from their begin."""
+    offsets = {
+        topic: {number: at if at <= ends.get((topic, number), at) else 0 for number, at in reached.items()}
+        for topic, reached in state.offsets.items()
+    }
+    return replace(state, offsets=offsets)
 
 
 def _left(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str, int]]) -> int:

@@ -209,9 +209,8 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
                         f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {known}, but the "
                         f"queue holds {queue.begin} to {queue.end} (setting damaged=skip continues with these)"
                     )
-                starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = (
-                    queue.begin if known is None else known
-                )
+                begin = known if known is not None and queue.begin <= known <= queue.end else queue.begin
+                starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = begin
                 ending.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue.end
     return starting, ending
 

@@ -208,6 +208,20 @@ def test_messages_that_retention_deleted(store: Path, tmp_path: Path) -> None:
     assert made.rows == reader(store, topic="A", columns=["topic"]).read_all().num_rows
 
 
+def test_a_queue_that_was_created_again(store: Path, tmp_path: Path) -> None:
+    """The state has an offset beyond its end; skipping what was deleted must not skip its messages."""
+    out = tmp_path / "out.jsonl"
+    export(store, out, columns=["topic", "queueId", "queueOffset"])
+    state = out.with_name(f"{out.name}.librmq_export.json")
+    found = json.loads(state.read_text())
+    found["offsets"]["A"]["0"] = 1000
+    state.write_text(json.dumps(found))
+    with pytest.raises(DataLossError, match="expected offset 1000, found 0 to 15"):
+        export(store, out, columns=["topic", "queueId", "queueOffset"])
+    assert export(store, out, columns=["topic", "queueId", "queueOffset"], fail_on_data_loss=False).rows == 15
+    assert export(store, out, columns=["topic", "queueId", "queueOffset"]).rows == 0
+
+
 def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
     export(store, tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="was begun as csv with the columns topic"):

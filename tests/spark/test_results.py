@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.reference import CHECKOUT
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from librmq import columns  # noqa: E402
 from librmq.columns.parts import DataLossError  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark.pipelines import PIPELINES, run  # noqa: E402
@@ -115,9 +117,9 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     oldest = min((path / "commitlog").iterdir())
     oldest.unlink()
     assert incremental(path) == 14
-    columns = [name for name in run(spark, "duplicates", str(whole)).columns if name != "store"]
-    expected = run(spark, "duplicates", str(whole)).select(columns)
-    found = spark.read.parquet(f"{out}/latest").select(columns)
+    names = [name for name in run(spark, "duplicates", str(whole)).columns if name != "store"]
+    expected = run(spark, "duplicates", str(whole)).select(names)
+    found = spark.read.parquet(f"{out}/latest").select(names)
     assert sorted(rows(found), key=str) == sorted(rows(expected), key=str)
     other = add(tmp_path / "other", 0, 3, "Elsewhere")
     assert incremental(path, other) == 3
@@ -136,6 +138,12 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(DataLossError, match="damaged=skip"):
         incremental(path, other)
+    state = tmp_path / "out" / "latest" / "_librmq_run.json"
+    found = json.loads(state.read_text())
+    found["ends"][str(other)]["Elsewhere"]["0"] = 1000  # the queue was created again since
+    state.write_text(json.dumps(found))
+    left = columns.reader(path, topic="T", columns=["queueId"]).read_all().num_rows
+    assert incremental(path, other, damaged="skip") == left + 2
 
 
 @pytest.mark.slow
