@@ -382,9 +382,15 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
             spark.table("columns_given").count()
         with pytest.raises(PySparkException, match="did you mean topic"):
             spark.sql(f"CREATE TABLE wrong USING rocketmq OPTIONS (path '{folder}', topics 'x')")
+        spark.sql(f"CREATE TEMPORARY VIEW some USING rocketmq OPTIONS ({options}, selector 'amount > 50')")
+        wanted = numbers(read(folder, topic="Refunds", selector="amount > 50"))
+        assert numbers(spark.table("some")) == wanted != []
+        with pytest.raises(PySparkException, match="expected"):
+            spark.sql(f"CREATE TEMPORARY VIEW wrong USING rocketmq OPTIONS ({options}, selector 'amount > (')")
     finally:
         for name in ("refunds", "columns_given", "wrong"):
             spark.sql(f"DROP TABLE IF EXISTS {name}")
+        spark.catalog.dropTempView("some")
 
 
 @pytest.mark.parametrize(

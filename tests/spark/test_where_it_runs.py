@@ -5,7 +5,10 @@ Each test uses its own process, because a process has one session.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import select
 import socket
 import struct
@@ -183,39 +186,68 @@ def run(tmp_path: Path, script: str, *arguments: str, **variables: str) -> str:
 
 QUIET = """
 import sys
+from argparse import Namespace
 from librmq import Message, MessageStore
-from librmq.spark import session
+from librmq.cli import main
+from librmq.cli.spark import start
 path = sys.argv[1] + "/store"
 with MessageStore.open(path) as store:
     store.append(Message("T", b"x"))
-spark = session("librmq", "local[2]")
+spark = start(Namespace(master="local[2]"))
+assert spark.conf.get("spark.ui.showConsoleProgress") == "false"
+spark.sparkContext.setLogLevel("ERROR")  # as `session` leaves it
 frame = spark.range(100_000, numPartitions=4).mapInArrow(lambda batches: batches, "id long")
 assert len(frame.limit(3).collect()) == 3
 assert frame.count() == 100_000
 assert spark.read.format("rocketmq").load(path).count() == 1
+assert main(["spark", "run", "skew", path]) == 0
 """
 
 
 def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
-    """The session finds the data source and prints nothing, neither when a LIMIT ends a task nor at its own end."""
+    """The session finds the data source and prints nothing, even if a LIMIT ends a task, or in a command."""
     assert run(tmp_path, QUIET, PATH=os.defpath) == ""
 
 
 CAUSE = """
-from librmq.spark import session
-session("librmq", "local[1]").read.format("rocketmq").option("topics", "x").load(sys.argv[1])
+import sys
+from argparse import Namespace
+from librmq.cli.spark import start
+
+def until_written(batches):
+    open(gate).read()
+    yield from batches
+
+folder, gate = sys.argv[1:]
+spark = start(Namespace(master="local[1]"))
+assert spark.range(1, numPartitions=1).mapInArrow(until_written, "id long").count() == 1
+spark.read.format("rocketmq").option("topics", "x").load(folder)
 """
 
 
-def test_the_cause_comes_before_the_traceback_of_spark(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys\n" + CAUSE, str(tmp_path)],
+def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
+    """The stage waits until its bar is seen. The cause comes before the traceback of Spark."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    terminal, its_end = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", CAUSE, str(tmp_path), str(gate)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    first, second, *_ = done.stderr.splitlines()
+        stderr=its_end,
+    ) as program:
+        os.close(its_end)
+        shown = b""
+        while b"[Stage " not in shown:
+            more = os.read(terminal, 4096)
+            assert more, shown
+            shown += more
+        gate.write_bytes(b"")
+        with contextlib.suppress(OSError):  # Linux ends a terminal with an error
+            while more := os.read(terminal, 4096):
+                shown += more
+        os.close(terminal)
+    assert program.returncode == 1
+    first, second, *_ = re.sub(r"\r?\[Stage [^\r]*\r|\r +\r", "", shown.decode()).splitlines()
     assert first == "librmq: unknown option 'topics' for format rocketmq: did you mean topic?"
     assert second.startswith("Traceback")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from librmq.message.record import decode_record
 from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
-from librmq.spark.staged_records import Staged, discard, job_folder
+from librmq.spark.staged_records import Staged, StagedRecords, discard, job_folder
 from librmq.spark.write import Writer
 from tests.spark_session import killing, shared_session
 
@@ -454,6 +456,33 @@ def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_the_driver_reads_staged_records_in_blocks(tmp_path: Path) -> None:
+    """Four times the records take no more memory."""
+    batch = pa.record_batch(
+        {
+            "size": pa.array([1] * 8192, pa.int32()), "lane": pa.array([0] * 8192, pa.int32()),
+            "tagsCode": pa.array([0] * 8192, pa.int64()), "keys": pa.array([[5]] * 8192, pa.list_(pa.int64())),
+        }
+    )  # fmt: skip
+
+    def most_bytes(batches: int) -> int:
+        name, records = f"t{batches}", batches * len(batch)
+        (tmp_path / f"{name}.log").write_bytes(bytes(records))
+        with pa.ipc.new_file(str(tmp_path / f"{name}.arrow"), batch.schema) as file:
+            for _ in range(batches):
+                file.write_batch(batch)
+        staged = Staged(name, 0, records, (("T", 0),))
+        tracemalloc.start()
+        try:
+            with closing(StagedRecords(str(tmp_path), [staged], ordered=False)) as found:
+                assert sum(len(block.sizes) for block in found.blocks()) == records
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert most_bytes(64) < 1.2 * most_bytes(16)
+
+
 def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
