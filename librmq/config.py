@@ -410,7 +410,10 @@ class StoreConfig(NamedConfig):
     flush_thorough_interval_s: Annotated[float, Seconds()] = 10
     """Interval of the log's flushes while fewer bytes wait."""
     flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1
+    """Interval of the flushes of queues and index while the written queues have 400 entries each on average (two
+    pages)."""
     flush_thorough_interval_consumequeue_s: Annotated[float, Seconds()] = 60
+    """Interval of these flushes while they have fewer."""
     mapped_files: Annotated[int, Between(1, 1 << 20)] = 256
     """Most queue and extension files to keep mapped; each takes a file descriptor. Beyond these, entries are read and
     written by a system call each, which takes two to three times as long."""

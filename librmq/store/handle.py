@@ -182,7 +182,7 @@ class StoreHandle:
             self.log,
             self.durability.commit,
             self.durability.flush,
-            lambda: parts.dispatcher.entries + len(parts.dispatcher.records),
+            parts.dispatcher.entries_a_queue,
             self._expire,
             self.clock.now_ms(),
         )

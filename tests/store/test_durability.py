@@ -268,6 +268,21 @@ def test_moving_a_manual_clock_flushes_the_log() -> None:
         assert store_threads() == []
 
 
+@pytest.mark.parametrize(("queues", "seconds"), [(1, 1), (50, 60)])
+def test_entries_are_flushed_when_queues_have_two_pages(queues: int, seconds: int) -> None:
+    """So that a second's messages over thousands of queues do not lead to thousands of flushes."""
+    files, clock = HeldFiles("/consumequeue/"), ManualClock(START_MS)
+    with open_store(files, clock=clock) as store:
+        for number in range(500):
+            store.append(message(number), number % queues)
+        due = store.run_due(START_MS)
+        while not files.flushes:
+            assert due is not None
+            clock.move_to(due)
+            due = store.run_due(due)
+        assert clock.now_ms() == START_MS + 1000 * seconds
+
+
 def test_queues_index_and_checkpoint_are_flushed_periodically() -> None:
     files, clock = RecordingFiles(), ManualClock(START_MS)
     with open_store(files, clock=clock) as store:

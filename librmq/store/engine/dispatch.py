@@ -144,6 +144,10 @@ class Dispatcher(DispatchState):
         self.writing_at = -1
         """Physical offset of the running append, -1 for none. If the next append finds one, a signal interrupted it."""
 
+    def entries_a_queue(self) -> int:
+        """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""
+        return -(-(self.entries + len(self.records)) // (len(self.unflushed) or 1))
+
     def add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
         """Add the extension unit of a record, and return the unit's address, which is its entry's tags code."""
         assert lane.queue.ext is not None

@@ -52,8 +52,8 @@ class Housekeeping(AlarmState):
     ) -> None:
         """Take the functions to call.
 
-        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` counts unflushed entries, and
-        ``expire(now_ms)`` is the step of retention.
+        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` is the average of unflushed entries
+        of a queue that has some, and ``expire(now_ms)`` is the step of retention.
         """
         self._config = config
         self._log = log
