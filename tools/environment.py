@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from packages import QUIET_PIP, Uv, find_uv
 from programs import watch
 from screen import Screen, Step, seconds_text
 
@@ -44,7 +45,8 @@ OFFLINE_HINT = (
 )
 
 
-QUIET_PIP = ("--disable-pip-version-check", "--no-input")
+STORED_WHEELS = "[bdist_wheel]\ncompression = stored\n"
+"""Settings of setuptools: to compress what is unpacked at once takes 20 s for PySpark, which comes as a source."""
 
 
 class Refused(Exception):
@@ -178,18 +180,22 @@ class Environment:
         step.screen.line(f"Installing what librmq and its tests need in {self.folder}, once: this takes some minutes.")
         scratch = self.folder / "tmp"  # pip downloads to this folder, so that the progress of a large file can be shown
         scratch.mkdir(exist_ok=True)
+        (scratch / "setuptools.cfg").write_text(STORED_WHEELS, "utf-8")
+        variables = {"DIST_EXTRA_CONFIG": str(scratch / "setuptools.cfg"), **self.variables(), "TMPDIR": str(scratch)}
+        step.show("looking for uv")
+        uv = find_uv(self.python, lambda command: watch(command, step, folder=CHECKOUT, variables=variables))
         progress = Installing(step, scratch)
+
+        def install(command: Sequence[str | Path], **more: str) -> tuple[int, str]:
+            return watch(command, step, folder=CHECKOUT, variables={**variables, **more}, look=progress.look)
+
         # Bytecode is compiled on first use, because most modules of the packages are never imported.
         pip: list[str | Path] = [self.python, "-m", "pip", "install", *QUIET_PIP, "--no-compile"]
-        with ThreadPoolExecutor(1) as beside:  # the compiler keeps one core busy, and pip another
-            build = beside.submit(self._build_core, scratch / "core") if with_core else None
-            status, printed = watch(
-                [*pip, "--progress-bar", "off", *target],
-                step,
-                folder=CHECKOUT,
-                variables={**self.variables(), "TMPDIR": str(scratch)},
-                look=progress.look,
-            )
+        with ThreadPoolExecutor(1) as beside:  # the compiler keeps one core busy, and the installer another
+            build = beside.submit(self._build_core, scratch / "core", uv) if with_core else None
+            status, printed = install(uv.install(target), **uv.variables) if uv else (1, "")
+            if status:  # pip's messages are those that a user knows
+                status, printed = install([*pip, "--progress-bar", "off", *target])
             lacking = build.result() if build else None
         if build and status == 0:
             if not lacking:
@@ -207,15 +213,17 @@ class Environment:
         step.finish(progress.summary())
         return lacking == ""
 
-    def _build_core(self, into: Path) -> str:
+    def _build_core(self, into: Path, uv: Uv | None) -> str:
         """Build a wheel of the compiled core, which librmq can do without; return why there is none, or nothing."""
         if not CORE.is_dir() or shutil.which(os.environ.get("CC", "cc")) is None:
             return "there is no C compiler"
+        if uv and not self._core_of(uv.build(CORE, into), **uv.variables):
+            return ""
         return self._core_of([self.python, "-m", "pip", "wheel", *QUIET_PIP, "--no-deps", "--wheel-dir", into, CORE])
 
-    def _core_of(self, command: Sequence[str | Path]) -> str:
+    def _core_of(self, command: Sequence[str | Path], **more: str) -> str:
         """Run a command that builds or installs the core; return why it failed, or nothing."""
-        status, printed = watch(command, None, folder=CHECKOUT, variables=self.variables())
+        status, printed = watch(command, None, folder=CHECKOUT, variables={**self.variables(), **more})
         if status == 0:
             return ""
         self.logs.mkdir(exist_ok=True)
@@ -224,16 +232,18 @@ class Environment:
 
 
 class Installing:
-    """Reads pip's progress from its output."""
+    """Reads the progress of pip or uv from its output."""
 
-    _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)\)$", re.MULTILINE)
-    _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}  # noqa: RUF012
+    _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) ?(bytes|[kKMG]i?B)\)$", re.MULTILINE)
+    _DOWNLOADED = re.compile(r"^ *Downloaded ", re.MULTILINE)
+    _INSTALLED_BY_UV = re.compile(r"^Installed (\d+) packages? in", re.MULTILINE)
+    _UNITS = {"bytes": 1e-6, "kB": 1e-3, "KiB": 1e-3, "MB": 1.0, "MiB": 1.05, "GB": 1e3, "GiB": 1.07e3}  # noqa: RUF012
 
     def __init__(self, step: Step, scratch: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.step = step
         self.scratch = scratch
         self.downloads: list[tuple[str, float]] = []
-        """Names and sizes in MB."""
+        """Names and sizes in MB; uv tells those of large files alone."""
         self.download_seconds = 0.0
         self.packages = 0
         self._clock = clock
@@ -241,7 +251,7 @@ class Installing:
         self._downloads = False
 
     def look(self, printed: str) -> None:
-        """Show pip's current action, and add up the time of downloads."""
+        """Show the installer's current action, and add up the time of downloads."""
         since, self._looked = self._looked, self._clock()
         if self._downloads:
             self.download_seconds += self._looked - since
@@ -249,19 +259,25 @@ class Installing:
             (name.rpartition("/")[2], float(size) * self._UNITS[unit])
             for name, size, unit in self._DOWNLOAD.findall(printed)
         ]
+        downloaded = len(self._DOWNLOADED.findall(printed))
         last = printed.rstrip().rpartition("\n")[2].strip()
-        self._downloads = last.startswith("Downloading")
-        if last.startswith("Installing collected packages"):
+        self._downloads = last.startswith("Downloading") or 0 < downloaded < len(self.downloads)
+        if installed := self._INSTALLED_BY_UV.search(printed):
+            self.packages = int(installed[1])
+        elif last.startswith("Installing collected packages"):
             self.packages = last.count(",") + 1
             self.step.show(f"installing {self.packages} packages")
-        elif last.startswith("Downloading") and self.downloads:
+        elif self._downloads:
             name, size = self.downloads[-1]
+            fetched = self._fetched(name) if last.endswith("B)") else 0
             self.step.show(
                 f"downloading {name} ({size:.0f} MB); {self._so_far()}",
-                self._fetched(name) / size if size and self.step.screen.live else None,
+                fetched / size if fetched and size and self.step.screen.live else None,
             )
-        elif last.startswith(("Building wheel", "Preparing metadata")):
+        elif last.startswith(("Building", "Preparing metadata")):
             self.step.show(f"building a package; {self._so_far()}")
+        elif last.startswith("Prepared"):
+            self.step.show("installing")
         else:
             self.step.show(f"choosing versions; {self._so_far()}")
 

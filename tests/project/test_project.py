@@ -147,6 +147,7 @@ def test_a_demo_waits_for_no_compiler(
         return 0, ""
 
     monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", lambda *_: None)
     monkeypatch.setattr(environment.shutil, "which", lambda _: "/usr/bin/cc")
     place = environment.Environment(tmp_path / "venv")
     place.prepare(frozenset(extras), screen.Screen(io.StringIO(), live=False))
@@ -169,6 +170,7 @@ def test_a_wheel_takes_the_place_of_the_checkout(
         return 0, ""
 
     monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", lambda *_: None)
     monkeypatch.setattr(environment.Environment, "run", lambda place, command: watch(command)[0])
     place = environment.Environment(tmp_path / "venv")
     place.prepare(frozenset({"cli"}), quiet)
@@ -179,6 +181,44 @@ def test_a_wheel_takes_the_place_of_the_checkout(
     environment.Environment(tmp_path / "venv", wheel).prepare(frozenset({"cli"}), quiet)
     assert [words[3] for words in commands] == ["uninstall", "install"]
     assert commands[1][-1] == f"{wheel}[cli]"
+
+
+def test_uv_asks_the_indexes_that_pip_is_set_to(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packages = tools("packages")
+    printed = (
+        "WARNING: x = y\n:env:.cert='/c.pem'\nglobal.find-links='/a b'\ninstall.extra-index-url='https://x https://y'"
+    )
+    monkeypatch.setattr(packages.shutil, "which", lambda _: "/usr/bin/uv")
+    uv = packages.find_uv(tmp_path / "python", lambda _: (0, printed))
+    assert uv.variables == {"SSL_CERT_FILE": "/c.pem"}
+    assert uv.indexes == ["--find-links", "/a", "--find-links", "b", "--index", "https://x", "--index", "https://y"]
+    assert uv.install(["cli"])[-1] == "cli"
+
+
+@pytest.mark.parametrize("line", ["global.require-hashes='1'", "wheel.find-links='/a'", "global.no-binary=':all:'"])
+def test_pip_installs_where_uv_lacks_a_setting(tools: Callable[[str], ModuleType], tmp_path: Path, line: str) -> None:
+    assert tools("packages").find_uv(tmp_path / "python", lambda _: (0, f"global.timeout='9'\n{line}\n")) is None
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_pip_installs_what_uv_could_not(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool
+) -> None:
+    environment, packages = tools("environment"), tools("packages")
+    commands: list[list[str]] = []
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        commands.append([*map(str, command)])
+        return int(command[0] == "uv" and not works), ""
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", lambda python, run: packages.Uv("uv", python, [], None))
+    place = environment.Environment(tmp_path / "venv")
+    place.prepare(frozenset({"cli"}), tools("screen").Screen(io.StringIO(), live=False))
+    assert ["install" in words for words in commands] == [False, True, True][: 2 + (not works)]
+    assert ("pip" in commands[-1] and "-m" in commands[-1]) is not works
 
 
 def test_check_prints_its_arguments() -> None:
@@ -356,6 +396,16 @@ class TestScreen:
         assert "##########..........  downloading b.whl (1 MB); 2 files downloaded" in step.screen.stream.getvalue()
         installing.look(printed + "Installing collected packages: a, b, c\n")
         assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB in 4 s"
+
+    def test_downloads_of_uv_are_distinguished(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+        step = tools("screen").Step(tools("screen").Screen(io.StringIO(), live=True), "packages")
+        installing = tools("environment").Installing(step, tmp_path, iter([0.0, 1.0, 5.0, 7.0]).__next__)
+        printed = "Resolved 2 packages in 9ms\nDownloading a (10.0MiB)\nDownloading b (20.0MiB)\n Downloaded a\n"
+        installing.look(printed)
+        assert "downloading b (21 MB); 2 files downloaded" in step.screen.stream.getvalue()
+        installing.look(printed + " Downloaded b\nPrepared 2 packages in 4s\n")
+        installing.look(printed + " Downloaded b\nPrepared 2 packages in 4s\nInstalled 2 packages in 8ms\n + a==1\n")
+        assert installing.summary() == "2 packages installed, 2 files downloaded, 32 MB in 4 s"
 
 
 @pytest.mark.thorough
