@@ -101,6 +101,7 @@ class PlannedStore:
         files, store = self._files, self._store
         self.config = config = self.config if store is None else store.config
         self.queues = {}
+        self._close_opened()
         starts = _log_files(self.path, config, files)
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
@@ -124,6 +125,9 @@ class PlannedStore:
         if self._store is not None:
             self._store.close()
             self._store = None
+        self._close_opened()
+
+    def _close_opened(self) -> None:
         for queue in self._opened:
             queue.close()
         self._opened = []

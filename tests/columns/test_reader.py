@@ -20,7 +20,9 @@ import pytest
 
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.columns.options import View
+from librmq.columns.options import View, Wanted
+from librmq.columns.planner import PlannedStore
+from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File
@@ -296,6 +298,22 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     assert bool(bodies) == bool(kept)
     (copy / "abort").touch()  # a crash: recovery cuts the entries
     assert reader(copy, topic="A", columns=["body"]).read_all().num_rows == len(bodies)
+
+
+def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:
+    """A stream plans at each trigger, also of a damaged store, whose queues the planner opens itself."""
+    copy = shutil.copytree(path, tmp_path / "copy")
+    os.truncate(sorted((copy / "commitlog").iterdir())[-1], 100)
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(one) is ConsumeQueue for one in gc.get_objects())
+
+    with PlannedStore.open(str(copy), Wanted(), "PERMISSIVE") as store:
+        before = held()
+        for _ in range(3):
+            store.refresh(Wanted(), "PERMISSIVE")
+        assert held() <= before
 
 
 def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
