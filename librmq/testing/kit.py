@@ -16,21 +16,19 @@ from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
 from librmq.config import StoreConfig, to_seconds
 from librmq.consumer import PushConsumer
-from librmq.errors import RmqError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol import Heartbeat, PullMessage, SendResponse
-from librmq.runtime.runner import Work
 from librmq.testing.driver import Driver, Elapsed
 from librmq.testing.evidence import Evidence
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_replica import KitReplica, open_replica
-from librmq.testing.kit_runner import KitRunner, current_work
+from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network, broker_names
-from librmq.testing.process import ConsumerArguments, Process, ProducerArguments, Repeated
+from librmq.testing.observer import KitObserver
+from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
@@ -95,12 +93,12 @@ class Kit:
         self._process_table = ProcessTable(self, self.runner.choose)
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
-        self._pulled_by: dict[tuple[str, str, str, int], str] = {}
         self._is_new = False
         self._closed = False
-        self._declared: set[str] = set()
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
+        self.observer = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
+        """What runner, processes and replicas report to."""
         self.network = Network(
             self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came, over_tcp
         )
@@ -210,7 +208,7 @@ class Kit:
         if not fail_fast:
             self._process_table.tolerate(group)
         process = self._process_table.make(self._process_table.free_name(group), again, site=site)
-        self._declared.add(process.name)
+        self.observer.declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
         return made[0]
@@ -365,7 +363,7 @@ class Kit:
             return
         label = name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
-        self._pulled_by.clear()
+        self.observer.forget_pulls()
         for process in self.processes:
             for client in [] if process.dead else process.clients.values():
                 client.forgotten_by(name)
@@ -463,81 +461,20 @@ class Kit:
         """
         return self._evidence.undelivered()
 
-    # ---- called by runner, processes and faults
+    # ---- called by runner, processes, faults and observer
 
     def note(self, who: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
         self._history.note(self.clock.now_ms(), who, what)
 
-    def keep_messages(self) -> None:
-        """Read what listeners got so far, because a replica takes the place of a broker."""
-        self._history.keep_messages(self._evidence.message_at)
-
-    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
-        """Note a pull; the history gets a line when a process takes over a queue."""
-        place = request.group, request.topic, broker_name, request.queue_id
-        if self._pulled_by.get(place) != process.label:
-            before = self._pulled_by.get(place)
-            self._pulled_by[place] = process.label
-            if before is not None:
-                where = self._history.place(request.topic, broker_name, request.queue_id)
-                self.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
-
-    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
-        """Send the subscriptions of a process to the broker."""
-        self._evidence.note_heartbeat(request, process.name in self._declared)
-
     def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
         """Record a coroutine that the test or a listener has to await; `close` checks it."""
         return self._driver.noted_async_call(call, what)
-
-    def place(self, topic: str, broker_name: str, queue_id: int) -> str:
-        """Return a queue as the history shows it."""
-        return self._history.place(topic, broker_name, queue_id)
-
-    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
-        """Record a message before it is stored; refuse it if a fault is due, or return what comes twice."""
-        if current_work() is None:
-            try:
-                self._start()
-            except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
-                raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
-        if process.is_test:
-            self._evidence.note_sent(topic)
-        return self.faults.before_send(process, topic, broker_name)
-
-    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
-        """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work() is not None:
-            for offset_id in response.offset_ids:
-                self.runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self.faults.after_send(process, topic, broker_name, response)
-
-    def listener_begins(self, work: Work) -> None:
-        """Note that user code begins."""
-        self._history.begin(self.clock.now_ms(), work, self._evidence.about)
-
-    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
-        """Note that user code ends."""
-        self._history.end(self.clock.now_ms(), work, outcome, error)
-
-    def fails_fast(self, work: Work) -> bool:
-        """Return whether an error of this code fails the test."""
-        return self._process_table.fails_fast(work)
-
-    def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Fail the test with the error of a function that `Process.background` ran."""
-        if error is not None and self.runner.failure is None:
-            self.runner.failure = error
 
     def let_others_run(self) -> None:
         """Do all due work before the test continues."""
         self._start()
         self._driver.take_turns(self.clock.now_ms())
-
-    def process_of(self, work: Work) -> Process | None:
-        """Return the process whose code this is."""
-        return self._process_table.process_of(work)
 
     # ---- its end
 

@@ -17,6 +17,7 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import LogBytes, Request
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
+from librmq.testing.observer import KitObserver
 from librmq.testing.process_table import ProcessStateError
 from librmq.testing.replica_link import ReplicaLink
 
@@ -33,10 +34,9 @@ class _Host(Protocol):
     path: str
     network: Network
     runner: KitRunner
+    observer: KitObserver
 
     def note(self, who: str, what: str) -> None: ...
-
-    def keep_messages(self) -> None: ...
 
 
 class _MasterLink:
@@ -141,7 +141,7 @@ class KitReplica:
             state = "the replica is down" if self.dead else f"{self.master_name} runs"
             raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
         self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
-        self._kit.keep_messages()
+        self._kit.observer.keep_messages()
         self.replica.promote()
         return network.replace(self.master_name, self)
 

@@ -31,27 +31,11 @@ def current_work() -> Work | None:
     return _current.get()
 
 
-class TurnObserver(Protocol):
-    """A runner's calls to the kit."""
-
-    faults: Faults
-    network: Network
-
-    @property
-    def processes(self) -> Sequence[Process]:
-        """All processes so far, including dead ones."""
-        ...
-
-    def note(self, who: str, what: str) -> None:
-        """Add a line to the history."""
-        ...
+class WorkObserver(Protocol):
+    """What a runner reports user code to; `KitObserver` is one."""
 
     def process_of(self, work: Work) -> Process | None:
         """Return the process that runs this code."""
-        ...
-
-    def died(self, process: Process) -> None:
-        """Restart a process that died within its own code, unless it must stay dead."""
         ...
 
     def listener_begins(self, work: Work) -> None:
@@ -64,6 +48,31 @@ class TurnObserver(Protocol):
 
     def fails_fast(self, work: Work) -> bool:
         """Return whether an error of this code fails the test."""
+        ...
+
+
+class TurnObserver(Protocol):
+    """A runner's calls to the kit."""
+
+    faults: Faults
+    network: Network
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """All processes so far, including dead ones."""
+        ...
+
+    @property
+    def observer(self) -> WorkObserver:
+        """What the runner reports user code to."""
+        ...
+
+    def note(self, who: str, what: str) -> None:
+        """Add a line to the history."""
+        ...
+
+    def died(self, process: Process) -> None:
+        """Restart a process that died within its own code, unless it must stay dead."""
         ...
 
     def let_others_run(self) -> None:
@@ -139,7 +148,7 @@ class KitRunner(ManualRunner):
     def unwind(self, process: Process) -> None:
         """End the running code of a dead process: its coroutines raise `ProcessDied` at their places."""
         for task, work in list(self._works.items()):
-            if task in self._tasks and self.kit.process_of(work) is process:
+            if task in self._tasks and self.kit.observer.process_of(work) is process:
                 task.cancel()
 
     def die_here(self, process: Process) -> NoReturn:
@@ -191,13 +200,13 @@ class KitRunner(ManualRunner):
     def run_code(self, work: Work) -> None:
         """Run user code until it ends, waits in an event loop, or dies with its process."""
         token = _current.set(work)
-        self.kit.listener_begins(work)
+        self.kit.observer.listener_begins(work)
         try:
             self._check_chain(work)
             super().perform(work)
         except ProcessDied:
             self.running.discard(work)
-            self.kit.listener_ends(work, "died", None)
+            self.kit.observer.listener_ends(work, "died", None)
         finally:
             _current.reset(token)
 
@@ -209,7 +218,7 @@ class KitRunner(ManualRunner):
             await super()._run(work, _until_death(work, coroutine))
         except ProcessDied:
             self.running.discard(work)
-            self.kit.listener_ends(work, "died", None)
+            self.kit.observer.listener_ends(work, "died", None)
         finally:
             del self._works[task]
             if asyncio.current_task() in self._tasks:
@@ -239,8 +248,8 @@ class KitRunner(ManualRunner):
         else:
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
-        self.kit.listener_ends(work, outcome, error)
-        if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
+        self.kit.observer.listener_ends(work, outcome, error)
+        if outcome == "failed" and error is not None and self.kit.observer.fails_fast(work) and self.failure is None:
             self.failure = error
         super()._finish(work, result, error)
 

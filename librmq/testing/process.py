@@ -81,26 +81,8 @@ Repeated = Literal["request", "answer"]
 """What comes twice."""
 
 
-class ProcessHost(Protocol):
-    """The surroundings of a process; `Kit` is one."""
-
-    clock: ManualClock
-    files: Files
-    path: str
-    network: Network
-
-    @property
-    def runner(self) -> Runner:
-        """The runner of all processes."""
-        ...
-
-    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
-        """Call a function after ``seconds``."""
-        ...
-
-    def note(self, who: str, what: str | Callable[[], str]) -> None:
-        """Add a line to the history."""
-        ...
+class ProcessObserver(Protocol):
+    """What processes report to; `KitObserver` is one."""
 
     def place(self, topic: str, broker_name: str, queue_id: int) -> str:
         """Return a queue as the history shows it."""
@@ -114,10 +96,6 @@ class ProcessHost(Protocol):
         """Note the subscriptions of a process's consumers."""
         ...
 
-    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
-        """Record a coroutine that has to be awaited, and return it."""
-        ...
-
     def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
         """Refuse a send if a fault is due; return what comes twice, if anything does."""
         ...
@@ -128,6 +106,37 @@ class ProcessHost(Protocol):
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Fail the test with the error of a call by `Process.background`."""
+        ...
+
+
+class ProcessHost(Protocol):
+    """The surroundings of a process; `Kit` is one."""
+
+    clock: ManualClock
+    files: Files
+    path: str
+    network: Network
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of all processes."""
+        ...
+
+    @property
+    def observer(self) -> ProcessObserver:
+        """What the processes report to."""
+        ...
+
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
+        """Call a function after ``seconds``."""
+        ...
+
+    def note(self, who: str, what: str | Callable[[], str]) -> None:
+        """Add a line to the history."""
+        ...
+
+    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
+        """Record a coroutine that has to be awaited, and return it."""
         ...
 
 
@@ -203,7 +212,7 @@ class Process:
         """Run a function later, like a thread of this process, unless the process dies first."""
         runner = self._kit.runner
         with runner.lock:
-            runner.submit(Work(f"{self.label} {label}", call, self._kit.ended_in_background, self))
+            runner.submit(Work(f"{self.label} {label}", call, self._kit.observer.ended_in_background, self))
 
     # ---- Route
 
@@ -323,19 +332,19 @@ class _Connection:
         if isinstance(request, Heartbeat):
             if isinstance(request.client, Client):
                 process.clients[request.client_id] = request.client
-            kit.noted_heartbeat(process, request)
+            kit.observer.noted_heartbeat(process, request)
         elif isinstance(request, PullMessage):
             if not self._has_arrived(request):
                 offset = request.queue_offset
                 return cast(R, PullResponse(PullStatus.HELD, offset, 0, 0, is_held=True))
-            kit.noted_pull(process, request, self._name)
+            kit.observer.noted_pull(process, request, self._name)
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
             kit.note(f"{request.group}@{process.label}", f"sends a message back ({level})")
         elif isinstance(request, EndTransaction):
             kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
-            place = kit.place(request.topic, self._name, request.queue_id)
+            place = kit.observer.place(request.topic, self._name, request.queue_id)
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         return broker.call(request)
 
@@ -366,7 +375,7 @@ class _Connection:
         of_consumer = first.topic.startswith(RETRY_PREFIX)
         repeated: Repeated | None = None
         if not of_consumer:
-            repeated = kit.before_send(process, first.topic, self._name)
+            repeated = kit.observer.before_send(process, first.topic, self._name)
             if process.dead:
                 raise ProcessDied(process.label)
         has_frames = repeated is not None and kit.network.repeat_frame(repeated)
@@ -378,11 +387,11 @@ class _Connection:
         if repeated == "request" and not has_frames:
             broker.call(request)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
-        place = f"{kit.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
+        place = f"{kit.observer.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"
         kit.note(process.label, lambda: f"{what} {show(first)}")
         if not of_consumer:
-            kit.after_send(process, first.topic, self._name, response)
+            kit.observer.after_send(process, first.topic, self._name, response)
         return response
 
 

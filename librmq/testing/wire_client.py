@@ -91,7 +91,7 @@ class WireClient:
             role = f"consumes as group {', '.join(sorted(groups))}" if groups else "produces"
             self.note(f"is connected and {role} ({request.client_id})")
         with self._kit.runner.lock:
-            self._kit.noted_heartbeat(self.process, request)
+            self._kit.observer.noted_heartbeat(self.process, request)
 
     # ---- sends
 
