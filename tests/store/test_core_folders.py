@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +26,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
 from tests.budget import examples
 from tests.bytime import NOW
+from tests.programs import run_program
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents
 
 pytestmark = [
@@ -198,6 +199,18 @@ def test_a_whole_transaction_leaves_equal_folders() -> None:
     assert any("TRANS_CHECK_MAX_TIME_TOPIC" in path for path in compiled[0])
 
 
+def repeated(order: list[tuple[bytes, int]], messages: Mapping[bytes, Message], config: StoreConfig) -> Contents:
+    """Return all files after the Python code has appended these messages, named by body, to these queues."""
+    files = MemoryFiles()
+    with (
+        code(False),
+        MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS), background=False) as store,
+    ):
+        for body, queue_id in order:
+            store.append(messages[body], queue_id)
+    return contents(files)
+
+
 @pytest.mark.parametrize(
     ("config", "batch"), [(SMALL, 1), (StoreConfig.tiny(commitlog_file_size=1 << 20), 5)], ids=["full files", "batches"]
 )
@@ -218,8 +231,7 @@ def test_free_threads_leave_the_folder_of_one(config: StoreConfig, batch: int) -
             store.append_batch(mine[at + 8 : at + 8 + batch] or [mine[0]], thread % 2)
             store.read("T", 0, 0, 1)
 
-    files, others = MemoryFiles(), MemoryFiles()
-    interval = sys.getswitchinterval()
+    files, interval = MemoryFiles(), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS), background=False) as store:
@@ -228,11 +240,39 @@ def test_free_threads_leave_the_folder_of_one(config: StoreConfig, batch: int) -
             order = [(message.body, message.queue_id) for message in store]
     finally:
         sys.setswitchinterval(interval)
-    with (
-        code(False),
-        MessageStore.open(ROOT, config, files=others, clock=ManualClock(START_MS), background=False) as store,
-    ):
-        for body, queue_id in order:
-            store.append(messages[body], queue_id)
     assert set(messages) == {body for body, _ in order}
-    assert contents(files) == contents(others)
+    assert contents(files) == repeated(order, messages, config)
+
+
+def memory_that_ends(many: bool) -> None:
+    """Let each allocation of a compiled append fail in turn; what it acknowledged is stored, queues and index fit."""
+    testing = pytest.importorskip("_testcapi")
+    files, config = MemoryFiles(), StoreConfig.tiny(commitlog_file_size=1 << 20)
+    messages = {b"%d" % number: Message("T", b"%d" % number, tags="t", keys=f"k{number}") for number in range(100)}
+    stored, failed = set(), 0
+    with MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS), background=False) as store:
+        for number, message in enumerate(messages.values()):
+            result: object = None
+            if number % 3:
+                testing.set_nomemory(number % 16, number % 16 + 1)
+            try:
+                result = store.append_batch([message] * 2) if many else store.append(message)
+            except MemoryError:
+                failed += 1
+            finally:
+                testing.remove_mem_hooks()
+            if result is not None:
+                stored.add(message.body)
+        store.append(message)  # a closed store notes where its last write began
+        order = [(message.body, message.queue_id) for message in store]
+    assert failed
+    assert stored <= {body for body, _ in order}
+    assert contents(files) == repeated(order, messages, config)
+
+
+def test_memory_that_ends_between_steps() -> None:
+    """In a process of its own, because other threads of this one would lack memory too."""
+    pytest.importorskip("_testcapi")
+    program = f"from {__name__} import memory_that_ends; memory_that_ends(False); memory_that_ends(True); print('done')"
+    done = run_program(program)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
