@@ -293,12 +293,17 @@ def _integer(row: Mapping[str, Any], name: str) -> int:
     return found
 
 
+_LONGEST_DATE: Final = len("20261120")
+
+
 def _time(row: Mapping[str, Any], name: str) -> int | None:
     value = row.get(name)
     if value is None or value == "":
         return None
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, str) and len(value) > _LONGEST_DATE and value.removeprefix("-").isdecimal():
+        return int(value)  # as export writes times outside of the years of ISO 8601
     try:
         at = value if isinstance(value, datetime) else datetime.fromisoformat(value)
         return round(at.timestamp() * 1000)

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Final
 
 import pyarrow as pa
@@ -33,6 +32,9 @@ _GROUP_BYTES: Final = 64 << 20
 DATE: Final = "date"
 """The name of the partition by day of storing."""
 _UNFINISHED: Final = ".tmp"
+_FIRST_MS: Final = -62_135_596_800_000
+_END_MS: Final = 253_402_300_800_000
+"""Begin and exclusive end of the years 1 to 9999, which ISO 8601 has."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class TextFile:
                 text = io.TextIOWrapper(raw, "utf-8", newline="")
                 lines = self._lines(text, names)
                 for batch in batches:
-                    for row in batch.select(names).to_pylist():
+                    for row in _with_times_as_texts(batch.select(names)).to_pylist():
                         lines(row)
                 text.flush()
                 os.fsync(raw.fileno())
@@ -274,6 +276,20 @@ class TextFile:
         """Do nothing: the state's length already covers the step."""
 
 
+def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with times in the form of ISO 8601, or in milliseconds if they are outside of its years.
+
+    A client chooses the time of a message's birth, so it can be any number.
+    """
+    for at, column in enumerate(batch.schema):
+        if pa.types.is_timestamp(column.type):
+            times = pc.divide(batch.column(at).view(pa.int64()), 1000)
+            usual = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
+            texts = pc.strftime(pc.if_else(usual, times, None).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ")
+            batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
+    return batch
+
+
 def _is_bytes(name: str) -> bool:
     return bool(pa.types.is_binary(TYPES[name]))
 
@@ -282,9 +298,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
     plain: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, datetime):
-            plain[name] = value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        elif isinstance(value, bytes):
+        if isinstance(value, bytes):
             try:
                 plain[name] = value.decode()
             except UnicodeDecodeError:

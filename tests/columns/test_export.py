@@ -81,6 +81,21 @@ def test_an_export_holds_all_messages(store: Path, tmp_path: Path, name: str) ->
     assert numbers(tmp_path / name) == list(range(60))
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_times_that_no_calendar_has(tmp_path: Path, name: str) -> None:
+    """A client may send any time of birth; imported, the messages have it again."""
+    times = [START_MS, (1 << 63) // 1000 - 1, -(1 << 62) // 1000, 253_402_300_800_000]
+    with MessageStore.open(tmp_path / "store", CONFIG) as store:
+        for time in times:
+            store.append(Message("T", b"x"), born_timestamp_ms=time)
+    export(tmp_path / "store", tmp_path / name)
+    told = [row["bornTimestamp"] for row in rows(tmp_path / name)]
+    assert told == ["2023-11-14T22:13:20.000Z", *map(str, times[1:])]
+    assert main(["import", str(tmp_path / "copy"), str(tmp_path / name)]) == 0
+    with MessageStore.open(tmp_path / "copy", read_only=True) as store:
+        assert [message.born_timestamp_ms for message in store] == times
+
+
 @pytest.mark.parametrize("name", OUTS)
 def test_a_store_with_a_damaged_queue(
     store: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
