@@ -242,7 +242,7 @@ def _choice(given: Mapping[str, str], name: str, known: tuple[str, ...], usual: 
     text = given.get(name, usual)
     found = text.upper() if upper else text.lower()
     if found not in known:
-        raise ConfigError(f"option {name}: expected one of {', '.join(known)}, found {text!r}; {suggest(text, known)}")
+        raise ConfigError(f"option {name}: unknown value {text!r}: {suggest(text, known)}")
     return found
 
 
