@@ -99,7 +99,11 @@ def test_pipelines_take_topics_groups_times_and_offsets(tmp_path: Path) -> None:
     assert found("what-if", path, "group", "topic", topic="B", group="h", clients="1") == {("h", "B")}
     assert found("dead-letters", path, "group", "messages", group="g") == {("g", 1)}
     assert found("dead-letters", path, "group", group="h,i") == set()
-    for settings, text in (({"since": "yesterday"}, "2026-11-20T08:00"), ({"tag": "a"}, "did you mean tags")):
+    for settings, text in (
+        ({"since": "yesterday"}, "2026-11-20T08:00"),
+        ({"since": "9", "until": "5"}, "setting since: expected a time before until, found '9'"),
+        ({"tag": "a"}, "did you mean tags"),
+    ):
         with pytest.raises(ConfigError, match=text):
             counts(**settings)
     with pytest.raises(ConfigError, match="backlog has no setting 'tags'"):

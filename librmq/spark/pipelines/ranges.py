@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.diagnosis.survey.scope import parse_time
+from librmq.errors import ConfigError
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 
 if TYPE_CHECKING:
@@ -46,13 +47,12 @@ def source_options(settings: Settings) -> dict[str, str]:
     """Return the options of the data source for ``settings``; it prunes by them.
 
     Raises:
-        ConfigError: A time is none.
+        ConfigError: A time is none, or ``since`` is after ``until``.
     """
-    return {
-        option: str(parse_time(name, settings[name])) if name in TIMES else settings[name]
-        for name, option in _OPTIONS.items()
-        if name in settings
-    }
+    times = {name: parse_time(name, settings[name]) for name in TIMES if name in settings}
+    if len(times) == len(TIMES) and times["since"] > times["until"]:
+        raise ConfigError(f"setting since: expected a time before until, found {settings['since']!r}")
+    return {option: str(times.get(name, settings[name])) for name, option in _OPTIONS.items() if name in settings}
 
 
 def names_of(settings: Settings, name: str) -> list[str] | None:
