@@ -22,6 +22,7 @@ def config_files() -> list[ParameterSet]:
     ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("path", config_files())
 def test_real_files_are_written_again_as_they_were(path: Path) -> None:
     raw = path.read_bytes()

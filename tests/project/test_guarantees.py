@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
@@ -22,10 +23,15 @@ def rows() -> list[list[str]]:
     ]
 
 
+@cache
+def functions(file: str) -> set[str]:
+    tree = ast.parse((CHECKOUT / file).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize(("test", "file"), NAMED, ids=[test for test, _ in NAMED])
 def test_the_test_exists(test: str, file: str) -> None:
-    tree = ast.parse((CHECKOUT / file).read_text("utf-8"))
-    assert test in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert test in functions(file)
 
 
 def test_every_row_names_a_test() -> None:
