@@ -240,6 +240,13 @@ def peers(path: str, count: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
                      "reconsumeTimes": at.astype(np.int32)}
                 )  # fmt: skip
 
+        def prepared(self, number: int) -> Iterator[Any]:
+            from librmq.columns import reader
+
+            batch = reader(path, offsets=range(rows // QUEUES)).read_next_batch()
+            for _ in range(count // tasks // rows + 1):
+                yield batch
+
         def records(self, number: int) -> Iterator[tuple[Any, ...]]:
             with MessageStore.open(path, read_only=True) as store:
                 begin = count // tasks * number // QUEUES
@@ -293,6 +300,7 @@ def peers(path: str, count: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
             "entries", "queueId int, queueOffset bigint, physicalOffset bigint, size int, tagsCode bigint"
         ),
         "header": source("header", HEADER_TYPES),
+        "prepared": source("prepared", whole_schema),
         "records": source("records", whole_schema),
         "arrow": source("arrow", whole_schema),
     }
@@ -328,6 +336,7 @@ def reading(bench: Bench) -> list[Row]:
         "header peer": (spark.read.format("peer_header").load(), 8 * (count // 8 // 8192 + 1) * 8192),
         "whole": (ours(), count),
         "whole unchecked": (ours(checksums="false"), count),
+        "prepared": (spark.read.format("peer_prepared").load(), 8 * (count // 8 // 8192 + 1) * 8192),
         "tuples": (spark.read.format("peer_records").load(), slow // 8 // QUEUES * QUEUES * 8),
         "arrow": (spark.read.format("peer_arrow").load(), slow // 8 // QUEUES * QUEUES * 8),
         "parquet": (spark.read.parquet(parquet), count),
@@ -362,6 +371,8 @@ def reading(bench: Bench) -> list[Row]:
                 unit=unit),
         compare(part, "whole messages", "Parquet of the same rows", rates["whole"], rates["parquet"],
                 Target(0.4, 0.5), unit=unit),
+        compare(part, "whole messages", "a batch prepared once", rates["whole"], rates["prepared"], unit=unit,
+                limit=True),
         compare(part, "whole messages, no checksums", "Parquet of the same rows", rates["whole unchecked"],
                 rates["parquet"], Target(0.4, 0.5), unit=unit),
         share("tag of 1 %", "unfiltered", rates["tag 1 %"], rates["whole"], Target(4, 6)),
