@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from librmq.cli.groups import note_topic
 from librmq.cli.input import parse_time
@@ -64,7 +63,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         known = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:
             note_topic(topic, known, output)
-    output.row({"type": "export", **dataclasses.asdict(made)})
+    output.row({"type": "export", "path": made.path, "rows": made.rows, "files": made.files})
     return 0
 
 

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
 from librmq.columns.options import ReadOptions
 from librmq.columns.planner import PlannedStore
-from librmq.columns.read import TYPES
+from librmq.columns.read import CORRUPT, TYPES
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError
@@ -60,6 +60,8 @@ class Exported:
     path: str
     rows: int
     files: int
+    damaged: int = 0
+    """Number of damaged places: reported by rows in mode ``PERMISSIVE``, left out in ``DROPMALFORMED``."""
 
 
 def export(
@@ -134,28 +136,22 @@ def export(
             topic: {number: at for number, at in reached.items() if (topic, number) in known}
             for topic, reached in state.offsets.items()
         }
-        needed = dict.fromkeys(
-            [
-                *schema.names,
-                *_PLACE,
-                *_IDENTITY,
-                *(["storeTimestamp"] if DATE in partition_by else []),
-                *_BODY[: grep is not None],
-            ]
-        )
-        whole = pa.schema([(name, TYPES[name]) for name in needed])
-        rows = written = 0
+        whole = _read_columns(schema, partition_by, grep, options)
+        rows = written = damaged = 0
+        drops = options.mode == "DROPMALFORMED"
+        options = replace(options, starting=starting, mode="PERMISSIVE" if drops else options.mode)  # counts the drops
         total = left = _left(known, starting)
         with closing(
             _Steps(
-                batches_of(replace(options, starting=starting), whole, processes, source_files, is_busy=processes > 2),
+                batches_of(options, whole, processes, source_files, is_busy=processes > 2),
                 state,
                 pattern,
+                drops_damaged=drops,
             )
         ) as source:
             while source.more():
                 shown, size = target.write(source.step(), schema)
-                rows, written = rows + source.rows, written + len(shown)
+                rows, written, damaged = rows + source.rows, written + len(shown), damaged + source.damaged
                 steps = state.steps + 1
                 state = replace(
                     state, offsets=source.offsets, last=source.last, size=size, steps=steps, shown=tuple(shown)
@@ -171,7 +167,7 @@ def export(
                 own = source.offsets.setdefault(topic, {})
                 own[number] = max(own.get(number, 0), end)
             replace(state, offsets=source.offsets).write(state_path, files)
-        return Exported(os.fspath(out), rows, written)
+        return Exported(os.fspath(out), rows, written, damaged)
     finally:
         lock.release()
 
@@ -186,6 +182,21 @@ def _local(out: object) -> str:
             "batches of librmq.columns.reader to pyarrow.dataset.write_dataset"
         )
     return os.path.abspath(text)
+
+
+def _read_columns(schema: pa.Schema, partition_by: Sequence[str], grep: str | None, options: ReadOptions) -> pa.Schema:
+    """Return the columns to read: those to write, and those that steps and state need."""
+    needed = dict.fromkeys(
+        [
+            *schema.names,
+            *_PLACE,
+            *_IDENTITY,
+            *(["storeTimestamp"] if DATE in partition_by else []),
+            *_BODY[: grep is not None],
+            *([CORRUPT] if options.mode != "FAILFAST" else []),
+        ]
+    )
+    return pa.schema([(name, TYPES[name]) for name in needed])
 
 
 def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None) -> dict[str, str]:
@@ -266,10 +277,13 @@ class _Steps:
         batches: pa.RecordBatchReader,
         state: ExportState,
         pattern: re.Pattern[str] | None = None,
+        *,
+        drops_damaged: bool = False,
     ) -> None:
         """Only messages whose bodies have ``pattern`` are in the batches; the offsets pass the others."""
         self._batches = batches
         self._pattern = pattern
+        self._drops_damaged = drops_damaged
         self._beside = ThreadPoolExecutor(1)
         self._coming = deque([self._beside.submit(self._read)])
         self._following: tuple[pa.RecordBatch, list[dict[str, Any]]] | None = None
@@ -277,7 +291,7 @@ class _Steps:
         """The offsets at the end of the last step."""
         self.last = state.last
         """The same for `ExportState.last`."""
-        self.rows = 0
+        self.rows = self.damaged = 0
 
     def more(self) -> bool:
         """Return whether another step follows."""
@@ -305,11 +319,11 @@ class _Steps:
 
     def step(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches of the next step."""
-        size = self.rows = 0
+        size = self.rows = self.damaged = 0
         while size < _STEP_BYTES and self.more():
             assert self._following is not None
             (batch, reached), self._following = self._following, None
-            chosen = batch if self._pattern is None else _with_body(batch, self._pattern)
+            chosen = self._chosen(batch)
             yield chosen
             self.last = max(self.last, _last_in_log(batch))
             size += chosen.nbytes
@@ -317,6 +331,15 @@ class _Steps:
             for row in reached:
                 if row["topic"] is not None:  # a damaged record may have no topic
                     self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+
+    def _chosen(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the rows to write."""
+        if CORRUPT in batch.schema.names:
+            told = batch.column(CORRUPT)
+            self.damaged += len(told) - told.null_count
+            if self._drops_damaged and told.null_count < len(told):
+                batch = batch.filter(told.is_null())
+        return batch if self._pattern is None else _with_body(batch, self._pattern)
 
 
 def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:

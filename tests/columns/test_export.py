@@ -26,10 +26,12 @@ from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from librmq.columns import DataLossError, export, exports, reader
+from librmq.columns.record_batches import batches_of
 
 START_MS = 1_700_000_000_000
 CONFIG = StoreConfig.tiny()
@@ -117,6 +119,90 @@ def test_a_store_with_a_damaged_queue(
                        (tmp_path / name).read_text().splitlines()))  # fmt: skip
     assert text.count("found 30") == 1
     assert all(f"'n', '{number}'" in text or f'"{number}"' in text for number in range(60))
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_damaged_records_are_reported_or_counted(store: Path, tmp_path: Path, name: str) -> None:
+    """Bodies 6, 25 and 26 are damaged, one of a topic's first messages and two neighbours."""
+    places = reader(store, columns=["physicalOffset"]).read_all()["physicalOffset"].to_pylist()
+    damaged = [6, 25, 26]
+    for number in damaged:
+        start = places[number] % CONFIG.commitlog_file_size
+        with open(store / "commitlog" / f"{places[number] - start:020d}", "r+b") as file:
+            file.seek(start + 88)
+            file.write(b"!")
+    with pytest.raises(CorruptionError, match="checksum"):
+        export(store, tmp_path / f"failed-{name}")
+    columns = ["physicalOffset", "properties", "body"]
+    made = export(store, tmp_path / name, mode="DROPMALFORMED", columns=columns)
+    assert (made.rows, made.damaged) == (57, 3)
+    assert numbers(tmp_path / name) == [number for number in range(60) if number not in damaged]
+    again = export(store, tmp_path / name, mode="DROPMALFORMED", columns=columns)
+    assert (again.rows, again.damaged) == (0, 0)
+    for processes in (1, 2) if name == "out.jsonl" else (1,):
+        out = tmp_path / f"{processes}-{name}"
+        made = export(store, out, mode="PERMISSIVE", processes=processes, columns=[*columns, "_corrupt_record"])
+        assert (made.rows, made.damaged) == (60, 3)
+        told = [int(row["physicalOffset"]) for row in rows(out) if row["_corrupt_record"]]
+        assert told == [places[number] for number in damaged]
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_a_writer_appends_during_an_export(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each export holds what was acknowledged before it began, and the next one adds the rest."""
+    monkeypatch.setattr(exports, "_STEP_BYTES", 1)
+    clock, appended = ManualClock(START_MS), 0
+    with MessageStore.open(tmp_path / "store", CONFIG, clock=clock, background=False) as store:
+
+        def append(count: int) -> None:
+            nonlocal appended
+            for _ in range(count):
+                store.append(Message("AB"[appended % 2], bytes(500), properties={"n": str(appended)}), 0)
+                appended += 1
+
+        def meanwhile(done: int, total: int | None) -> None:
+            if total is not None:
+                append(40)
+
+        append(100)
+        before = appended
+        with watched(meanwhile):
+            made = export(store.path, tmp_path / name)
+        assert appended > made.rows >= before
+        assert numbers(tmp_path / name) == list(range(made.rows))
+        assert export(store.path, tmp_path / name).rows == appended - made.rows
+    assert numbers(tmp_path / name) == list(range(appended))
+
+
+@pytest.mark.parametrize("partition_by", [(), ("topic",)])
+def test_an_export_reads_few_batches_ahead(
+    store: Path, tmp_path: Path, partition_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that is always faster than the writer is at most 64 MiB ahead of it, whatever its size."""
+    done, ahead = 0, [0]
+
+    def endless(*arguments: Any, **settings: Any) -> pa.RecordBatchReader:
+        small = next(batches_of(*arguments, **settings))
+        bodies = pa.array([bytes((8 << 20) // len(small))] * len(small), pa.binary())
+        large = small.set_column(small.schema.names.index("body"), "body", bodies)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for number in range(24):
+                ahead.append(number + 1 - done)
+                yield large
+
+        return pa.RecordBatchReader.from_batches(large.schema, batches())
+
+    def finished(_: int, total: int | None) -> None:
+        nonlocal done
+        done += total is not None
+
+    monkeypatch.setattr(exports, "batches_of", endless)
+    monkeypatch.setattr(exports, "_STEP_BYTES", 1)  # a step for each batch
+    with watched(finished):
+        export(store, tmp_path / "out", partition_by=partition_by)
+    assert done == 24
+    assert max(ahead) <= 8 + 2, "those ahead, the one being written, and the next"
 
 
 @pytest.mark.thorough
