@@ -66,9 +66,15 @@ class RemoteStore:
         Args:
             url: The URL of the store's folder, of a scheme that fsspec knows.
             storage_options: Arguments of the scheme's file system, such as keys and endpoints.
+
+        Raises:
+            ConfigError: ``storage_options`` are no mapping by names.
         """
+        given: Any = storage_options or {}
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(f"storage_options: expected values by names of arguments, found {given!r:.80}")
         self.url = url.rstrip("/")
-        self._options = dict(storage_options or {})
+        self._options = dict(given)
         self._is_kept = True
         self._folder: str | None = None
         self._within: str | None = None
@@ -334,7 +340,7 @@ def located(text: str, storage_options: Mapping[str, Any] | None) -> str | Remot
     scheme = parts.scheme
     if scheme == "file" and not parts.netloc:
         return os.path.abspath(unquote(parts.path))
-    if scheme != "dbfs" and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)", text):
+    if scheme != "dbfs" and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).", text):
         return RemoteStore.once(text, storage_options)
     if len(scheme) > 1 and not os.path.lexists(text):  # one letter is a drive
         raise ConfigError(

@@ -182,6 +182,7 @@ def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -
     [
         ("dbfs:/store", ConfigError, "found the scheme dbfs: write the path where it is mounted, such as /dbfs/"),
         ("wasbs:store", ConfigError, "found the scheme wasbs"),
+        ("s3://", ConfigError, "expected a path or a URL such as s3://bucket/store, found the scheme s3"),
         ("nothing://store", ConfigError, "expected a scheme that fsspec knows, such as s3://"),
         ("oci://bucket/store", ConfigError, "a package is missing that reads oci://"),
         ("memory://bucket/none", NotAStoreError, "memory://bucket/none: there is nothing here"),
@@ -218,6 +219,10 @@ def test_several_processes_read_a_url(path: Path, tmp_path: Path, monkeypatch: p
 def test_settings_that_a_url_does_not_allow(url: str) -> None:
     with pytest.raises(ConfigError, match="memory:// is in this process only; read with processes=1"):
         reader(url, processes=2)
+    wrong: Any
+    for wrong in (5, {1: "key"}):
+        with pytest.raises(ConfigError, match="storage_options: expected values by names of arguments, found"):
+            reader(url, storage_options=wrong)
 
 
 def test_an_error_names_the_url(path: Path, tmp_path: Path) -> None:
