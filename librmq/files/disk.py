@@ -223,6 +223,13 @@ class DiskFiles:
         entries.sort()
         return entries
 
+    def names(self, path: str) -> tuple[str, ...]:
+        with named("list", path):
+            try:
+                return tuple(sorted(os.listdir(path)))
+            except FileNotFoundError:
+                return ()
+
     def size(self, path: str) -> int | None:
         with named("look at", path):
             try:

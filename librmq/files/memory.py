@@ -81,6 +81,9 @@ class MemoryFiles:
         entries += [FolderEntry(name, 0, True) for name in folders if os.sep not in name]
         return sorted(entries, key=lambda entry: entry.name)
 
+    def names(self, path: str) -> tuple[str, ...]:
+        return tuple([entry.name for entry in self.list(path)])
+
     def size(self, path: str) -> int | None:
         with self._guard:
             file = self._files.get(path)

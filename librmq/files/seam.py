@@ -184,6 +184,10 @@ class Files(Protocol):
         """
         ...
 
+    def names(self, path: str) -> tuple[str, ...]:
+        """Return the names in a folder, sorted, without a look at what has them; empty if there is no such folder."""
+        ...
+
     def size(self, path: str) -> int | None:
         """Return the length of a file, None if there is none."""
         ...

@@ -180,6 +180,10 @@ class FailingFiles:
         self._called("list", path)
         return self._files.list(path)
 
+    def names(self, path: str) -> tuple[str, ...]:
+        self._called("names", path)
+        return self._files.names(path)
+
     def size(self, path: str) -> int | None:
         return self._files.size(path)
 

@@ -18,6 +18,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.store.format import directory
 from librmq.store.format.directory import StoreKind
+from librmq.testing.files import FailingFiles
 from tests.reference import existing, rows, store_folders
 
 ROOT = os.sep + "store"
@@ -232,6 +233,21 @@ def test_each_setting_is_inferred_from_its_files() -> None:
 )
 def test_files_that_disagree_or_show_nothing(sizes: dict[str, int], length: int) -> None:
     assert directory.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
+
+
+def test_few_of_many_files_are_looked_at() -> None:
+    """Opening checks the length of each file anyway, once; before that it only asks for sizes and the kind of store."""
+    names = [f"commitlog/{4096 * number:020d}" for number in range(1000)]
+    files = FailingFiles(files_with("commitlog/", sizes=dict.fromkeys(names, 4096)))
+    assert directory.recognise(ROOT, files) is StoreKind.V4
+    assert directory.infer_config(ROOT, files).commitlog_file_size == 4096
+    assert files.calls["size"] < 200
+
+
+def test_a_log_on_two_paths_is_refused_however_long_it_is() -> None:
+    names = [f"commitlog/{8192 * number:020d}" for number in range(1000)]
+    with pytest.raises(NotAStoreError, match="only one of every 2 files"):
+        directory.recognise(ROOT, files_with("commitlog/", sizes=dict.fromkeys(names, 4096)))
 
 
 def test_empty_extension_files_show_that_there_are_any() -> None:

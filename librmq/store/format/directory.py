@@ -99,8 +99,9 @@ _QUEUE_IDS: Final = 1 << 31
 _MAX_FILE_SIZE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
 _MAX_SLOTS: Final = 1 << 29
-# This many queues suffice to find the length of queue files.
+# This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_ASKED: Final = 64
+_FILES_ASKED: Final = 64
 
 
 class StoreKind(Enum):
@@ -370,15 +371,21 @@ def _told_by_files(path: str, files: Files) -> dict[str, Any]:
 
 
 Sequence = list[tuple[int, int]]
-"""Start and length of the files of one folder, ascending."""
+"""Start and length of files of one folder, ascending."""
 
 
 def _sequence(folder: str, files: Files) -> Sequence:
-    return [
-        (int(entry.name), entry.size)
-        for entry in files.list(folder)
-        if not entry.is_folder and len(entry.name) == 20 and entry.name.isascii() and entry.name.isdigit()
-    ]
+    """Return the first files of a folder, because a look at the length of each takes long where they are many."""
+    found: Sequence = []
+    for name in files.names(folder):
+        if len(name) == 20 and name.isascii() and name.isdigit():
+            path = os.path.join(folder, name)
+            size = None if files.is_folder(path) else files.size(path)
+            if size is not None:
+                found.append((int(name), size))
+                if len(found) == _FILES_ASKED:
+                    break
+    return found
 
 
 def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
