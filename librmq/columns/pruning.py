@@ -44,8 +44,9 @@ def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
         )
     known = sorted(columns_of(options.view))
     fields = [pa.field(name, TYPES[name]) for name in known]
+    row = pa.table([pa.nulls(1, field.type) for field in fields], schema=pa.schema(fields))
     try:
-        pa.schema(fields).empty_table().filter(expression)
+        row.filter(expression)  # without a row, Arrow does not see that times with and without zone are compared
     except pa.ArrowException as error:
         reason = str(error).partition("\n")[0].partition(f" in {known[0]}:")[0]  # a list of all columns follows
         raise ConfigError(f"filter: {reason}; the columns are {', '.join(known)}") from error

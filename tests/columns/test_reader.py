@@ -150,6 +150,7 @@ def test_offsets_of_queues(path: Path) -> None:
         ({"sql": "a >< 5"}, FilterSyntaxError, "^"),
         ({"filter": pc.field("nothing") == 5}, ConfigError, "filter: No match for FieldRef.Name(nothing); the columns"),
         ({"filter": pc.field("topic") == 5}, ConfigError, "filter: Function 'equal' has no kernel"),
+        ({"filter": pc.field("bornTimestamp") > datetime(2023, 1, 1)}, ConfigError, "filter: Cannot compare timestamp"),
         ({"filter": pc.field("topic")}, ConfigError, "filter: Filter expression must evaluate to bool"),
         ({"topic": re.compile(b"A")}, ConfigError, "topic: expected a pattern of text, found one of bytes"),
         ({"queue": 1.5}, ConfigError, "queue: expected queue ids, whole numbers from 0 on, found 1.5"),
