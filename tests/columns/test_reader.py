@@ -535,9 +535,10 @@ def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
 @linux
 @pytest.mark.platform
 def test_many_queues_need_few_descriptors(tmp_path: Path) -> None:
-    with MessageStore.open(tmp_path / "s", CONFIG, clock=ManualClock(START_MS)) as store:
-        for number in range(400):
-            store.append(Message(f"T{number}", b"%d" % number), 0)
+    config = StoreConfig.tiny(commitlog_file_size=4 << 20)
+    with MessageStore.open(tmp_path / "s", config, clock=ManualClock(START_MS)) as store:
+        for number in range(400):  # of as many entries that a plan does not keep them
+            store.append_batch([Message(f"T{number}", b"%d" % each) for each in range(60)])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     reader(tmp_path / "s", columns=["topic"]).read_all()  # loads what it needs
     used = set(map(int, os.listdir("/proc/self/fd")))
@@ -545,7 +546,7 @@ def test_many_queues_need_few_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[320], limits[1]))  # some 256 files of queues may be mapped
     gc.disable()  # descriptors are given back without it
     try:
-        assert reader(tmp_path / "s", columns=["topic"]).read_all().num_rows == 400
+        assert reader(tmp_path / "s", columns=["topic"]).read_all().num_rows == 24_000
     finally:
         gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
