@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -91,8 +92,30 @@ def _compiled() -> Iterator[None]:
             os.environ[variable] = before
 
 
+_ALONE: Final = "import sys; from librmq.columns import reader; [None for _ in reader(sys.argv[1:])]"
+
+
+def _two_programs(paths: Sequence[str], count: int) -> Run:
+    """Return a run of two programs that each read half of the stores and pass nothing on."""
+
+    def run(_: Path) -> float:
+        with Stopwatch() as watch:
+            halves = [
+                subprocess.Popen([sys.executable, "-P", "-c", _ALONE, *half]) for half in (paths[::2], paths[1::2])
+            ]
+            statuses = [program.wait() for program in halves]
+        if any(statuses):
+            raise RuntimeError(f"a program that reads a store ended with status {max(statuses)}")
+        return count / watch.seconds
+
+    return run
+
+
 def processes(bench: Bench) -> list[Row]:
-    """Compare two processes with one: in time, and in CPU time, which other load changes less."""
+    """Compare two processes with one: in time, and in CPU time, which other load changes less.
+
+    Two programs without a word between them show what this machine's two cores can do.
+    """
     from librmq.columns import reader
 
     path, count = _store(bench)
@@ -120,11 +143,14 @@ def processes(bench: Bench) -> list[Row]:
     for each in stores:
         shutil.copytree(path, each, copy_function=os.link)
     with _compiled():
-        rates = bench.interleave({"one": by(1, stores), "two": by(2, stores)})
+        rates = bench.interleave(
+            {"one": by(1, stores), "two": by(2, stores), "programs": _two_programs(stores, STORES * count)}
+        )
     cpu = {name: found[1:] for name, found in figures.items()}  # the first round is a warm-up
     case = f"all columns of {STORES * count:,} messages, two processes"
     return [
         compare("columns", case, "one process", rates["two"], rates["one"], Target(1.8)),
+        compare("columns", case, "two programs with a half each", rates["two"], rates["programs"], limit=True),
         compare("columns", f"{case}, CPU of the busier", "one process", cpu["2, busier"], cpu["1, busier"]),
         compare("columns", f"{case}, CPU of both", "one process", cpu["2, all"], cpu["1, all"]),
     ]
