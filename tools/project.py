@@ -36,7 +36,8 @@ SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 SMALL_DEMO_EXTRAS = frozenset({"cli", "report"})
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 
-IN_PARALLEL = ("--dist", "loadgroup", "--no-loadscope-reorder")
+IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
+"""One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark and not thorough"
 UNCOVERED_SHOWN = 22
@@ -135,22 +136,13 @@ def test_paths(words: Sequence[str]) -> list[str]:
 
 def pytest_words(passed_on: Sequence[str], *, quick: bool, keep_going: bool) -> list[str]:
     """Return pytest's arguments: which tests, in how many processes, and when to stop."""
-    words = ["-n", str(processes()), *IN_PARALLEL, "-m", LEFT_OUT_QUICK if quick else LEFT_OUT]
+    words = [*IN_PARALLEL, "-m", LEFT_OUT_QUICK if quick else LEFT_OUT]
     paths = test_paths(passed_on)
     if paths and all(".py" in path for path in paths):
         words += ["-n", "0"]
     if quick and not keep_going:
         words.append("-x")
     return [*words, *passed_on]
-
-
-def processes() -> int:
-    """Return the number of processes for tests: more than cores, because many tests wait for a disk or a server.
-
-    The latter of two equal pytest options counts, as in ``./check -n 0``.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores + (cores + 1) // 2)
 
 
 def list_uncovered(place: Environment, screen: Screen) -> None:

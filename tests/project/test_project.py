@@ -299,14 +299,6 @@ def test_of_many_cases_the_quick_check_runs_every_eighth(tools: Callable[[str], 
     assert "4 passed, 15 deselected" in child.stdout
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, 2), (2, 3), (4, 6), (64, 8)])
-def test_tests_that_wait_leave_no_core_idle(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(cores)}, raising=False)
-    assert tools("project").pytest_words([], quick=True, keep_going=False)[:2] == ["-n", str(processes)]
-
-
 def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleType]) -> None:
     words = tools("project").pytest_words
     assert words(["tests/fuzz/test_formats.py::x"], quick=False, keep_going=False)[-3:] == [
