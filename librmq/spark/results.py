@@ -246,12 +246,12 @@ def _check_result(out: str) -> None:
     """Refuse a folder that holds anything but results, because replacing it would delete that."""
     if os.path.lexists(out) and not os.path.isdir(out):
         raise ConfigError(f"{out}: expected a folder, found a file")
-    _refuse_others(out, out, r"part-.*|_SUCCESS|\..*\.crc|[^/]+=.*|_librmq\.lock")
+    _refuse_others(out, out, rf"part-.*|_SUCCESS|\..*\.crc|[^/]+=.*|{re.escape(_LOCK)}")
 
 
 def _check_increments(out: str) -> None:
     """Refuse a folder that holds anything but incremental runs, which delete what no run refers to."""
-    _refuse_others(out, out, r"messages|runs|latest|latest\.new|_librmq\.lock")
+    _refuse_others(out, out, rf"messages|runs|latest|latest\.new|{re.escape(_LOCK)}")
     for name in ("messages", "runs"):
         _refuse_others(out, os.path.join(out, name), rf"\d{{6,}}|{_UNFINISHED}.*")
 
