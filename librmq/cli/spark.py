@@ -17,6 +17,8 @@ from librmq.runtime.core import CORE_STATE
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from librmq.spark.pipelines import LeftOut
+
 __all__ = ["doctor", "refused", "spark", "start"]
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.spark.session import require
 
     require()
-    from librmq.spark.pipelines import PIPELINES, find, run
+    from librmq.spark.pipelines import PIPELINES, LeftOut, find, left_out, run
 
     if arguments.action == "list":
         for name, pipeline in PIPELINES.items():
@@ -44,6 +46,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         )
     settings = {**read_ranges(arguments), **_settings(arguments.set)}
     find(arguments.name, settings)  # before Spark starts
+    skips = settings.get("damaged") == "skip"
     session = start(arguments)
     partition_by = [] if arguments.partition_by is None else arguments.partition_by.split(",")
     if arguments.incremental:
@@ -53,21 +56,41 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
             )
         )
         rows = refused(lambda: session.read.parquet(increment.path).count())
-        output.row({"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages})
+        made = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
+        if skips:
+            made |= {"left_out": increment.left_out.places, "lost": increment.lost}
+        output.row(made)
+        _note_left_out(increment.left_out)
         return 0
     frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
+    skipped = LeftOut()
+    if skips:
+        skipped = refused(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
     if arguments.out is None:
         found = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
         while (row := refused(lambda: next(found, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
+        output.flush()
+        _note_left_out(skipped)
         return 0
     out = refused(
         lambda: write_result(
             frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
         )
     )
-    output.row({"pipeline": arguments.name, "rows": refused(lambda: session.read.parquet(out).count()), "out": out})
+    made = {"pipeline": arguments.name, "rows": refused(lambda: session.read.parquet(out).count()), "out": out}
+    output.row(made | {"left_out": skipped.places} if skips else made)
+    _note_left_out(skipped)
     return 0
+
+
+def _note_left_out(skipped: LeftOut) -> None:
+    """Print what a pipeline left out of its result."""
+    if skipped.places:
+        complain(
+            f"note: {skipped.places} damaged places are left out of the result, the first: {skipped.first}; "
+            "librmq verify STORE lists the damage of a store"
+        )
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:

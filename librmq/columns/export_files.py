@@ -53,6 +53,8 @@ class ExportState:
     """Files of the last step; committing removes `_UNFINISHED` from their names."""
     last: tuple[int, ...] = ()
     """Of the exported message that is last in the log: physical offset, queue id, queue offset, ms of its birth."""
+    told: tuple[str, ...] = ()
+    """The reports of damage that belong to no queue offset, such as that of a whole queue."""
 
     @classmethod
     def read(cls, path: str, files: DiskFiles) -> ExportState | None:
@@ -63,8 +65,8 @@ class ExportState:
             found = json.loads(files.read(path))
             if found.pop("version") != _VERSION:
                 raise ValueError("another version")
-            for name in ("columns", "partition_by", "shown", "last"):
-                found[name] = tuple(found[name])
+            for name in ("columns", "partition_by", "shown", "last", "told"):
+                found[name] = tuple(found.get(name, ()))
             return cls(**found)
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None

@@ -61,7 +61,8 @@ class Exported:
     rows: int
     files: int
     damaged: int = 0
-    """Number of damaged places: reported by rows in mode ``PERMISSIVE``, left out in ``DROPMALFORMED``."""
+    """Number of damaged places that this call met: in mode ``PERMISSIVE`` each is reported once, by a row of this or an
+    earlier call; in ``DROPMALFORMED`` they are left out."""
 
 
 def export(
@@ -151,10 +152,17 @@ def export(
         ) as source:
             while source.more():
                 shown, size = target.write(source.step(), schema)
-                rows, written, damaged = rows + source.rows, written + len(shown), damaged + source.damaged
+                rows, damaged = rows + source.rows, damaged + source.damaged
+                written += len(shown) if source.rows else 0
                 steps = state.steps + 1
                 state = replace(
-                    state, offsets=source.offsets, last=source.last, size=size, steps=steps, shown=tuple(shown)
+                    state,
+                    offsets=source.offsets,
+                    last=source.last,
+                    size=size,
+                    steps=steps,
+                    shown=tuple(shown),
+                    told=source.told,
                 )
                 state.write(state_path, files)
                 target.show(state)
@@ -291,6 +299,8 @@ class _Steps:
         """The offsets at the end of the last step."""
         self.last = state.last
         """The same for `ExportState.last`."""
+        self.told = state.told
+        """The same for `ExportState.told`."""
         self.rows = self.damaged = 0
 
     def more(self) -> bool:
@@ -324,7 +334,8 @@ class _Steps:
             assert self._following is not None
             (batch, reached), self._following = self._following, None
             chosen = self._chosen(batch)
-            yield chosen
+            if chosen.num_rows:
+                yield chosen
             self.last = max(self.last, _last_in_log(batch))
             size += chosen.nbytes
             self.rows += chosen.num_rows
@@ -335,11 +346,21 @@ class _Steps:
     def _chosen(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows to write."""
         if CORRUPT in batch.schema.names:
-            told = batch.column(CORRUPT)
-            self.damaged += len(told) - told.null_count
-            if self._drops_damaged and told.null_count < len(told):
-                batch = batch.filter(told.is_null())
+            reasons = batch.column(CORRUPT)
+            self.damaged += len(reasons) - reasons.null_count
+            if reasons.null_count < len(reasons):
+                batch = batch.filter(reasons.is_null() if self._drops_damaged else self._untold(batch))
         return batch if self._pattern is None else _with_body(batch, self._pattern)
+
+    def _untold(self, batch: pa.RecordBatch) -> pa.Array:
+        """Return which rows to write: not reports that an earlier call wrote, and that no queue offset passes."""
+        keep = []
+        for topic, reason in zip(batch.column("topic").to_pylist(), batch.column(CORRUPT).to_pylist(), strict=True):
+            is_apart = reason is not None and topic is None
+            keep.append(not is_apart or reason not in self.told)
+            if is_apart and reason not in self.told:
+                self.told += (reason,)
+        return pa.array(keep, pa.bool_())
 
 
 def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:

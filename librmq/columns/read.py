@@ -34,6 +34,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import File, Files
 from librmq.message import record
+from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["CORRUPT", "TYPES", "Reading", "columns_of", "default_columns"]
 
 CORRUPT: Final = "_corrupt_record"
+
+_log = EventLog("librmq.columns")
 
 TYPES: Final[dict[str, pa.DataType]] = {name: kind for name, (kind, _) in COLUMNS.items()} | {
     "tagsCode": pa.int64(),
@@ -147,10 +150,25 @@ class _Task:
         )
         self._bodies = "body" in schema.names or "body" in self._asked
         self._checksums = options.checksums and self._bodies
+        self._left_out = 0
+        """Number of damaged places that mode ``DROPMALFORMED`` left out."""
+        self._first_left_out = ""
 
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._read()
+        finally:
+            if self._left_out:
+                _log.warning(
+                    "%(path)s: %(count)d damaged places were left out of a read, the first: %(error)s",
+                    path=self._store(),
+                    count=self._left_out,
+                    error=self._first_left_out,
+                )
+
+    def _read(self) -> Iterator[pa.RecordBatch]:
         if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
             raise NotAStoreError(
                 f"{self._part.path}: the driver found a store, this worker does not: mount it under the same path on "
@@ -337,6 +355,8 @@ class _Task:
             hint = "(mode PERMISSIVE reads the rest)"
             raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what} {hint}")
         if mode == "DROPMALFORMED":
+            self._first_left_out = self._first_left_out or _text_of(found[0][1])
+            self._left_out += len(found)
             return
         names = [*self._schema.names, *(name for name in self._asked if name not in self._schema.names)]
         schema = pa.schema([(name, TYPES[name]) for name in names])
@@ -348,7 +368,7 @@ class _Task:
             yield from table.select(self._schema.names).cast(self._schema).to_batches()
 
     def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
-        known: dict[str, Any] = {CORRUPT: f"{damage.file}: at {damage.offset}: {damage.what}", "store": self._store()}
+        known: dict[str, Any] = {CORRUPT: _text_of(damage), "store": self._store()}
         if rows is not None:
             known["physicalOffset"] = int(rows.places[0])
             if self._part.walk is None:
@@ -485,6 +505,10 @@ class _Task:
                 raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} was deleted; {REST}")
             at = start + size
         return found
+
+
+def _text_of(damage: Damage) -> str:
+    return f"{damage.file}: at {damage.offset}: {damage.what}"
 
 
 def _in(values: pa.Array, wanted: list[str]) -> Mask:

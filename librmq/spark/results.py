@@ -32,7 +32,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.spark import stores
 from librmq.spark.options import parse_read_options
-from librmq.spark.pipelines import Inputs, MessageRead, OfMessages, find
+from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
 from librmq.spark.pipelines.ranges import Settings
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Increment:
 
     path: str
     messages: int
+    """Offsets that are new; places that ``damaged=skip`` leaves out count."""
+    left_out: LeftOut
+    """What this run left out with ``damaged=skip``, because it can't be read."""
+    lost: int
+    """Number of messages that retention deleted before a run read them, with ``damaged=skip``."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +158,16 @@ def run_incrementally(
         _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
         read = pipeline.source.reads(given)
         starting, ending = _range(read, inputs.paths, before.ends, strict=given.get("damaged") != "skip")
-        run, parts, count = before.run + 1, before.parts, _count(starting, ending)
+        run, parts, count, skipped = before.run + 1, before.parts, _count(starting, ending), LeftOut()
         if count or not parts:
-            fresh = read.of(
-                spark, inputs.paths, startingOffsets=json.dumps(starting), endingOffsets=json.dumps(ending),
-                failOnDataLoss=str(given.get("damaged") != "skip"),
-            )  # fmt: skip
+            new = {
+                "startingOffsets": json.dumps(starting),
+                "endingOffsets": json.dumps(ending),
+                "failOnDataLoss": str(given.get("damaged") != "skip"),
+            }
+            fresh = read.of(spark, inputs.paths, **new)
+            if given.get("damaged") == "skip":
+                skipped = LeftOut.of(read.left_out(spark, inputs.paths, **new))
             if len(parts) >= _MOST_PARTS:
                 fresh, parts = _kept(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))
@@ -169,7 +178,7 @@ def run_incrementally(
         state = _State(name, _pinned(given), _joined(before.ends, ending), parts, run)
         _write(result, target, partition_by, json.dumps(vars(state)).encode())
         _link(out, target)
-        return Increment(os.path.join(out, "latest"), count)
+        return Increment(os.path.join(out, "latest"), count, skipped, _lost(before.ends, starting))
 
 
 def _folder(run: int) -> str:
@@ -221,6 +230,16 @@ def _count(starting: Ends, ending: Ends) -> int:
         for path, topics in ending.items()
         for topic, queues in topics.items()
         for number, end in queues.items()
+    )
+
+
+def _lost(before: Ends, starting: Ends) -> int:
+    """Return how many messages retention deleted between what was read before and the first offsets to read."""
+    return sum(
+        max(0, begin - before.get(path, {}).get(topic, {}).get(number, begin))
+        for path, topics in starting.items()
+        for topic, queues in topics.items()
+        for number, begin in queues.items()
     )
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
     from pyspark.sql.types import StructType
 
-    from librmq.columns.options import ReadOptions, Wanted
+    from librmq.columns.options import Predicate, ReadOptions, Wanted
     from librmq.spark.names import Renaming
 
 __all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
@@ -174,16 +174,28 @@ class PushingReader(Reader):
     """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
+        from librmq.columns.read import CORRUPT
         from librmq.spark.names import plain_name
 
         for filter_ in filters:
             name, whole = ".".join(getattr(filter_, "attribute", ())), False
-            if name:
+            if name == CORRUPT and isinstance(filter_, IsNotNull):
+                self._options, whole = replace(self._options, predicate=self._damaged()), True
+            elif name:
                 name = name if self._renaming is None else plain_name(name)
                 wanted, whole = _narrowed(self._options, filter_, name)
                 self._options = replace(self._options, wanted=wanted)
             if not whole:
                 yield filter_
+
+    def _damaged(self) -> Predicate:
+        """Return the condition that a row reports damage, to be evaluated after bodies that are read are checked."""
+        import pyarrow.compute as pc
+
+        from librmq.columns.options import Predicate
+        from librmq.columns.read import CORRUPT
+
+        return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
 
 
 def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[Wanted, bool]:

@@ -7,7 +7,7 @@ column ``store`` of each frame has the folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +32,7 @@ __all__ = [
     "filters",
     "log_files",
     "messages",
+    "of_all_topics",
     "offsets",
     "paths_of",
     "queues",
@@ -55,9 +56,14 @@ def paths_of(paths: Paths) -> tuple[str, ...]:
 
 def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) -> DataFrame:
     """Return ``columns`` (a schema) of the stores' messages of all topics, or as ``options`` of the source say."""
-    if options.get("view") != "log" and not {"topic", "topicPattern"} & set(options):
-        options["topicPattern"] = "(?s).*"
-    return spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths_of(paths)))
+    return spark.read.format("rocketmq").schema(columns).options(**of_all_topics(options)).load(list(paths_of(paths)))
+
+
+def of_all_topics(options: Mapping[str, str]) -> dict[str, str]:
+    """Return options of the source that read the broker's own topics too, unless they name topics."""
+    if options.get("view") == "log" or {"topic", "topicPattern"} & set(options):
+        return dict(options)
+    return {**options, "topicPattern": "(?s).*"}
 
 
 def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFrame:

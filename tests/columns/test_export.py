@@ -31,6 +31,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from librmq.columns import DataLossError, export, exports, reader
+from librmq.columns.export_files import ExportState
 from librmq.columns.record_batches import batches_of
 
 START_MS = 1_700_000_000_000
@@ -119,6 +120,63 @@ def test_a_store_with_a_damaged_queue(
                        (tmp_path / name).read_text().splitlines()))  # fmt: skip
     assert text.count("found 30") == 1
     assert all(f"'n', '{number}'" in text or f'"{number}"' in text for number in range(60))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", OUTS)
+def test_a_repeated_export_adds_no_report_of_damage_twice(
+    store: Path, tmp_path: Path, name: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of a damaged queue, nor of a damaged record, nor after a kill at the first step."""
+    (file,) = (store / "consumequeue" / "A" / "0").iterdir()
+    whole = file.read_bytes()
+    os.truncate(file, 30)
+    place = reader(store, columns=["physicalOffset"], topic="B").read_all()["physicalOffset"][3].as_py()
+    log_file = store / "commitlog" / f"{place - place % CONFIG.commitlog_file_size:020d}"
+    with open(log_file, "r+b") as log:
+        log.seek(place % CONFIG.commitlog_file_size + 88)
+        log.write(b"!")
+    columns = ["topic", "physicalOffset", "body", "_corrupt_record"]
+    monkeypatch.setattr(exports, "_STEP_BYTES", 1)
+    out = tmp_path / name
+
+    def reports() -> list[str]:
+        if name == "out.csv":
+            with open(out, newline="") as lines:
+                found: list[dict[str, Any]] = list(csv.DictReader(lines))
+        elif name == "out.jsonl":
+            found = list(map(json.loads, out.read_text().splitlines()))
+        else:
+            found = ds.dataset(out).to_table().to_pylist()
+        return sorted(row["_corrupt_record"].partition(": at ")[0] for row in found if row["_corrupt_record"])
+
+    def again(count: int, **settings: Any) -> None:
+        made = export(store, out, columns=columns, processes=processes, **settings)
+        assert (made.rows, made.damaged) == (count, 1), settings
+        assert made.files == (0 if not count else made.files)
+        assert len(reports()) == 2
+
+    write, left = ExportState.write, [3]
+
+    def killed(state: ExportState, path: str, files: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        write(state, path, files)
+
+    monkeypatch.setattr(ExportState, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export(store, out, mode="PERMISSIVE", columns=columns, processes=processes)
+    monkeypatch.setattr(ExportState, "write", write)
+    made = export(store, out, mode="PERMISSIVE", columns=columns, processes=processes)
+    assert reports() == sorted([str(file), str(log_file)])
+    assert made.damaged == 2
+    again(0, mode="PERMISSIVE")
+    again(0, mode="DROPMALFORMED")
+    file.write_bytes(whole)
+    fill(store, range(60, 64))
+    os.truncate(file, 30)
+    again(3, mode="PERMISSIVE")
 
 
 @pytest.mark.parametrize("name", OUTS)

@@ -247,7 +247,7 @@ def test_unneeded_records_are_not_read(path: Path, tmp_path: Path, settings: Any
     assert some.log_bytes <= 4 * 4096, sorted(some.opened)
 
 
-def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) -> None:
+def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged body is not an error if a filter excludes its row."""
     shutil.copytree(path, tmp_path / "s")
     place = reader(path, filter=pc.field("tags") == "t1").read_all().column("physicalOffset")[5].as_py()
@@ -261,7 +261,11 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path) ->
         reader(tmp_path / "s").read_all()
     with pytest.raises(CorruptionError, match="checksum"):
         reader(tmp_path / "s", processes=2).read_all()
-    assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
+    with caplog.at_level("WARNING", "librmq.columns"):
+        assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 's'}: 1 damaged places were left out of a read, the first: ")
+    assert f": at {place}: " in line
 
 
 @pytest.mark.thorough

@@ -63,6 +63,30 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.spark
+def test_a_pipeline_says_what_it_leaves_out(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared_session()
+    words = ["spark", "run", "skew", str(store), "--set", "damaged=skip"]
+    assert main(words) == 0
+    assert "left out" not in capsys.readouterr().err
+    with MessageStore.open(store, read_only=True) as opened:
+        places = [message.physical_offset for message in opened][5:7]
+    with open(store / "commitlog" / f"{0:020}", "r+b") as log:
+        for place in places:
+            log.seek(place)
+            log.write(b"\xff" * 4)
+    for more in ([], ["--out", str(tmp_path / "out")], ["--out", str(tmp_path / "again"), "--incremental"]):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr()
+        assert f"note: 2 damaged places are left out of the result, the first: {store}/commitlog/" in said.err
+        assert f"at {places[0]}: " in said.err
+        assert not more or json.loads(said.out)["left_out"] == 2
+    assert main([*words, *more]) == 0
+    said = capsys.readouterr()
+    assert "left out" not in said.err
+    assert (json.loads(said.out)["left_out"], json.loads(said.out)["messages"]) == (0, 0)
+
+
+@pytest.mark.spark
 def test_every_row_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared_session()
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20)) as opened:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
 from librmq.errors import ConfigError  # noqa: E402
-from librmq.spark.pipelines import reconcile, run  # noqa: E402
+from librmq.spark.pipelines import left_out, reconcile, run  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
@@ -136,3 +136,11 @@ def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match="mode PERMISSIVE"):
         found("skew", path, "queueId", "messages")
     assert found("skew", path, "queueId", "messages", damaged="skip") == {(0, 8)}
+    spark = shared_session()
+    for name in ("skew", "duplicates", "retention"):
+        (row,) = left_out(spark, name, str(path), {"damaged": "skip"}).collect()
+        assert row["store"] == str(path)
+        assert f"at {place}: " in row["reason"], name
+    assert left_out(spark, "skew", str(path)).count() == 0  # a pipeline that fails leaves nothing out
+    assert left_out(spark, "skew", str(path), {"damaged": "skip", "topic": "U"}).count() == 0
+    assert left_out(spark, "transactions", str(path), {"damaged": "skip"}).count() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -70,6 +71,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tag = ("x", "y", None, "z ")[number % 4]
             store.append(Message("AB"[number % 3 == 0], b"%d" % number, tags=tag), number % 2)
     return path
+
+
+@pytest.mark.spark
+def test_only_reports_of_damage_leave_the_tasks(folder: Path, tmp_path: Path) -> None:
+    """A condition on the column of damage is pushed, and bodies are checked if the query has them."""
+    path = tmp_path / "s"
+    shutil.copytree(folder, path)
+    with MessageStore.open(path, read_only=True) as opened:
+        messages = list(opened)[:2]
+    with open(path / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(messages[0].physical_offset)
+        log.write(b"\xff" * 4)
+        log.seek(messages[1].physical_offset + 88)  # the body
+        log.write(b"?")
+
+    def damaged(columns: str, **options: str) -> int:
+        frame = shared_session().read.format("rocketmq").schema(f"{columns}, _corrupt_record string")
+        found = frame.options(mode="PERMISSIVE", **options).load(str(path)).where("_corrupt_record IS NOT NULL")
+        plan = found._jdf.queryExecution().executedPlan().toString()
+        assert ("isnotnull" not in plan) == bool(options), plan
+        return int(found.count())
+
+    for columns, count in (
+        ("topic string, body binary", 2),
+        ("topic string", 1),
+        ("queueOffset bigint, tags string", 1),
+    ):
+        assert damaged(columns) == damaged(columns, pushFilters="true") == count
+    schema = arrow_schema(schema_of(["body", "_corrupt_record"]), options := parse_read_options(
+        {"path": str(path), "mode": "PERMISSIVE"}))  # fmt: skip
+    reader = PushingReader(options, schema)
+    list(reader.pushFilters([IsNotNull(("_corrupt_record",))]))
+    assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) == 2
 
 
 @st.composite

@@ -143,7 +143,9 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     found["ends"][str(other)]["Elsewhere"]["0"] = 1000  # the queue was created again since
     state.write_text(json.dumps(found))
     left = columns.reader(path, topic="T", columns=["queueId"]).read_all().num_rows
-    assert incremental(path, other, damaged="skip") == left + 2
+    last = run_incrementally(spark, "duplicates", [str(path), str(other)], out, {"damaged": "skip"})
+    assert last.messages == left + 2
+    assert last.lost == 100 - left
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
+from librmq.columns.read import CORRUPT
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PIPELINES",
     "Inputs",
+    "LeftOut",
     "MessageRead",
     "OfMessages",
     "OfStores",
@@ -57,6 +59,7 @@ __all__ = [
     "duplicates_approximate",
     "filter_savings",
     "find",
+    "left_out",
     "pending_delays",
     "pending_timers",
     "pending_transactions",
@@ -87,6 +90,15 @@ class MessageRead:
         frame: DataFrame = spark.read.format("rocketmq").schema(self.columns).options(**options).load(list(paths))
         return first_sends(frame)
 
+    def left_out(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
+        """Return store and reason of each place that can't be read, for a read that leaves these out."""
+        options = {**self.options, **more, "mode": "PERMISSIVE", "pushFilters": "true"}
+        if not self.own:
+            options = stores.of_all_topics(options)
+        columns = f"{self.columns}, {CORRUPT} string"
+        frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
+        return frame.where(F.col(CORRUPT).isNotNull()).select("store", F.col(CORRUPT).alias("reason"))
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -95,10 +107,17 @@ class Inputs:
     spark: SparkSession
     paths: tuple[str, ...]
     settings: Settings
+    reads: list[MessageRead] = field(default_factory=list)
+    """The reads that were made of the stores."""
 
     def messages(self, columns: str, **options: str) -> DataFrame:
         """Return messages of all topics, or as ``options`` of the data source say."""
-        return stores.messages(self.spark, self.paths, columns, mode=_mode(self.settings), **options)
+        return self.read(MessageRead(columns, {"mode": _mode(self.settings), **options}))
+
+    def read(self, wanted: MessageRead) -> DataFrame:
+        """Return the messages of the stores that are wanted."""
+        self.reads.append(wanted)
+        return wanted.of(self.spark, self.paths)
 
 
 @dataclass(frozen=True)
@@ -139,7 +158,7 @@ class Pipeline:
             found = self.source.make(inputs)
         else:
             if messages is None:
-                messages = self.source.reads(inputs.settings).of(inputs.spark, inputs.paths)
+                messages = inputs.read(self.source.reads(inputs.settings))
             found = self.source.make(messages, inputs)
         names = [name for name in self.order if name.removeprefix("-") in found.columns]
         return found.orderBy(*map(_sorted_by, names)) if names else found
@@ -172,6 +191,38 @@ def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings 
     """
     given = dict(settings or {})
     return find(name, given).result(Inputs(spark, stores.paths_of(paths), given))
+
+
+class LeftOut(NamedTuple):
+    """How many places a pipeline left out, and the reason of the first one."""
+
+    places: int = 0
+    first: str = ""
+
+    @classmethod
+    def of(cls, frame: DataFrame) -> LeftOut:
+        """Return the sum of a frame of `left_out`."""
+        row = frame.agg(F.countDistinct("store", "reason"), F.min("reason")).first()
+        assert row is not None
+        return cls(row[0], row[1] or "")
+
+
+def left_out(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
+    """Return ``store`` and ``reason`` of each place that `run` leaves out with ``damaged=skip``.
+
+    This is a second read of what the pipeline reads, which sends only these places to Spark.
+
+    Raises:
+        ConfigError: There is no such pipeline, or a setting is wrong.
+    """
+    given = dict(settings or {})
+    inputs = Inputs(spark, stores.paths_of(paths), given)
+    find(name, given).result(inputs)
+    found: DataFrame = spark.createDataFrame([], "store string, reason string")
+    if _mode(given) == "DROPMALFORMED":
+        for read in inputs.reads:
+            found = found.union(read.left_out(spark, inputs.paths))
+    return found.distinct().orderBy("store", "reason")
 
 
 def _number(settings: Settings, name: str, usual: float, least: float = 0) -> float:
