@@ -9,7 +9,8 @@
     OUT/messages/000007/           the columns of messages that run 7 read, and perhaps those of earlier runs
 
 Every change becomes visible by renaming one folder or one link. A run that was killed leaves files that nothing refers
-to; the next run deletes them.
+to; the next run deletes them. To replace a folder takes two renames; if a run is killed between them, the former result
+is in ``_unfinished-old-OUT`` beside OUT, and the next run moves it back.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
+from librmq.runtime.event_log import EventLog
 from librmq.spark import stores
 from librmq.spark.options import parse_read_options
 from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["Increment", "run_incrementally", "write_result"]
+
+_log = EventLog("librmq.spark")
 
 _STATE: Final = "_librmq_run.json"
 _LOCK: Final = "_librmq.lock"
@@ -68,6 +72,7 @@ def write_result(
     """
     _check_columns(frame, partition_by)
     out = os.path.abspath(out)
+    _bring_back(out)
     if append or overwrite:
         _check_result(out)
     if append:
@@ -311,7 +316,7 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
             with open(os.path.join(below, one), "rb") as file:
                 os.fsync(file.fileno())
         DiskFiles().flush_folder(below)
-    old = os.path.join(folder, f"{_UNFINISHED}old-{name}")
+    old = _moved_away(target)
     shutil.rmtree(old, ignore_errors=True)
     with suppress(FileNotFoundError):
         os.rename(target, old)
@@ -319,6 +324,21 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
     DiskFiles().flush_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _moved_away(target: str) -> str:
+    """Return where the former folder is while a new one takes its place."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f"{_UNFINISHED}old-{name}")
+
+
+def _bring_back(target: str) -> None:
+    """Move the former folder back if a run was killed before the new one took its place."""
+    old = _moved_away(target)
+    if os.path.isdir(old) and not os.path.lexists(target):
+        os.rename(old, target)
+        DiskFiles().flush_folder(os.path.dirname(target))
+        _log.warning("%(path)s: the result is back that a killed run was replacing", path=target)
 
 
 def _link(out: str, target: str) -> None:

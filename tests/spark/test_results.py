@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -146,6 +147,65 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     last = run_incrementally(spark, "duplicates", [str(path), str(other)], out, {"damaged": "skip"})
     assert last.messages == left + 2
     assert last.lost == 100 - left
+
+
+class Rows:
+    """A frame that writes one file without Spark."""
+
+    def __init__(self, content: str) -> None:
+        self.columns = ["topic"]
+        self._content = content
+
+    @property
+    def write(self) -> Rows:
+        return self
+
+    def partitionBy(self, *_: str) -> Rows:  # noqa: N802 (Spark's)
+        return self
+
+    def parquet(self, folder: str) -> None:
+        os.mkdir(folder)
+        Path(folder, "part-0.parquet").write_text(self._content)
+
+
+def test_a_replacement_killed_at_any_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next run finds the former result or the new one, whatever it is asked to do with it."""
+
+    class Killed(BaseException):
+        """Ends a run like a signal: nothing handles it."""
+
+    def write(content: str, out: Path, **ways: bool) -> str:
+        frame: Any = Rows(content)
+        return write_result(frame, str(out), **ways)
+
+    rename = os.rename
+    for number, (kept_content, is_told) in enumerate([("old", False), ("old", True), ("new", False)]):
+        out = tmp_path / str(number) / "out"
+        write("old", out)
+        left = [number]
+
+        def counted(source: str, target: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", counted)
+        with pytest.raises(Killed) if number < 2 else contextlib.nullcontext():
+            write("new", out, overwrite=True)
+        monkeypatch.setattr(os, "rename", rename)
+        caplog.clear()
+        with pytest.raises(ConfigError, match="exists"):
+            write("plain", out)
+        assert [file.read_text() for file in out.glob("*.parquet")] == [kept_content]
+        assert any("is back" in line for line in caplog.messages) == is_told
+        with pytest.raises(ConfigError, match="one result, without runs"):
+            write("run", out, append=True)
+        write("newest", out, overwrite=True)
+        assert [file.read_text() for file in out.glob("*.parquet")] == ["newest"]
+        assert os.listdir(out.parent) == ["out"]
 
 
 @pytest.mark.slow
