@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -182,7 +182,7 @@ def export(
 
 def _local(out: object) -> str:
     text = os.fspath(out) if isinstance(out, str | os.PathLike) else ""
-    if not text:
+    if not text or "\0" in text:
         raise ConfigError(f"out: expected the path of a folder or file, found {out!r:.80}")
     if "://" in text:
         raise ConfigError(
@@ -222,8 +222,8 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
         raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
 
 
-def _partitions(asked: str | Sequence[str], form: str) -> Sequence[str]:
-    names = [asked] if isinstance(asked, str) else list(asked)
+def _partitions(asked: object, form: str) -> Sequence[str]:
+    names: list[Any] = [asked] if isinstance(asked, str | bytes) or not isinstance(asked, Iterable) else list(asked)
     for name in names:
         if name not in _PARTITIONS or form != "parquet" or names.count(name) > 1:
             wanted = f"expected some of {', '.join(_PARTITIONS)}, each once, for Parquet"

@@ -312,6 +312,37 @@ class PlannedStore:
                 f"{queue.end}; {REST}"
             )
 
+    def check_order(self, options: ReadOptions) -> None:
+        """Raise `ConfigError` if the wanted offsets of a queue, or their times, begin after their end."""
+        starting, ending = (
+            f"{setting}{'ByTimestamp' if isinstance(offsets, OffsetTimes) else ''}"
+            for setting, offsets in zip(options.offset_settings, (options.starting, options.ending), strict=True)
+        )
+        for name in self.queues:
+            first, last = self._asked(name, options.starting), self._asked(name, options.ending)
+            if first in (None, EARLIEST) or last in (None, LATEST):
+                continue
+            assert first is not None
+            assert last is not None
+            if min(first, last) >= 0 and isinstance(options.starting, OffsetTimes) == isinstance(
+                options.ending, OffsetTimes
+            ):
+                found = first, last
+            else:
+                found = self.offset_of(name, options.starting, EARLIEST), self.offset_of(name, options.ending, LATEST)
+            if found[0] > found[1]:
+                raise ConfigError(
+                    f"{starting} and {ending.removeprefix('option ')}: {self.path}: topic {name[0]!r}, "
+                    f"queue {name[1]}: expected a begin that is not after the end, found {found[0]} and {found[1]}"
+                )
+
+    def _asked(self, name: QueueName, offsets: OffsetBounds) -> int | None:
+        """Return what the caller asked for a queue: an offset or a time; None if nothing."""
+        if isinstance(offsets, str):
+            return EARLIEST if offsets == "earliest" else LATEST
+        found: int | None = self._own(offsets).get(name[0], {}).get(str(name[1]))
+        return found
+
     def check_names(self, offsets: OffsetBounds, setting: str) -> None:
         """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want.
 
@@ -427,7 +458,7 @@ def plan(
     ``prune`` removes ranges that hold no wanted row.
 
     Raises:
-        ConfigError: An offset names a queue that does not exist.
+        ConfigError: An offset names a queue that does not exist, or the offsets of a queue begin after their end.
         DataLossError: Requested messages were deleted, and ``options`` treat that as an error.
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
@@ -447,6 +478,7 @@ def plan(
             starting, ending = options.offset_settings
             store.check_names(options.starting, starting)
             store.check_names(options.ending, ending)
+            store.check_order(options)
             whole = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
             ranges: Ranges = list(whole.items())
             if prune is not None:

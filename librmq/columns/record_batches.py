@@ -21,7 +21,7 @@ from librmq.columns.planner import plan
 from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
-from librmq.columns.remote import RemoteFiles, RemoteStore, located
+from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.columns.sharing import plan_for_others
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
@@ -136,12 +136,15 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
         if not isinstance(one, str | os.PathLike | RemoteStore):
             raise ConfigError(f"store: expected a folder, a URL or a RemoteStore, found {one!r:.80}")
     files = settings.get("files")
+    check_storage_options(settings.get("storage_options"))
     if files is None:
         found = [_located(one, settings) for one in stores]
         remote = {one.url: one for one in found if isinstance(one, RemoteStore)}
         paths = tuple(one.url if isinstance(one, RemoteStore) else one for one in found)
         files = RemoteFiles(remote) if remote else None
         use_options = any(isinstance(one, RemoteStore) and one not in stores for one in found)
+    elif not all(callable(getattr(files, name, None)) for name in ("open", "list", "is_folder")):
+        raise ConfigError(f"files: expected Files such as MemoryFiles, found {files!r:.80}; leave it out for the disk")
     else:
         paths = tuple(one.url if isinstance(one, RemoteStore) else os.fspath(one) for one in stores)
         use_options = False
@@ -219,7 +222,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     elif topic is not None:
         wanted = replace(wanted, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
     if queue is not None:
-        ids = list(queue) if isinstance(queue, Iterable) else [queue]
+        ids: list[Any] = list(queue) if isinstance(queue, Iterable) and not isinstance(queue, bytes) else [queue]
         if not ids or not all(type(one) is int and one >= 0 for one in ids):
             raise ConfigError(f"queue: expected queue ids, whole numbers from 0 on, found {queue!r:.80}")
         wanted = replace(wanted, queue_ids=frozenset(ids))

@@ -33,8 +33,9 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files, make_folders
 from librmq.store.format import directory
 
-__all__ = ["RemoteFiles", "RemoteStore", "fetch", "located"]
+__all__ = ["RemoteFiles", "RemoteStore", "check_storage_options", "fetch", "located"]
 
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).")
 _BLOCK: Final = 64 << 10
 _REQUEST_BYTES: Final = 8 << 20
 _AT_ONCE_BYTES: Final = 32 << 20
@@ -68,13 +69,14 @@ class RemoteStore:
             storage_options: Arguments of the scheme's file system, such as keys and endpoints.
 
         Raises:
-            ConfigError: ``storage_options`` are no mapping by names.
+            ConfigError: ``url`` is no URL, or ``storage_options`` are no mapping by names.
         """
-        given: Any = storage_options or {}
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise ConfigError(f"storage_options: expected values by names of arguments, found {given!r:.80}")
+        text: Any = url
+        if not isinstance(text, str) or not _URL.match(text):
+            raise ConfigError(f"url: expected a URL such as s3://bucket/store, found {text!r:.80}")
+        check_storage_options(storage_options)
         self.url = url.rstrip("/")
-        self._options = dict(given)
+        self._options = dict(storage_options or {})
         self._is_kept = True
         self._folder: str | None = None
         self._within: str | None = None
@@ -330,17 +332,25 @@ def fetch(files: Files, path: str, name: str, ranges: Iterable[tuple[int, int]])
         files.fetch(path, name, ranges)
 
 
+def check_storage_options(given: object) -> None:
+    """Raise `ConfigError` for arguments of a file system that are no mapping by names."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise ConfigError(f"storage_options: expected values by names of arguments, found {given!r:.80}")
+
+
 def located(text: str, storage_options: Mapping[str, Any] | None) -> str | RemoteStore:
     """Return the local path that ``text`` names, or the store behind its URL.
 
     Raises:
         ConfigError: The scheme can't be read.
     """
+    if "\0" in text:
+        raise ConfigError(f"store: expected a path or a URL, found {text!r:.80}, which has a null character")
     parts = urlsplit(text)
     scheme = parts.scheme
     if scheme == "file" and not parts.netloc:
         return os.path.abspath(unquote(parts.path))
-    if scheme != "dbfs" and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).", text):
+    if scheme != "dbfs" and _URL.match(text):
         return RemoteStore.once(text, storage_options)
     if len(scheme) > 1 and not os.path.lexists(text):  # one letter is a drive
         raise ConfigError(

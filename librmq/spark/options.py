@@ -94,8 +94,6 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
     if begin_ms is not None and end_ms is not None and begin_ms > end_ms:
         raise ConfigError(f"option startingTimestamp: expected a time before {end_ms}, the end, found {begin_ms}")
-    if view == "queues" and (begin_ms, end_ms) != (None, None):
-        raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
     starting, ending = _offsets(given, "startingOffsets", "earliest"), _offsets(given, "endingOffsets", "latest")
     if view == "log" and (starting, ending) != ("earliest", "latest"):
         raise ConfigError(

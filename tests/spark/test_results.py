@@ -176,7 +176,7 @@ def test_a_replacement_killed_at_any_rename(
     class Killed(BaseException):
         """Ends a run like a signal: nothing handles it."""
 
-    def write(content: str, out: Path, **ways: bool) -> str:
+    def write(content: str, out: Path, **ways: Any) -> str:
         frame: Any = Rows(content)
         return write_result(frame, str(out), **ways)
 

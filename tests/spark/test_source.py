@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -186,6 +187,53 @@ def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
         if option.startswith("starting"):
             with pytest.raises(ConfigError, match=f"^option {option}: .* has no queue 7 of topic 'Orders'"):
                 source.streamReader(schema_of(["topic"])).initialOffset()
+
+
+@pytest.mark.parametrize(
+    ("starting", "ending", "text"),
+    [
+        ({"Offsets": '{"Orders": {"0": 9}}'}, {"Offsets": '{"Orders": {"0": 5}}'}, "found 9 and 5"),
+        ({"Offsets": "latest"}, {"Offsets": '{"Orders": {"0": 5}}'}, "found 90 and 5"),
+        ({"Offsets": '{"Orders": {"0": 9}}'}, {"Offsets": "earliest"}, "found 9 and 0"),
+        (
+            {"OffsetsByTimestamp": '{"Orders": {"0": 4000000000002}}'},
+            {"OffsetsByTimestamp": '{"Orders": {"0": 4000000000001}}'},
+            "found 4000000000002 and 4000000000001",
+        ),
+        ({"Offsets": '{"Orders": {"0": 9}}'}, {"OffsetsByTimestamp": '{"Orders": {"0": 1}}'}, "found 9 and 0"),
+    ],
+)
+def test_a_begin_after_the_end_is_refused(
+    folder: Path, starting: dict[str, str], ending: dict[str, str], text: str
+) -> None:
+    from librmq.errors import ConfigError
+    from librmq.spark.source import RocketMQDataSource, schema_of
+
+    def planned(*sides: tuple[str, dict[str, str]]) -> list[Any]:
+        options = {side + name: value for side, given in sides for name, value in given.items()}
+        source = RocketMQDataSource({"path": str(folder), "failOnDataLoss": "false", **options})
+        return list(source.reader(schema_of(["topic"])).partitions())
+
+    names = [f"{side}{next(iter(given))}" for side, given in (("starting", starting), ("ending", ending))]
+    with pytest.raises(ConfigError, match=f"option {names[0]} and {names[1]}: .*'Orders', queue 0: .*{text}"):
+        planned(("starting", starting), ("ending", ending))
+    assert planned(("ending", starting), ("starting", ending))  # the same the other way round
+
+
+def test_queue_entries_are_chosen_by_time(folder: Path) -> None:
+    """As in `librmq.columns.reader`: the times of the messages decide, though entries have none."""
+    from librmq import columns
+    from librmq.spark.source import RocketMQDataSource, schema_of
+
+    given = {"view": "queues", "startingTimestamp": str(START_MS + 100_000), "endingTimestamp": str(START_MS + 200_000)}
+    reader = RocketMQDataSource({"path": str(folder), **given}).reader(schema_of(["physicalOffset"]))
+    found: list[Any] = [batch for part in reader.partitions() for batch in reader.read(part)]
+    settings: Any = {"since": START_MS + 100_000, "until": START_MS + 200_000, "columns": ["physicalOffset"]}
+    for view in ("queues", "messages"):
+        same = columns.reader(folder, view=view, topic=re.compile(".*"), **settings).read_all()
+        places = same["physicalOffset"].to_pylist()
+        assert sorted(places) == sorted(place for batch in found for place in batch["physicalOffset"].to_pylist())
+    assert len(places) > 90
 
 
 @pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "hdfs:/store"])
