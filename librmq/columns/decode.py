@@ -17,6 +17,7 @@ Blocks of 4,000 to 16,000 records fit into the processor's cache.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq.columns.arrays import Bytes, Ints, Mask, gather, numbers, replaced, slices, texts
+from librmq.columns.arrays import Bytes, Ints, Mask, gather, numbers, offsets_and_bytes, replaced, slices, texts
 from librmq.columns.properties import Properties
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
@@ -41,6 +42,8 @@ HEADER: Final = np.dtype(
 """`record.LAYOUT` as a numpy type: everything before the body, with IPv4 hosts."""
 LAST_MS: Final = ((1 << 63) - 1) // 1000
 """The largest time that Spark's timestamp can hold."""
+_SHORT_BODY: Final = 512
+"""Most bytes of a body that is copied to compute its checksum, on average of a block."""
 
 
 class Block:
@@ -70,35 +73,39 @@ class Block:
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
         head = self._head = self._headers(at)
-        end = at + head["size"]
-        magic = head["magic"]
-        second = magic == record.MESSAGE_MAGIC_V2
-        sound &= ((magic == record.MESSAGE_MAGIC) | second) & (head["size"] >= record.FIXED_SIZE) & (end <= limit)
+        # Fields of several tests are taken out of the headers once.
+        size, self._flags = head["size"].astype(np.int64), head["sys_flag"].astype(np.int32)
+        end = at + size
+        first = head["magic"] == record.MESSAGE_MAGIC
+        second = None if first.all() else head["magic"] == record.MESSAGE_MAGIC_V2
+        sound &= (size >= record.FIXED_SIZE) & (end <= limit)
+        if second is not None:
+            sound &= first | second
+            second = second if second.any() else None
         if self._sizes is not None:
-            sound &= head["size"] == self._sizes
+            sound &= size == self._sizes
         self.sound = sound
-        sys_flag = head["sys_flag"]
         self._born_shift = self._store_shift = None
         body_at = at + record.BODY_AT
-        body_length = head["body_length"].astype(np.int64)
-        if (sys_flag & record.HOSTS_V6).any():
-            self._born_shift = record.HOST_V6_EXTRA * ((sys_flag & record.BORN_HOST_V6) != 0).astype(np.int64)
-            shift = record.HOST_V6_EXTRA * ((sys_flag & record.STORE_HOST_V6) != 0).astype(np.int64)
+        lengths: Any = 3 if second is None else np.where(second, 4, 3)  # of topic and properties
+        if (self._flags & record.HOSTS_V6).any():
+            self._born_shift = record.HOST_V6_EXTRA * ((self._flags & record.BORN_HOST_V6) != 0).astype(np.int64)
+            shift = record.HOST_V6_EXTRA * ((self._flags & record.STORE_HOST_V6) != 0).astype(np.int64)
             self._store_shift = self._born_shift + shift
             body_at = body_at + self._store_shift
-            sound &= body_at + np.where(second, 4, 3) <= end
+            sound &= body_at + lengths <= end
         if not self._frames:
             return
-        if self._store_shift is not None:
+        if self._store_shift is None:
+            body_length = head["body_length"].astype(np.int64)
+        else:
             body_length = gather(raw, np.where(sound, body_at - 4, 0), ">i4").astype(np.int64)
         body_end = body_at + np.maximum(body_length, 0)
-        any_second = bool(second.any())
-        lengths: Any = np.where(second, 4, 3) if any_second else 3
         sound &= body_end + lengths <= end
         topic_at = body_end + 1
-        topic_length = raw[np.where(sound, body_end, 0)].astype(np.int64)
+        topic_length = raw[self._of_sound(body_end)].astype(np.int64)
         most: Any = record.MAX_TOPIC_SIZE
-        if any_second:
+        if second is not None:
             wide = gather(raw, np.where(sound & second, body_end, 0), ">u2").astype(np.int64)
             topic_length = np.where(second, wide, topic_length)
             topic_at = topic_at + second
@@ -106,12 +113,16 @@ class Block:
         topic_end = topic_at + topic_length
         sound &= (topic_length <= most) & (topic_end + 2 <= end)
         properties_at = topic_end + 2
-        properties_length = gather(raw, np.where(sound, topic_end, 0), ">u2").astype(np.int64)
+        properties_length = gather(raw, self._of_sound(topic_end), ">u2").astype(np.int64)
         properties_length[properties_length > record.MAX_PROPERTIES_SIZE] = 0
         sound &= properties_at + properties_length == end
         self._body = body_at, body_end
         self._topic = topic_at, topic_end
         self._properties_at = properties_at, end
+
+    def _of_sound(self, positions: Ints) -> Ints:
+        """Return ``positions`` with 0 in unsound rows."""
+        return positions if self.sound.all() else np.where(self.sound, positions, 0)
 
     def _headers(self, at: Ints) -> npt.NDArray[Any]:
         size = HEADER.itemsize
@@ -155,8 +166,8 @@ class Block:
         bit = record.BORN_HOST_V6 if name == "born_host" else record.STORE_HOST_V6
         if name == "store_host" and self._born_shift is not None:
             at = at + self._born_shift
-        at = np.where(self.sound, at, 0)
-        long = (self._head["sys_flag"] & bit) != 0
+        at = self._of_sound(at)
+        long = (self._flags & bit) != 0
         found = np.empty(len(at), object)
         for rows, size in ((np.flatnonzero(~long), 8), (np.flatnonzero(long), 20)):
             if len(rows):
@@ -172,19 +183,20 @@ class Block:
         """Return the topics in the records."""
         return texts(self._slices(*self._topic))
 
+    @cached_property
     def stored_body(self) -> pa.BinaryArray:
-        """Return the bodies as stored."""
+        """The bodies as stored."""
         return self._slices(*self._body)
 
     def body(self) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
         """Return the bodies as sent, null where one can't be restored, and the reasons by row."""
-        stored = self.stored_body()
-        packed = np.flatnonzero(self.sound & ((self._head["sys_flag"] & record.COMPRESSED) != 0))
+        stored = self.stored_body
+        packed = np.flatnonzero(self.sound & ((self._flags & record.COMPRESSED) != 0))
         bad: dict[int, RecordError] = {}
         values: list[bytes | None] = []
         for row in packed.tolist():
             try:
-                flags = int(self._head["sys_flag"][row])
+                flags = int(self._flags[row])
                 values.append(record.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
             except BodyCompressionError as error:
                 bad[row] = error
@@ -193,14 +205,28 @@ class Block:
 
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the errors of rows whose stored body does not match its checksum."""
-        begins, ends = self._body
         expected = self._head["body_crc"]
-        found = _checksums(self._raw, begins, ends).astype(np.int64) & 0x7FFFFFFF
-        wrong = (found != self._head["body_crc"]) & self.sound & (ends > begins)
+        found = self._checksums().astype(np.int64) & 0x7FFFFFFF
+        begins, ends = self._body
+        wrong = (found != expected) & self.sound & (ends > begins)
         return {
             int(row): RecordError(f"body checksum: expected {expected[row]:08x}, found {found[row]:08x}", 8)
             for row in np.flatnonzero(wrong)
         }
+
+    def _checksums(self) -> npt.NDArray[np.uint32]:
+        """Return the CRC-32 of each stored body."""
+        begins, ends = self._body
+        if CORE is not None:
+            return np.frombuffer(CORE.checksums(self._raw, begins, ends), np.uint32)
+        offsets, data = offsets_and_bytes(self.stored_body)
+        if len(data) > _SHORT_BODY * len(self):
+            view = self._raw.data
+            found = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+            return np.array(found, np.uint32)
+        # A copy of few bytes costs less than a view.
+        bodies = map(io.BytesIO(data.data).read, np.diff(offsets).tolist())
+        return np.fromiter(map(crc32, bodies), np.uint32, len(self))
 
     @cached_property
     def properties(self) -> Properties:
@@ -208,9 +234,7 @@ class Block:
         return Properties(self._raw, *self._sound_only(*self._properties_at))
 
     def _sound_only(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
-        if self.sound.all():
-            return begins, ends
-        return np.where(self.sound, begins, 0), np.where(self.sound, ends, 0)
+        return self._of_sound(begins), self._of_sound(ends)
 
     def _slices(self, begins: Ints, ends: Ints) -> pa.BinaryArray:
         return slices(self._raw, *self._sound_only(begins, ends))
@@ -218,14 +242,6 @@ class Block:
     def column(self, name: str) -> pa.Array:
         """Return a column by its name in `COLUMNS`."""
         return COLUMNS[name][1](self)
-
-
-def _checksums(raw: Bytes, begins: Ints, ends: Ints) -> npt.NDArray[np.uint32]:
-    """Return the CRC-32 of each part of ``raw``."""
-    if CORE is not None:
-        return np.frombuffer(CORE.checksums(raw, begins, ends), np.uint32)
-    view = raw.data
-    return np.array([crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)], np.uint32)
 
 
 def _number(name: str, kind: pa.DataType) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
@@ -269,7 +285,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "storeHost": (pa.string(), lambda block: block.host("store_host")),
     "preparedTransactionOffset": _number("prepared_offset", pa.int64()),
     "bodyCrc": (pa.int64(), lambda block: numbers(block.field("body_crc").astype(np.int64))),
-    "storedBody": (pa.binary(), Block.stored_body),
+    "storedBody": (pa.binary(), lambda block: block.stored_body),
     "propertiesString": (pa.string(), lambda block: block.properties.stored()),
 }
 """The columns that a record can fill, by their names in Spark."""

@@ -191,8 +191,19 @@ def test_a_row_with_very_many_properties() -> None:
     assert found == list(decode_properties(raw).items())
 
 
-def test_a_changed_body_is_found() -> None:
-    record = Record(topic="T", body=b"sound", body_crc=body_checksum(b"sound"))
-    good = encode_record(record)
-    block = block_of([good, good.replace(b"sound", b"zound")])
+def test_a_name_without_a_value_in_the_first_row_only() -> None:
+    stored = [b"KEYS\2a\1x\2", b"KEYS\1v\2a\1x\2"]
+    data = np.frombuffer(b"".join(stored), np.uint8)
+    properties = Properties(data, np.array([0, len(stored[0])]), np.array([len(stored[0]), len(data)]))
+    assert properties.value("KEYS").to_pylist() == [None, "v"]
+    assert properties.map().to_pylist() == [[("a", "x")], [("KEYS", "v"), ("a", "x")]]
+
+
+@pytest.mark.parametrize("length", [5, 5000])
+def test_a_changed_body_is_found(length: int) -> None:
+    body = b"sound" * (length // 5)
+    good = encode_record(Record(topic="T", body=body, body_crc=body_checksum(body)))
+    changed = bytearray(good)
+    changed[good.index(body) + length - 1] ^= 1
+    block = block_of([good, bytes(changed), encode_record(Record(topic="T")), good])
     assert list(block.bad_checksums()) == [1]
