@@ -14,12 +14,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from packages import QUIET_PIP, Uv, find_uv
+from packages import QUIET_PIP, Uv, find_uv, pip_for, serves_others
 from programs import watch
 from screen import Screen, Step, seconds_text
 
@@ -77,11 +77,9 @@ class Environment:
         with Step(screen, "packages") as step:
             stamp = self._read_stamp()
             basis = self._basis()
-            of_core = sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}"))
-            core, pyproject = digest(of_core), digest([CHECKOUT / "pyproject.toml", *of_core])
+            core, pyproject = self._sources()
             same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
-            current = same and stamp is not None and stamp["pyproject"] == pyproject
-            installed = frozenset(stamp["extras"]) if current and stamp else frozenset()
+            installed = self.extras()
             if extras <= installed:
                 step.finish(f"up to date in {self.folder}")
                 return
@@ -93,13 +91,25 @@ class Environment:
             # Until pip has finished, the stamp only records that the folder is ours.
             self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
             wants_core = "test" in extras and not has_core  # the demo runs the Python code
-            has_core |= self._install(extras, step, with_core=wants_core)
+            has_core |= self._install(extras, step, with_core=wants_core, has_librmq=bool(installed))
             stamp = {"basis": basis, "pyproject": pyproject, "extras": sorted(extras)}
             self._write_stamp({**stamp, "core": core} if has_core else stamp)
 
+    def extras(self) -> frozenset[str]:
+        """Return the extras whose packages are installed here, as the checkout now asks for them."""
+        stamp = self._read_stamp()
+        if stamp is None or stamp.get("basis") != self._basis() or not self.python.exists():
+            return frozenset()
+        return frozenset(stamp["extras"]) if stamp["pyproject"] == self._sources()[1] else frozenset()
+
     def has(self, package: str) -> bool:
         """Return whether a package is installed here, without importing it."""
-        return any(self.folder.glob(f"**/site-packages/{package}/__init__.py"))
+        libraries = ("lib/python*/site-packages", "Lib/site-packages")
+        return any(path for library in libraries for path in self.folder.glob(f"{library}/{package}/__init__.py"))
+
+    def has_uv(self) -> bool:
+        """Return whether uv, which can add packages beside running programs, is on the path or in here."""
+        return shutil.which("uv") is not None or (self.bin / f"uv{self.python.suffix}").exists()
 
     def variables(self) -> dict[str, str]:
         """Return the variables for programs: this environment comes first, and no ``librmq`` from the current folder.
@@ -123,6 +133,11 @@ class Environment:
     def run(self, command: Sequence[str | Path], folder: Path = CHECKOUT) -> int:
         """Run a program of this environment in ``folder``, on the caller's terminal; return its exit status."""
         return subprocess.run([str(word) for word in command], cwd=folder, env=self.variables()).returncode
+
+    def _sources(self) -> tuple[str, str]:
+        """Return the hash of the compiled core's sources, and that of all that decides which packages are needed."""
+        of_core = sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}"))
+        return digest(of_core), digest([CHECKOUT / "pyproject.toml", *of_core])
 
     def _basis(self) -> dict[str, str]:
         """Return the fixed properties of an environment: if they differ, another one must be made."""
@@ -164,7 +179,9 @@ class Environment:
             ) from error
         # The base Python, because this one may run in the environment that is being replaced.
         python: str = getattr(sys, "_base_executable", sys.executable)
-        command = [python, "-m", "venv", str(self.folder)]
+        # To unpack Python's own pip and compile it takes seconds.
+        without = ["--without-pip"] if serves_others() else []
+        command = [python, "-m", "venv", *without, str(self.folder)]
         status, printed = watch(command, step, folder=CHECKOUT, variables=os.environ)
         if status:
             step.screen.line(printed)
@@ -173,34 +190,48 @@ class Environment:
                 "(Debian, Ubuntu: apt install python3-venv), or name another Python with PYTHON=/path/to/it."
             )
 
-    def _install(self, extras: frozenset[str], step: Step, *, with_core: bool) -> bool:
+    def _install(self, extras: frozenset[str], step: Step, *, with_core: bool, has_librmq: bool) -> bool:
         """Install librmq with its extras, and the compiled core if it is wanted; return whether the core was built."""
-        names = ",".join(sorted(extras))
-        target = [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
-        step.screen.line(f"Installing what librmq and its tests need in {self.folder}, once: this takes some minutes.")
+        step.screen.line(f"Installing what librmq needs in {self.folder}, once.")
         scratch = self.folder / "tmp"  # pip downloads to this folder, so that the progress of a large file can be shown
         scratch.mkdir(exist_ok=True)
         (scratch / "setuptools.cfg").write_text(STORED_WHEELS, "utf-8")
         variables = {"DIST_EXTRA_CONFIG": str(scratch / "setuptools.cfg"), **self.variables(), "TMPDIR": str(scratch)}
-        step.show("looking for uv")
-        uv = find_uv(self.python, lambda command: watch(command, step, folder=CHECKOUT, variables=variables))
         progress = Installing(step, scratch)
 
-        def install(command: Sequence[str | Path], **more: str) -> tuple[int, str]:
+        def run(command: Sequence[str | Path], **more: str) -> tuple[int, str]:
             return watch(command, step, folder=CHECKOUT, variables={**variables, **more}, look=progress.look)
 
-        # Bytecode is compiled on first use, because most modules of the packages are never imported.
-        pip: list[str | Path] = [self.python, "-m", "pip", "install", *QUIET_PIP, "--no-compile"]
+        step.show("looking for uv")
+        own_pip = self.has("pip")
+        uv = find_uv(
+            self.python, lambda command: watch(command, step, folder=CHECKOUT, variables=variables), own_pip=own_pip
+        )
         with ThreadPoolExecutor(1) as beside:  # the compiler keeps one core busy, and the installer another
             build = beside.submit(self._build_core, scratch / "core", uv) if with_core else None
-            status, printed = install(uv.install(target), **uv.variables) if uv else (1, "")
+            status, printed = (1, "")
+            if uv:
+                for command in self._commands_of_uv(uv, extras, has_librmq=has_librmq):
+                    status, printed = run(command, **uv.variables)
+                    progress.next()
+                    if status:
+                        break
             if status:  # pip's messages are those that a user knows
-                status, printed = install([*pip, "--progress-bar", "off", *target])
+                names = ",".join(sorted(extras))
+                status, printed = run([*self._pip_install(), "--progress-bar", "off", *self._librmq(names)])
+            if status == 0 and not self.has("pip"):
+                watch([self.python, "-m", "ensurepip"], step, folder=CHECKOUT, variables=variables)
             lacking = build.result() if build else None
         if build and status == 0:
             if not lacking:
-                built = [*pip, "--no-deps", "--force-reinstall", "--no-index", "--find-links", scratch / "core"]
-                lacking = self._core_of([*built, "librmq-core"])
+                built: list[str | Path] = [
+                    "--no-deps",
+                    "--force-reinstall",
+                    "--no-index",
+                    "--find-links",
+                    scratch / "core",
+                ]
+                lacking = self._core_of([*self._pip_install(), *built, "librmq-core"])
             step.screen.line(f"The compiled core is {f'skipped: {lacking}' if lacking else 'built and installed'}.")
         shutil.rmtree(scratch, ignore_errors=True)
         if status:
@@ -213,13 +244,36 @@ class Environment:
         step.finish(progress.summary())
         return lacking == ""
 
+    def _librmq(self, names: str) -> list[str | Path]:
+        """Return what to tell an installer so that it installs librmq with the extras ``names``."""
+        return [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
+
+    def _pip_install(self) -> list[str | Path]:
+        """Return the command by which pip installs here."""
+        # Bytecode is compiled on first use, because most modules of the packages are never imported.
+        return [*pip_for(self.python, own=self.has("pip")), "install", *QUIET_PIP, "--no-compile"]
+
+    def _commands_of_uv(self, uv: Uv, extras: frozenset[str], *, has_librmq: bool) -> Iterator[list[str | Path]]:
+        """Return the commands by which uv installs librmq, or only what ``extras`` require if librmq is there."""
+        requirements = CHECKOUT / "pyproject.toml"
+        if "spark" in extras and not self.has("pyspark"):
+            # To learn what PySpark requires, uv downloads its source of 430 MB, and again to build it where the index
+            # forbids to keep files. An installed PySpark says so itself.
+            yield uv.install_requirements(requirements, extras, alone=True)
+        if has_librmq:
+            yield uv.install_requirements(requirements, extras, alone=False)
+        else:
+            own = ["pip"] if not self.has("pip") and "--no-index" not in uv.indexes else []
+            yield uv.install([*self._librmq(",".join(sorted(extras))), *own])
+
     def _build_core(self, into: Path, uv: Uv | None) -> str:
         """Build a wheel of the compiled core, which librmq can do without; return why there is none, or nothing."""
         if not CORE.is_dir() or shutil.which(os.environ.get("CC", "cc")) is None:
             return "there is no C compiler"
         if uv and not self._core_of(uv.build(CORE, into), **uv.variables):
             return ""
-        return self._core_of([self.python, "-m", "pip", "wheel", *QUIET_PIP, "--no-deps", "--wheel-dir", into, CORE])
+        pip = pip_for(self.python, own=self.has("pip"))
+        return self._core_of([*pip, "wheel", *QUIET_PIP, "--no-deps", "--wheel-dir", into, CORE])
 
     def _core_of(self, command: Sequence[str | Path], **more: str) -> str:
         """Run a command that builds or installs the core; return why it failed, or nothing."""
@@ -232,10 +286,15 @@ class Environment:
 
 
 class Installing:
-    """Reads the progress of pip or uv from its output."""
+    """Reads the progress of pip or uv from the output of one command after the other."""
 
     _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) ?(bytes|[kKMG]i?B)\)$", re.MULTILINE)
     _DOWNLOADED = re.compile(r"^ *Downloaded ", re.MULTILINE)
+    _BUILDING = re.compile(r"^ *Building (\S+)(?:==\S+$| @ )", re.MULTILINE)
+    _SOURCE = re.compile(r"^ *Building (\S+)==\S+$", re.MULTILINE)
+    _BUILT = re.compile(r"^ *Built ", re.MULTILINE)
+    _CHOSEN_BY_UV = re.compile(r"^Resolved ", re.MULTILINE)
+    _PREPARED_BY_UV = re.compile(r"^Prepared ", re.MULTILINE)
     _INSTALLED_BY_UV = re.compile(r"^Installed (\d+) packages? in", re.MULTILINE)
     _UNITS = {"bytes": 1e-6, "kB": 1e-3, "KiB": 1e-3, "MB": 1.0, "MiB": 1.05, "GB": 1e3, "GiB": 1.07e3}  # noqa: RUF012
 
@@ -244,10 +303,18 @@ class Installing:
         self.scratch = scratch
         self.downloads: list[tuple[str, float]] = []
         """Names and sizes in MB; uv tells those of large files alone."""
+        self.sources: list[str] = []
+        """Packages that uv got as a source, whose size it does not tell."""
         self.download_seconds = 0.0
         self.packages = 0
+        self._before: tuple[list[tuple[str, float]], list[str], int] = ([], [], 0)
         self._clock = clock
         self._looked = clock()
+        self._downloads = False
+
+    def next(self) -> None:
+        """Start to read the output of another command."""
+        self._before = (self.downloads, self.sources, self.packages)
         self._downloads = False
 
     def look(self, printed: str) -> None:
@@ -255,26 +322,34 @@ class Installing:
         since, self._looked = self._looked, self._clock()
         if self._downloads:
             self.download_seconds += self._looked - since
-        self.downloads = [
+        downloads, sources, packages = self._before
+        in_this = [
             (name.rpartition("/")[2], float(size) * self._UNITS[unit])
             for name, size, unit in self._DOWNLOAD.findall(printed)
         ]
+        self.downloads = downloads + in_this
+        self.sources = sources + self._SOURCE.findall(printed)
         downloaded = len(self._DOWNLOADED.findall(printed))
+        builds = len(self._BUILDING.findall(printed)) > len(self._BUILT.findall(printed))
+        gets = bool(self._CHOSEN_BY_UV.search(printed)) and not self._PREPARED_BY_UV.search(printed)
         last = printed.rstrip().rpartition("\n")[2].strip()
-        self._downloads = last.startswith("Downloading") or 0 < downloaded < len(self.downloads)
+        of_file = last.startswith("Downloading") or 0 < downloaded < len(in_this)
+        self._downloads = of_file or (gets and not builds)
         if installed := self._INSTALLED_BY_UV.search(printed):
-            self.packages = int(installed[1])
+            self.packages = packages + int(installed[1])
         elif last.startswith("Installing collected packages"):
-            self.packages = last.count(",") + 1
+            self.packages = packages + last.count(",") + 1
             self.step.show(f"installing {self.packages} packages")
-        elif self._downloads:
+        elif of_file:
             name, size = self.downloads[-1]
             fetched = self._fetched(name) if last.endswith("B)") else 0
             self.step.show(
                 f"downloading {name} ({size:.0f} MB); {self._so_far()}",
                 fetched / size if fetched and size and self.step.screen.live else None,
             )
-        elif last.startswith(("Building", "Preparing metadata")):
+        elif self._downloads:
+            self.step.show(f"downloading; {self._so_far()}")
+        elif builds or last.startswith(("Building", "Preparing metadata")):
             self.step.show(f"building a package; {self._so_far()}")
         elif last.startswith("Prepared"):
             self.step.show("installing")
@@ -283,11 +358,13 @@ class Installing:
 
     def summary(self) -> str:
         """Return what was done, with the time of downloads apart."""
-        in_time = f" in {seconds_text(self.download_seconds)}" if self.downloads else ""
+        in_time = f" in {seconds_text(self.download_seconds)}" if self.downloads or self.sources else ""
         return f"{self.packages} packages installed, {self._so_far()}{in_time}"
 
     def _so_far(self) -> str:
-        return f"{len(self.downloads)} files downloaded, {sum(size for _, size in self.downloads):.0f} MB"
+        size = sum(size for _, size in self.downloads)
+        of_sources = f" and the source of {', '.join(self.sources)}" if self.sources else ""
+        return f"{len(self.downloads)} files downloaded, {size:.0f} MB{of_sources}"
 
     def _fetched(self, name: str) -> float:
         """Return how many MB of a file were downloaded."""

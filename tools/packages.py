@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 Run = Callable[[Sequence[str | Path]], tuple[int, str]]
@@ -56,16 +58,38 @@ class Uv:
         best = ("--index-strategy", "unsafe-best-match")
         return [self.program, "pip", "install", "--python", self.python, *best, *self.indexes, *target]
 
+    def install_requirements(self, project: Path, extras: Iterable[str], *, alone: bool) -> list[str | Path]:
+        """Return the command that installs what a project and its extras require, but not the project.
+
+        With ``alone`` the requirements of these packages are left out.
+        """
+        chosen = [word for extra in sorted(extras) for word in ("--extra", extra)]
+        return self.install([*(["--no-deps"] if alone else []), "-r", project, *chosen])
+
     def build(self, source: Path, into: Path) -> list[str | Path]:
         """Return the command that builds a wheel."""
         best = ("--index-strategy", "unsafe-best-match")
         return [self.program, "build", "--wheel", "--python", self.python, *best, *self.indexes, "-o", into, source]
 
 
-def find_uv(python: Path, run: Run) -> Uv | None:
+def serves_others() -> bool:
+    """Return whether this Python has a pip that installs in other environments (22.3 or later)."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("pip"))
+    except PackageNotFoundError:
+        return False
+    return found is not None and (int(found[1]), int(found[2])) >= (22, 3)
+
+
+def pip_for(python: Path, *, own: bool) -> list[str | Path]:
+    """Return the command of the pip that installs in the environment of ``python``: its own, or this Python's."""
+    return [python, "-m", "pip"] if own else [sys.executable, "-m", "pip", "--python", python]
+
+
+def find_uv(python: Path, run: Run, *, own_pip: bool) -> Uv | None:
     """Return uv for the environment of ``python``, installed there if it is not on the path; None where pip must do."""
-    pip: list[str | Path] = [python, "-m", "pip"]
-    status, printed = run([*pip, "config", "list"])
+    pip = pip_for(python, own=own_pip)
+    status, printed = run([*pip[:3], "config", "list"])
     settings = pip_settings(printed) if status == 0 else None
     indexes = None if settings is None else uv_indexes(settings)
     if settings is None or indexes is None:

@@ -147,7 +147,7 @@ def test_a_demo_waits_for_no_compiler(
         return 0, ""
 
     monkeypatch.setattr(environment, "watch", watch)
-    monkeypatch.setattr(environment, "find_uv", lambda *_: None)
+    monkeypatch.setattr(environment, "find_uv", lambda *_, **__: None)
     monkeypatch.setattr(environment.shutil, "which", lambda _: "/usr/bin/cc")
     place = environment.Environment(tmp_path / "venv")
     place.prepare(frozenset(extras), screen.Screen(io.StringIO(), live=False))
@@ -170,7 +170,7 @@ def test_a_wheel_takes_the_place_of_the_checkout(
         return 0, ""
 
     monkeypatch.setattr(environment, "watch", watch)
-    monkeypatch.setattr(environment, "find_uv", lambda *_: None)
+    monkeypatch.setattr(environment, "find_uv", lambda *_, **__: None)
     monkeypatch.setattr(environment.Environment, "run", lambda place, command: watch(command)[0])
     place = environment.Environment(tmp_path / "venv")
     place.prepare(frozenset({"cli"}), quiet)
@@ -178,6 +178,7 @@ def test_a_wheel_takes_the_place_of_the_checkout(
     place.python.touch()
     commands.clear()
     (wheel := tmp_path / "librmq.whl").touch()
+    give_pip(tmp_path / "venv")
     environment.Environment(tmp_path / "venv", wheel).prepare(frozenset({"cli"}), quiet)
     assert [words[3] for words in commands] == ["uninstall", "install"]
     assert commands[1][-1] == f"{wheel}[cli]"
@@ -191,7 +192,7 @@ def test_uv_asks_the_indexes_that_pip_is_set_to(
         "WARNING: x = y\n:env:.cert='/c.pem'\nglobal.find-links='/a b'\ninstall.extra-index-url='https://x https://y'"
     )
     monkeypatch.setattr(packages.shutil, "which", lambda _: "/usr/bin/uv")
-    uv = packages.find_uv(tmp_path / "python", lambda _: (0, printed))
+    uv = packages.find_uv(tmp_path / "python", lambda _: (0, printed), own_pip=True)
     assert uv.variables == {"SSL_CERT_FILE": "/c.pem"}
     assert uv.indexes == ["--find-links", "/a", "--find-links", "b", "--index", "https://x", "--index", "https://y"]
     assert uv.install(["cli"])[-1] == "cli"
@@ -199,26 +200,93 @@ def test_uv_asks_the_indexes_that_pip_is_set_to(
 
 @pytest.mark.parametrize("line", ["global.require-hashes='1'", "wheel.find-links='/a'", "global.no-binary=':all:'"])
 def test_pip_installs_where_uv_lacks_a_setting(tools: Callable[[str], ModuleType], tmp_path: Path, line: str) -> None:
-    assert tools("packages").find_uv(tmp_path / "python", lambda _: (0, f"global.timeout='9'\n{line}\n")) is None
+    printed = f"global.timeout='9'\n{line}\n"
+    assert tools("packages").find_uv(tmp_path / "python", lambda _: (0, printed), own_pip=True) is None
+
+
+def give_pip(environment: Path) -> None:
+    package = environment / "lib" / "python3.11" / "site-packages" / "pip"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+
+
+def commands_for(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, folder: Path, extras: set[str], *, uv: bool
+) -> list[list[str]]:
+    """Return the commands that make an environment with these extras, where uv works or not, without running them."""
+    environment, packages = tools("environment"), tools("packages")
+    commands: list[list[str]] = []
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        commands.append([*map(str, command)])
+        return int(command[0] == "uv" and not uv), ""
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", lambda python, run, own_pip: packages.Uv("uv", python, [], None))
+    screen = tools("screen").Screen(io.StringIO(), live=False)
+    environment.Environment(folder).prepare(frozenset(extras), screen)
+    return commands
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_pip_installs_what_uv_could_not(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool
 ) -> None:
-    environment, packages = tools("environment"), tools("packages")
-    commands: list[list[str]] = []
+    commands = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli"}, uv=works)
+    programs = ["uv" if words[0] == "uv" else words[2] for words in commands if words[2] != "ensurepip"]
+    assert programs == ["venv", "uv"] + (["pip"] if not works else [])
 
-    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
-        commands.append([*map(str, command)])
-        return int(command[0] == "uv" and not works), ""
 
-    monkeypatch.setattr(environment, "watch", watch)
-    monkeypatch.setattr(environment, "find_uv", lambda python, run: packages.Uv("uv", python, [], None))
-    place = environment.Environment(tmp_path / "venv")
-    place.prepare(frozenset({"cli"}), tools("screen").Screen(io.StringIO(), live=False))
-    assert ["install" in words for words in commands] == [False, True, True][: 2 + (not works)]
-    assert ("pip" in commands[-1] and "-m" in commands[-1]) is not works
+@pytest.mark.parametrize("serves", [True, False])
+def test_an_environment_does_not_wait_for_a_pip_of_its_own(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serves: bool
+) -> None:
+    """This Python's pip brings uv, and uv brings pip; Python's way to give it a pip takes seconds."""
+    monkeypatch.setattr(tools("environment"), "serves_others", lambda: serves)
+    made, installed, *_ = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli"}, uv=True)
+    assert ("--without-pip" in made) is serves
+    assert installed[-1] == "pip"
+
+
+@pytest.mark.parametrize(("version", "serves"), [("22.2.2", False), ("22.3", True), ("100.0", True), (None, False)])
+def test_a_pip_that_installs_elsewhere_is_known(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, version: str | None, serves: bool
+) -> None:
+    packages = tools("packages")
+
+    def of_pip(_: str) -> str:
+        if version is None:
+            raise packages.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(packages, "version", of_pip)
+    assert packages.serves_others() is serves
+
+
+def test_a_source_of_pyspark_is_fetched_once(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where uv asks a source for its requirements, it gets it a second time from an index that forbids to keep it."""
+    _, alone, rest, *_ = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli", "spark"}, uv=True)
+    assert alone[-4:] == ["--extra", "cli", "--extra", "spark"]
+    assert "--no-deps" in alone
+    assert "--no-deps" not in rest
+    assert "--editable" in rest
+
+
+def test_more_packages_leave_librmq_in_place(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program that runs beside the installer would otherwise miss librmq for a moment."""
+    folder = tmp_path / "venv"
+    commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
+    (folder / "bin").mkdir()
+    tools("environment").Environment(folder).python.parent.mkdir(exist_ok=True)
+    tools("environment").Environment(folder).python.touch()
+    give_pip(folder)
+    commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=True)
+    assert [words[0] for words in commands] == ["uv"]
+    assert commands[0][-5:] == [str(CHECKOUT / "pyproject.toml"), "--extra", "arrow", "--extra", "cli"]
 
 
 def test_check_prints_its_arguments() -> None:
@@ -396,6 +464,21 @@ class TestScreen:
         assert "##########..........  downloading b.whl (1 MB); 2 files downloaded" in step.screen.stream.getvalue()
         installing.look(printed + "Installing collected packages: a, b, c\n")
         assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB in 4 s"
+
+    def test_a_source_that_uv_fetches_counts_as_a_download(
+        self, tools: Callable[[str], ModuleType], tmp_path: Path
+    ) -> None:
+        step = tools("screen").Step(tools("screen").Screen(io.StringIO(), live=True), "packages")
+        clock = iter([0.0, 1.0, 5.0, 7.0, 8.0]).__next__
+        installing = tools("environment").Installing(step, tmp_path, clock)
+        installing.look(printed := "Resolved 2 packages in 9ms\n")
+        assert "downloading; 0 files downloaded" in step.screen.stream.getvalue()
+        installing.look(printed := printed + "   Building a==1\n")
+        assert "building a package; 0 files downloaded, 0 MB and the source of a" in step.screen.stream.getvalue()
+        installing.look(printed + "      Built a==1\nPrepared 2 packages in 6s\nInstalled 2 packages in 1ms\n")
+        installing.next()
+        installing.look("Resolved 1 package in 1ms\nPrepared 1 package in 1ms\nInstalled 1 package in 1ms\n")
+        assert installing.summary() == "3 packages installed, 0 files downloaded, 0 MB and the source of a in 4 s"
 
     def test_downloads_of_uv_are_distinguished(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
         step = tools("screen").Step(tools("screen").Screen(io.StringIO(), live=True), "packages")
