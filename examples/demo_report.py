@@ -1,6 +1,6 @@
 """Write a page about the stores of the first part of the demo: what to look at, lag, rates, damage.
 
-    python examples/demo_report.py [FOLDER]      (./demo runs it last, after examples/demo_store.py, which makes FOLDER)
+    python examples/demo_report.py [FOLDER]      (./demo runs it after examples/demo_store.py, which makes FOLDER)
 
 Leaves ``report.html``, which opens offline, and the same as ``report.json`` in FOLDER. Needs ``pip install
 'librmq[cli,report,arrow]'``, and neither Spark nor Java.
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if not all(os.path.isdir(store) for store in stores):
         print(f"{folder} lacks the stores of the first part: run examples/demo_store.py first.", file=sys.stderr)
         return 2
-    step(13, "A report on one page")
+    step(8, "A report on one page")
     code("found = report([broker, continued, damaged])", "render_page(found), found.to_json()")
     found = report(stores, title="The stores of the demo")
     page = folder / "report.html"

@@ -1,6 +1,6 @@
 """Show the stores of the first part of the demo on Spark, and write a page with plots.
 
-    python examples/demo_spark.py [FOLDER]      (./demo runs it after examples/demo_store.py, which makes FOLDER)
+    python examples/demo_spark.py [FOLDER]      (./demo runs it last; examples/demo_store.py makes FOLDER)
 
 Reads both stores as one table, applies a production filter, writes messages atomically, and leaves a page
 ``report-spark.html`` in FOLDER. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
@@ -54,14 +54,14 @@ def show(folder: Path, stores: list[str]) -> int:
     spark.sparkContext.setLogLevel("ERROR")
     register(spark)
 
-    step(8, "Two stores as one table")
+    step(9, "Two stores as one table")
     code("messages = spark.read.format('rocketmq').load([broker, continued])", "messages.groupBy('topic', 'store')…")
     say("Workers map the logs and decode them to Arrow. They take no lock, and no body passes through the driver.")
     messages = spark.read.format("rocketmq").load(stores).cache()
     counts = messages.groupBy("topic").pivot("store", [*stores]).count().orderBy("topic").collect()
     show_rows("topic", "#broker", "#continued", rows=[tuple(row) for row in counts])
 
-    step(9, "The broker's filter as a column")
+    step(10, "The broker's filter as a column")
     expression = "TAGS IN ('demo', 'TagA') AND KEYS IS NOT NULL"
     code(f'messages.where(match_sql("properties", "{expression}"))')
     say("The SQL92 expression that a consumer sends to a broker, as a native Spark expression with the same answers:")
@@ -69,13 +69,13 @@ def show(folder: Path, stores: list[str]) -> int:
     show_rows("tag", "#messages that match", rows=[tuple(row) for row in matching])
     messages.unpersist()
 
-    step(10, "Groups that are behind")
+    step(11, "Groups that are behind")
     code("run(spark, 'backlog', [broker, continued])")
     behind = run(spark, "backlog", stores).where("lag > 0 and topic != 'SCHEDULE_TOPIC_XXXX'")
     rows = behind.groupBy("group", "topic").sum("lag").orderBy("sum(lag)", ascending=False).limit(MOST).collect()
     show_rows("group", "topic", "#messages that wait", rows=[tuple(row) for row in rows])
 
-    step(11, "Writing, all or nothing")
+    step(12, "Writing, all or nothing")
     target = folder / "written"
     shutil.rmtree(target, ignore_errors=True)
     code("orders.write.format('rocketmq').mode('append').option('jobId', 'demo').save(path)      # twice")
@@ -92,7 +92,7 @@ def show(folder: Path, stores: list[str]) -> int:
         (sound, "verify finds no damage in the store that Spark made"),
     )
 
-    step(12, "A report by Spark")
+    step(13, "A report by Spark")
     page = folder / "report-spark.html"
     page.write_text(render_page(overview(spark, stores, title="Two stores of the demo, by Spark")), encoding="utf-8")
     code("render_page(overview(spark, [broker, continued]))")

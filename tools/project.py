@@ -1,4 +1,4 @@
-"""The commands of a checkout: ``demo``, ``check``, ``site`` and ``release``.
+"""The commands of a checkout: ``demo``, ``check``, ``site``, ``release`` and ``packages``.
 
 Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
@@ -9,9 +9,10 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
 
 from environment import CHECKOUT, Environment, Refused
-from programs import watch
+from programs import Beside, watch
 from screen import Screen, Step, seconds_text
 
 DEMO = CHECKOUT / "examples" / "demo_store.py"
@@ -59,18 +60,48 @@ def demo(arguments: Sequence[str]) -> int:
     """Run the examples that show the main job, the same on Spark unless small, and a report; return the exit status."""
     is_small = "--small" in arguments
     arguments = [word for word in arguments if word != "--small"]
-    scripts = (DEMO, DEMO_REPORT) if is_small else (DEMO, DEMO_ON_SPARK, DEMO_REPORT)
-    for script in scripts:
+    for script in (DEMO, DEMO_REPORT, DEMO_ON_SPARK):
         if not script.exists():
             raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
+
+    def run_scripts(*scripts: Path) -> int:
+        screen.line()
+        statuses = (place.run([place.python, script, *arguments], Path.cwd()) for script in scripts)
+        return next((status for status in statuses if status), 0)
+
     screen = Screen()
     place = environment()
-    place.prepare(SMALL_DEMO_EXTRAS if is_small else DEMO_EXTRAS, screen)
-    screen.line()
-    for script in scripts:
-        status = place.run([place.python, script, *arguments], Path.cwd())
-        if status:
+    place.prepare(SMALL_DEMO_EXTRAS, screen)
+    if is_small:
+        return run_scripts(DEMO, DEMO_REPORT)
+    if place.extras() >= DEMO_EXTRAS:
+        return run_scripts(DEMO, DEMO_REPORT, DEMO_ON_SPARK)
+    if not place.has_uv():  # pip takes librmq away for a moment
+        place.prepare(DEMO_EXTRAS, screen)
+        return run_scripts(DEMO, DEMO_REPORT, DEMO_ON_SPARK)
+    with Beside(packages_command(DEMO_EXTRAS, screen), screen, packages_variables()) as installing:
+        if status := run_scripts(DEMO, DEMO_REPORT):
             return status
+        screen.line()
+        if status := installing.wait():
+            return status
+    return run_scripts(DEMO_ON_SPARK)
+
+
+def packages_command(extras: Iterable[str], screen: Screen) -> list[str | Path]:
+    """Return the command that adds packages to the environment, which redraws its line if this screen does."""
+    return [sys.executable, Path(__file__).resolve(), "packages", *(["--live"] if screen.live else []), *sorted(extras)]
+
+
+def packages_variables() -> dict[str, str]:
+    """Return the variables for a program whose output is shown on this terminal, but does not go to it."""
+    return {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": str(shutil.get_terminal_size().columns)}
+
+
+def packages(arguments: Sequence[str]) -> int:
+    """Add the packages of the extras that are named to the environment; return the exit status."""
+    extras = frozenset(arguments) - {"--live"}
+    environment().prepare(extras, Screen(live="--live" in arguments or None))
     return 0
 
 
@@ -304,9 +335,9 @@ class Testing:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit status."""
-    commands = {"demo": demo, "check": check, "site": site, "release": release}
+    commands = {"demo": demo, "check": check, "site": site, "release": release, "packages": packages}
     if not arguments or arguments[0] not in commands:
-        print("usage: project.py {demo,check,site,release} …", file=sys.stderr)
+        print("usage: project.py {demo,check,site,release,packages} …", file=sys.stderr)
         return 2
     try:
         return commands[arguments[0]](arguments[1:])

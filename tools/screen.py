@@ -48,6 +48,10 @@ class Screen:
             width = shutil.get_terminal_size().columns - 1
             print("\r\x1b[2K" + self._printable(text)[:width], end="", file=self.stream, flush=True)
 
+    def write(self, text: str) -> None:
+        """Pass on what another program has printed."""
+        print(self._printable(text), end="", file=self.stream, flush=True)
+
     def _printable(self, text: str) -> str:
         encoding = self.stream.encoding or "ascii"
         return text.encode(encoding, "replace").decode(encoding)

@@ -135,6 +135,84 @@ def test_a_small_demo_needs_no_spark(tools: Callable[[str], ModuleType], monkeyp
     assert "spark" not in project.SMALL_DEMO_EXTRAS
 
 
+@pytest.mark.parametrize(("small", "installed"), [(0, 0), (2, 0), (0, 1)])
+def test_spark_is_installed_beside_the_small_demo(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, small: int, installed: int
+) -> None:
+    project = tools("project")
+    done: list[object] = []
+
+    class Beside:
+        def __init__(self, command: list[object], *_: object) -> None:
+            done.append({*command[3:]})
+
+        def __enter__(self) -> Beside:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait(self) -> int:
+            done.append("wait")
+            return installed
+
+    def run(place: object, command: list[object], folder: object) -> int:
+        done.append(command[1])
+        return small
+
+    monkeypatch.setattr(project, "Beside", Beside)
+    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
+    monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
+    monkeypatch.setattr(project.Environment, "has_uv", lambda place: True)
+    monkeypatch.setattr(project.Environment, "run", run)
+    assert project.demo([]) == small or installed
+    whole = [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, project.DEMO, project.DEMO_REPORT, "wait"]
+    assert done == (whole[:3] if small else whole if installed else [*whole, project.DEMO_ON_SPARK])
+
+
+def test_spark_is_installed_first_where_pip_must_do(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip takes librmq away and installs it again, so that a program beside it could not import it."""
+    project = tools("project")
+    done: list[object] = []
+    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
+    monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
+    monkeypatch.setattr(project.Environment, "has_uv", lambda place: False)
+    monkeypatch.setattr(project.Environment, "run", lambda place, command, folder: done.append(command[1]))
+    project.demo([])
+    scripts = [project.DEMO, project.DEMO_REPORT, project.DEMO_ON_SPARK]
+    assert done == [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, *scripts]
+
+
+class TestBeside:
+    """A program that installs packages while the demo prints."""
+
+    def test_it_prints_when_it_is_waited_for(self, tools: Callable[[str], ModuleType]) -> None:
+        out = io.StringIO()
+        command = [sys.executable, "-c", "import sys; print('done', flush=True); sys.exit(3)"]
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+        with tools("programs").Beside(command, tools("screen").Screen(out), environment) as program:
+            assert out.getvalue() == ""
+            assert program.wait() == 3
+        assert out.getvalue().split() == ["done"]
+
+    @POSIX
+    def test_it_ends_with_the_programs_that_it_runs(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+        os.mkfifo(started := tmp_path / "started")
+        inner = (
+            f"import pathlib, signal\n"
+            f"try:\n    pathlib.Path({str(started)!r}).write_text('x'); signal.pause()\n"
+            f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+        )
+        outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\n"
+        screen = tools("screen").Screen(io.StringIO())
+        with tools("programs").Beside([sys.executable, "-c", outer], screen, dict(os.environ)) as program:
+            started.read_text()
+        assert (tmp_path / "ended").exists()
+        assert program.wait() != 0
+
+
 @pytest.mark.parametrize(("extras", "times"), [({"cli", "report"}, 0), ({"cli", "test"}, 1)])
 def test_a_demo_waits_for_no_compiler(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extras: set[str], times: int
