@@ -112,8 +112,10 @@ class Exploration:
         if not found.decisions:
             lines.append("the usual schedule fails")
         else:
+            number = len(found.decisions)
+            decisions = "1 decision that is not" if number == 1 else f"{number} decisions that are not"
             lines.append(
-                f"the shortest schedule that fails so has {len(found.decisions)} decision(s) that are not as usual "
+                f"the shortest schedule that fails so has {decisions} as usual "
                 f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
             )
             lines += [f"  {decision}" for decision in found.decisions]

@@ -72,7 +72,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     result.assert_outcomes(passed=2, failed=1)
     text = result.stdout.str()
     assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
-    assert "the shortest schedule that fails so has 1 decision" in text
+    assert "the shortest schedule that fails so has 1 decision that is not as usual" in text
     assert text.count("\none run\n") == 1  # only the output of the failing run
     result.stdout.fnmatch_lines(["*gets orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
