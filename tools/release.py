@@ -55,7 +55,9 @@ USES = {
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",
 }
 """A program for each extra; each runs in an environment that has this extra alone."""
-USE_OF_CORE = "from librmq.runtime.core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
+USE_OF_CORE = (
+    "import isal\nfrom librmq.runtime.core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
+)
 
 
 class ReleaseError(Exception):
@@ -197,8 +199,7 @@ def release(version: str, dist: Path) -> None:
         check_files(dist)
         (wheel,) = dist.glob("librmq-*.whl")
         for extra in USES:
-            install(wheel, extra)
-        install(wheel, "fast", USE_OF_CORE)
+            install(wheel, extra, USE_OF_CORE if extra == "fast" else None)
     except BaseException:
         for path, text in old.items():
             path.write_text(text, "utf-8")
