@@ -292,8 +292,8 @@ _BROKER_RETENTION: Final = {"max_total_size": None, "file_reserved_hours": 72}
 def parse_hours(text: str) -> frozenset[int]:
     """Return the hours of the day that ``delete_when`` names.
 
-    ConfigError: the text is not a list of hours.
-        ConfigError: the text names no hour, or something else.
+    Raises:
+        ConfigError: The text is not a list of hours.
     """
     hours = text.split(";")
     if not all(hour.isascii() and hour.isdigit() and len(hour) <= 2 and int(hour) < 24 for hour in hours):
@@ -362,21 +362,31 @@ class StoreConfig(NamedConfig):
     """
 
     commitlog_file_size: Annotated[int, Between(256, _MOST)] = 64 * MIB
+    """Length of a file of the log in bytes. A record must fit into one."""
     consumequeue_file_size: Annotated[int, Between(ENTRY_SIZE, _MOST)] = 20_000 * ENTRY_SIZE
     """A multiple of 20."""
     enable_consumequeue_ext: bool = False
+    """Whether queues have extension files, which hold the bitmaps of filters."""
     consumequeue_ext_file_size: Annotated[int, Between(64, _MOST)] = 4 * MIB
+    """Length of an extension file in bytes."""
     max_hash_slot_num: Annotated[int, Between(1, 1 << 29)] = 100_000
+    """Hash slots of an index file."""
     max_index_num: Annotated[int, Between(2, _MOST)] = 400_000
+    """Entries of an index file; each key of a message takes one."""
     message_delay_level: str = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+    """Durations of the delay levels, from level 1 on, in `s`, `m`, `h` or `d`."""
     max_message_size: Annotated[int, Between(1, _MOST)] = 4 * MIB
     """The longest body, and the longest batch, in bytes."""
     compress_from: Annotated[int | None, Between(1)] = None
     """Least bytes of a body to store it compressed (zlib); None: never. A client's default is 4,096."""
     max_transfer_count_in_memory: Annotated[int, Between(1, _MOST)] = 32
+    """Most messages that a read returns while they count as in memory (see `memory_ratio`)."""
     max_transfer_bytes_in_memory: Annotated[int, Between(1, _MOST)] = 256 * KIB
+    """Most bytes of such a read, or one message."""
     max_transfer_count_on_disk: Annotated[int, Between(1, _MOST)] = 8
+    """Most messages that a read of older messages returns."""
     max_transfer_bytes_on_disk: Annotated[int, Between(1, _MOST)] = 64 * KIB
+    """Most bytes of such a read, or one message."""
     memory_ratio: Annotated[int, Between(0, 100)] = 40
     """Percent of the machine's memory; the newest messages of that many bytes count as in memory."""
     max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
@@ -407,6 +417,7 @@ class StoreConfig(NamedConfig):
     flush_interval_s: Annotated[float, Seconds()] = 0.5
     """Interval of the log's flushes while at least `flush_least_bytes` wait."""
     flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB
+    """Bytes of the log for which a flush does not wait longer than `flush_interval_s`."""
     flush_thorough_interval_s: Annotated[float, Seconds()] = 10
     """Interval of the log's flushes while fewer bytes wait."""
     flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1

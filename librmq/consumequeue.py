@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
+"""Length of a file in a 4.9 broker's store, in bytes."""
 _RECOVERED_FILES: Final = 3
 _pack = ENTRY.pack
 

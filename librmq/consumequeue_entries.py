@@ -44,7 +44,9 @@ __all__ = [
 ]
 
 ENTRY: Final = struct.Struct(">qiq")
+"""The fields of an entry: physical offset, size, tags code."""
 ENTRY_SIZE: Final = 20
+"""Bytes of an entry."""
 
 Entries: TypeAlias = "npt.NDArray[Any]"
 """An array of entries, of type `entry_dtype`."""

@@ -34,11 +34,15 @@ ROOMS = (
 """Packages with a page in the reference."""
 WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 """What leaves the width of the window to a page of wide tables."""
+WITHOUT_NAVIGATION = "---\nhide:\n  - navigation\n---\n\n"
+WIDE_PAGES = {"guarantees.md": WIDE, "logging.md": WITHOUT_NAVIGATION}
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 WHOLE = ("    options:", "      show_if_no_docstring: true")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
+_SHORT_CODE = re.compile(r"(?<!`)(`[^`\n]{1,24}`)(?!`)")
+_LITERAL = re.compile(r"^ *::\n|(?<=:):$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -55,7 +59,8 @@ class Stage:
         """Write all pages and the generator's settings."""
         shutil.copytree(DOCS, self.pages)
         for page in sorted(DOCS.rglob("*.md")):
-            self._write(page.relative_to(DOCS).as_posix(), page.read_text("utf-8"), page)
+            name = page.relative_to(DOCS).as_posix()
+            self._write(name, WIDE_PAGES.get(name, "") + page.read_text("utf-8"), page)
         for page in (CHECKOUT / name for name in PROJECT_PAGES):
             self._write(self.place_of(page), page.read_text("utf-8"), page)
         for page in RESULTS.glob("*.md"):
@@ -93,10 +98,13 @@ class Stage:
     def _write(self, name: str, text: str, origin: Path | None = None) -> None:
         if origin is not None:
             parts = _FENCE.split(_ROW.sub(lambda row: _CODE.sub(with_bars, row[0]), text))
-            text = "".join(part if part.startswith("```") else self._relinked(part, name, origin) for part in parts)
+            text = "".join(part if part.startswith("```") else self._prose(part, name, origin) for part in parts)
         target = self.pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, "utf-8")
+
+    def _prose(self, text: str, name: str, origin: Path) -> str:
+        return _SHORT_CODE.sub(unbroken, self._relinked(text, name, origin))
 
     def _relinked(self, text: str, name: str, origin: Path) -> str:
         def relink(found: re.Match[str]) -> str:
@@ -121,6 +129,11 @@ def with_bars(code: re.Match[str]) -> str:
     return code[0].replace("\\|", "|")
 
 
+def unbroken(code: re.Match[str]) -> str:
+    """Return short code with a hyphen with a class: a browser would cut ``--until`` after its hyphens."""
+    return f"{code[1]}{{.whole}}" if "-" in code[1] else code[1]
+
+
 @functools.cache
 def definitions(path: Path) -> dict[str, int]:
     """Return the names of the functions and classes of a Python file, each with its line."""
@@ -135,7 +148,7 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     rendered: dict[int, str] = {}
     for room in ROOMS:
         module = importlib.import_module(f"librmq.{room}")
-        lines = [f"# librmq.{room}", "", *(module.__doc__ or "").splitlines(), ""]
+        lines = [f"# librmq.{room}", "", *_LITERAL.sub("", module.__doc__ or "").splitlines(), ""]
         for name in module.__all__:
             value = getattr(module, name)
             if callable(value) and value.__doc__:
@@ -159,7 +172,7 @@ def names_of_the_top(rendered: dict[int, str]) -> list[str]:
         value = getattr(librmq, name)
         first = (getattr(value, "__doc__", None) or "").partition("\n")[0].replace("|", "\\|")
         if id(value) not in rendered:
-            described += [f"::: librmq.{name}", ""]
+            described += [f"::: librmq.{name}", *(WHOLE if is_shown_whole(value) else ()), ""]
         rows.append(f"| [`{name}`]({rendered.get(id(value), f'#librmq.{name}')}) | {first} |")
     head = ["# librmq", "", "What applications use: `from librmq import Broker, Producer`.", ""]
     return [*head, "| name | |", "|---|---|", *rows, "", *described]

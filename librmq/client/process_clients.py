@@ -20,7 +20,7 @@ _log = EventLog("librmq.client")
 class ProcessClients:
     """The clients of one process under the old rule, to reproduce its mix-ups. New code gives each client its own id.
 
-    A producer for cluster B gets the client of a consumer of cluster A, and its sends go to cluster A::
+    A producer for cluster B gets the client of a consumer of cluster A, and its sends go to cluster A:
 
         clients = ProcessClients()
         consumer = PushConsumer(a, "billing", client=clients.of(a))

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["CORRUPT", "TYPES", "Reading", "columns_of", "default_columns"]
 
 CORRUPT: Final = "_corrupt_record"
+"""The column that says why a record cannot be read, in mode ``PERMISSIVE``."""
 
 _log = EventLog("librmq.columns")
 

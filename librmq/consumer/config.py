@@ -92,6 +92,7 @@ class PullConsumerConfig(ConsumerConfig):
     """Settings of a pull consumer; those for listeners have no effect."""
 
     pull_batch_size: Annotated[int, Between(1)] = 10
+    """Most messages of one pull."""
     poll_timeout: Annotated[float, Seconds()] = 5.0
     """Time that a poll waits for the first message."""
     auto_commit: bool = True

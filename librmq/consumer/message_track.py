@@ -35,6 +35,7 @@ class TrackType(enum.Enum):
     CONSUMED_BUT_FILTERED = "CONSUMED_BUT_FILTERED"
     """The group's progress is past it, but its subscription excludes it."""
     NOT_CONSUME_YET = "NOT_CONSUME_YET"
+    """The group's progress has not reached it."""
     PULL = "PULL"
     """The instances are pull consumers, whose results are unknown."""
     CONSUME_BROADCASTING = "CONSUME_BROADCASTING"

@@ -106,7 +106,7 @@ class _Wait:
 class SimpleConsumer(Startable):
     """A consumer that receives messages and acknowledges each, as an instance of a group. Thread-safe.
 
-    ::
+    Receive, handle, acknowledge:
 
         with SimpleConsumer(broker, "mailer") as consumer:
             consumer.subscribe("orders", tags="paid")

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 Buffer = mmap.mmap
+"""The bytes of an open file: a mapping, or what a file system of tests gives in its place."""
 _CHUNK: Final = 1 << 20
 _ZEROS_SIZE: Final = 1 << 16
 _FEW: Final = 64

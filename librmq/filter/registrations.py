@@ -28,7 +28,9 @@ from librmq.runtime.event_log import EventLog
 __all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
 
 SQL92: Final = "SQL92"
+"""Type of a subscription by an SQL92 expression."""
 TAG: Final = "TAG"
+"""Type of a subscription by tags."""
 DEAD_ON_LOAD_MS: Final = 30 * 1000
 """A group that lived when the file was written counts as dead since this long before the file is read."""
 CLEANED_AFTER_MS: Final = 24 * 3600 * 1000

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import itertools
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +15,8 @@ import pytest
 
 import librmq
 from librmq.config import Config
+from librmq.consumer import TrackType
+from librmq.store import GetStatus
 from tests.reference import CHECKOUT
 
 
@@ -57,6 +63,62 @@ def test_the_reference_shows_every_name_and_setting(website: ModuleType) -> None
     private = [each for each in subclasses(Config) if each.__name__ not in exported | {"NamedConfig"}]
     fields = {name for each in private if each.__module__.startswith("librmq.") for name in each.__annotations__}
     assert sorted(name for name in fields if name not in pages) == []
+
+
+def undescribed(kind: type) -> list[str]:
+    """Return the settings or members in a class's body that no docstring follows."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    found = []
+    for node, following in itertools.zip_longest(body.body, body.body[1:]):
+        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if names and not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+            found += [f"{kind.__name__}.{ast.unparse(name)}" for name in names]
+    return found
+
+
+def test_the_reference_says_what_each_setting_and_status_means(website: ModuleType) -> None:
+    rooms = [importlib.import_module(f"librmq.{room}") for room in website.ROOMS]
+    exported = [getattr(room, name) for room in rooms for name in room.__all__]
+    settings = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, Config)}
+    kinds: list[type] = [*settings, GetStatus, TrackType]
+    assert [name for kind in kinds for name in undescribed(kind) if "__" not in name] == []
+
+
+def test_members_of_enums_are_shown_with_the_names_of_librmq(website: ModuleType) -> None:
+    (text,) = (text for name, text in website.reference_pages() if name == "reference/librmq.md")
+    assert "::: librmq.ConsumeFrom\n    options:\n      show_if_no_docstring: true" in text
+
+
+def test_docstrings_become_markdown(website: ModuleType) -> None:
+    pages = dict(website.reference_pages())
+    assert [name for name, text in pages.items() if re.search(r"^ *::$|::$", text, re.MULTILINE)] == []
+
+
+def test_nested_lists_are_nested_on_the_site(website: ModuleType) -> None:
+    """The generator nests what is indented by four spaces; GitHub nests it by two as well."""
+    pages = [*(CHECKOUT / "docs").rglob("*.md"), *(CHECKOUT / name for name in website.PROJECT_PAGES)]
+    texts = {path.name: re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.M | re.S) for path in pages}
+    assert {name for name, text in texts.items() if re.search(r"^ {1,3}(?:[-*]|\d+\.) ", text, re.MULTILINE)} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("with `--until` and `a`", "with `--until`{.whole} and `a`"),
+        ("`librmq lag --every 10s --format jsonl`", "`librmq lag --every 10s --format jsonl`"),
+        ("```console\n`a-b`\n```\n", "```console\n`a-b`\n```\n"),
+    ],
+)
+def test_short_options_are_not_cut_at_the_end_of_a_line(
+    website: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, shown: str
+) -> None:
+    docs = tmp_path / "from"
+    docs.mkdir()
+    (docs / "index.md").write_text(text, "utf-8")
+    monkeypatch.setattr(website, "DOCS", docs)
+    website.Stage(tmp_path / "to").fill()
+    assert (tmp_path / "to" / "docs" / "index.md").read_text("utf-8") == shown
 
 
 def test_bars_in_code_of_tables_are_bare(website: ModuleType, tmp_path: Path) -> None:

@@ -40,13 +40,21 @@ class GetStatus(enum.Enum):
     """Status of a read; 4.9.4's ``GetMessageStatus``."""
 
     FOUND = "FOUND"
+    """The result has messages."""
     NO_MATCHED_MESSAGE = "NO_MATCHED_MESSAGE"
+    """No message that was looked at matches; continue at ``next_offset``."""
     MESSAGE_WAS_REMOVING = "MESSAGE_WAS_REMOVING"
+    """Retention has deleted the messages; continue at ``next_offset``."""
     OFFSET_FOUND_NULL = "OFFSET_FOUND_NULL"
+    """The file of the queue that has this offset was deleted, or cannot be read."""
     OFFSET_OVERFLOW_BADLY = "OFFSET_OVERFLOW_BADLY"
+    """The offset is beyond the end of the queue."""
     OFFSET_OVERFLOW_ONE = "OFFSET_OVERFLOW_ONE"
+    """The offset is the end of the queue: there is no message yet."""
     OFFSET_TOO_SMALL = "OFFSET_TOO_SMALL"
+    """Retention has deleted the messages of this offset; continue at ``next_offset``."""
     NO_MESSAGE_IN_QUEUE = "NO_MESSAGE_IN_QUEUE"
+    """The queue has no message, or there is no such queue."""
 
 
 @dataclass(slots=True)
