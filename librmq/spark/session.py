@@ -5,7 +5,9 @@ launcher asks for the module ``jdk.incubator.vector``, which Spark does not need
 lack it, and every other Java prints a warning about it. A script of librmq's starts Java without this argument.
 
 A session in one process runs `librmq.spark.daemon` where Spark asks for ``pyspark.daemon``. A script does so, since
-Spark's setting for it leaves out the workers that plan reads.
+Spark's setting for it leaves out the workers that plan reads. The script also takes PySpark's zip from ``PYTHONPATH``,
+where PySpark is installed in the same Python: modules in a zip have no bytecode, and each of the many processes that
+Spark starts would compile them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,15 @@ exec {java} "$@"
 """
 _PYTHON: Final = """\
 #!/bin/sh
-# Python that runs librmq's daemon where Spark asks for its own.
+# Python that runs librmq's daemon where Spark asks for its own, and finds PySpark outside its zip.
+set -f
+IFS=:
+rest=
+for place in $PYTHONPATH; do
+  case $place in {zips}/*.zip) ;; *) rest=$rest:$place ;; esac
+done
+unset IFS
+export PYTHONPATH="${{rest#:}}"
 [ "$1 $2" != "-m pyspark.daemon" ] || {{ shift 2; set -- -m librmq.spark.daemon "$@"; }}
 exec {python} "$@"
 """
@@ -132,10 +142,7 @@ def _ship(spark: SparkSession) -> None:
     """Send librmq as a zip to the workers of ``spark``."""
     packed = _own_folder() / "librmq.zip"  # the workers fetch it from there
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in map(find_spec, ("librmq", "pyspark_librmq")):
-            assert package is not None
-            assert package.submodule_search_locations
-            home = Path(package.submodule_search_locations[0])
+        for home in map(_folder_of, ("librmq", "pyspark_librmq")):
             for path in sorted(home.rglob("*")):
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(home.parent))
@@ -194,7 +201,16 @@ def _python(master: str) -> str:
     """Return the program for Python workers; elsewhere than in this process they may lack librmq."""
     if os.name != "posix" or master.partition("[")[0] != "local":
         return sys.executable
-    return str(_script("python", _PYTHON.format(python=shlex.quote(sys.executable))))
+    zips = _folder_of("pyspark") / "python" / "lib"
+    return str(_script("python", _PYTHON.format(python=shlex.quote(sys.executable), zips=shlex.quote(str(zips)))))
+
+
+def _folder_of(package: str) -> Path:
+    """Return the folder of a package that is installed."""
+    found = find_spec(package)
+    assert found is not None
+    assert found.submodule_search_locations
+    return Path(found.submodule_search_locations[0])
 
 
 def _script(name: str, text: str) -> Path:

@@ -252,6 +252,23 @@ def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
     assert second.startswith("Traceback")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere workers run this Python without a script")
+def test_workers_import_pyspark_with_its_bytecode() -> None:
+    """Spark names a zip of its modules first, which each process would compile again."""
+    shared_session()
+    zips = Path(pyspark.__file__).parent / "python" / "lib"
+    names = [*map(str, sorted(zips.glob("*.zip"))), "/a b", "/c*", str(zips.parent / "other.zip")]
+    assert (zips / "pyspark.zip").exists()
+    told = subprocess.run(
+        [os.environ["PYSPARK_PYTHON"], "-c", "import os, pyspark; print(pyspark.__file__, os.environ['PYTHONPATH'])"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(names)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told.strip() == f"{pyspark.__file__} {os.pathsep.join(names[-3:])}"
+
+
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process as only Linux can")
 @pytest.mark.parametrize("module", ["pyspark.worker", "pyspark.sql.worker.create_data_source"])
 def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
