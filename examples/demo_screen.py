@@ -1,4 +1,4 @@
-"""The output of both parts of the demo: steps, sentences, lines of code, tables, answers."""
+"""The output of all parts of the demo: steps, sentences, lines of code, tables, answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,11 @@ def step(number: int, title: str) -> None:
 
 def say(text: str) -> None:
     CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
+
+
+def waiting(text: str) -> Status:
+    """Return a context manager that shows on a terminal what is under way."""
+    return CONSOLE.status(f"[dim]{text}[/dim]", refresh_per_second=4)
 
 
 def code(*lines: str) -> None:
