@@ -172,7 +172,7 @@ class Progress:
                 reached: dict[int, int] = {}
                 for client in list(group.clients.values()):
                     try:
-                        told = client.call(ConsumerOffsets(group.name, name))
+                        told = client.call(ConsumerOffsets(group.name, name, with_passed=True))
                     except RmqError:  # the instance is leaving, so its stored progress counts
                         continue
                     for queue, queue_offset in told.items():

@@ -33,7 +33,7 @@ from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import ConsumeDirectly, InstanceState, Request, Route
+from librmq.protocol import ConsumeDirectly, ConsumerOffsets, InstanceState, Request, Route
 from librmq.runtime.runner import Step
 
 __all__ = ["PushConsumer"]
@@ -328,7 +328,18 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Answer a broker's request; under the runner's lock."""
         if isinstance(request, ConsumeDirectly):
             return cast("R", consume_directly(self, request))
-        return super().answer(request)
+        result = super().answer(request)
+        if isinstance(request, ConsumerOffsets) and request.with_passed:
+            result = cast("R", self.progress(request.topic) | self._passed(request.topic))
+        return result
+
+    def _passed(self, topic: str) -> dict[MessageQueue, int]:
+        """Return where idle pulls wait that have passed over messages since the last one that was consumed."""
+        return {
+            queue: assigned.next_offset
+            for queue, assigned in self.assigned.items()
+            if queue.topic == topic and assigned.idle_since_ms is not None and not len(assigned.messages)
+        }
 
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues paused by a failing first message, with its number of failures."""

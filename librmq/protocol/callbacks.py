@@ -67,6 +67,8 @@ class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
 
     group: str
     topic: str
+    with_passed: bool = False
+    """Whether messages that a filter has passed over count, although the client will report them only later."""
 
 
 @value

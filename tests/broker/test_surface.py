@@ -208,6 +208,18 @@ def test_join_ignores_messages_that_no_filter_accepts() -> None:
         broker.join(timeout=3)
 
 
+def test_join_ignores_filtered_messages_behind_the_last_accepted_one() -> None:
+    """One pull finds the accepted message and passes over the other; the next pull is held for longer than this."""
+    with Broker.temporary(runner=ManualRunner()) as broker, Producer(broker) as producer:
+        broker.create_topic("T", 1)
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("T", lambda message: None, tags="A")
+        consumer.start()
+        producer.send("T", b"a", tags="A")
+        producer.send("T", b"c", tags="C")
+        broker.join(timeout=3)
+
+
 def test_join_lets_coroutine_listeners_run() -> None:
     async def run() -> list[bytes]:
         seen: list[bytes] = []
