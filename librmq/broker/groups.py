@@ -93,7 +93,11 @@ class Groups:
         if found is not None:
             return found
         if not self._auto_create:
-            raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+                f"consumer group {name!r} does not exist: create it with set_group, or let consumers do so with "
+                "BrokerConfig(auto_create_group=True)",
+            )
         return self.set(name, 16)
 
     def set(self, name: str, retry_max_times: int, is_ordered: bool | None = None) -> Group:

@@ -388,7 +388,7 @@ class Producer(Startable):
             if message.topic in NOT_FOR_SENDING:
                 raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
         if not message.body:
-            raise MessageIllegalError("the message has no body")
+            raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
         if len(message.body) > self.config.max_message_size:
             raise MessageIllegalError(
                 f"the body has {len(message.body):,} bytes, {self.config.max_message_size:,} at most"

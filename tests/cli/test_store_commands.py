@@ -34,8 +34,8 @@ def copy(store_copy: StoreCopy) -> Path:
 @pytest.mark.parametrize(
     ("topic", "queue_id", "said"),
     [
-        ("TopicTest", "4", "unknown queue: there is no queue 4 of topic 'TopicTest'"),
-        ("NoSuchTopic", "0", "unknown queue"),
+        ("TopicTest", "4", "unknown queue: there is no queue 4 of topic 'TopicTest'; its queues are 0-3,9"),
+        ("NoSuchTopic", "0", "no queue 0 of topic 'NoSuchTopic'; librmq topics lists the topics"),
         ("../TopicTest", "0", "unknown queue"),
         ("TopicTest", "x", "queue id: expected a whole number, found 'x'"),
         ("TopicTest", "٣", "queue id: expected"),
