@@ -205,12 +205,13 @@ def _named_errors(path: str) -> Iterator[None]:
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
     """Yield batches together that make a row group of a Parquet file."""
     group: list[pa.RecordBatch] = []
+    rows = size = 0
     for batch in batches:
         group.append(batch)
-        rows, size = (sum(getattr(each, name) for each in group) for name in ("num_rows", "nbytes"))
+        rows, size = rows + batch.num_rows, size + batch.nbytes
         if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield group
-            group = []
+            group, rows, size = [], 0, 0
     if group:
         yield group
 

@@ -43,6 +43,7 @@ ExportFormat = Literal["parquet", "csv", "jsonl"]
 
 _STATE: Final = "librmq_export.json"
 _STEP_BYTES: Final = 256 << 20
+_UNIT_BYTES: Final = 8 << 20
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
 _BODY: Final = ("body",)
@@ -274,10 +275,26 @@ def _left(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str
     return sum(max(0, end - offsets.get(topic, {}).get(number, 0)) for (topic, number), end in ends.items())
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Batches to write, and what they and the messages that were left out reach."""
+
+    batches: Sequence[pa.RecordBatch]
+    size: int
+    damaged: int
+    offsets: Sequence[Mapping[str, Any]]
+    """Rows with a topic, a queue id and the largest queue offset."""
+    last: tuple[int, ...]
+    """See `ExportState.last`."""
+    told: tuple[str, ...]
+    """See `ExportState.told`; those of earlier units too."""
+
+
 class _Steps:
     """Batches in steps of some hundred MiB, and the queue offsets after each step.
 
-    A thread reads the next batch while the caller writes one.
+    A thread reads the next units while the caller writes one. All work on batches is done there: each call of Arrow by
+    the caller would let go of the interpreter, and wait to get it back.
     """
 
     def __init__(
@@ -292,9 +309,10 @@ class _Steps:
         self._batches = batches
         self._pattern = pattern
         self._drops_damaged = drops_damaged
+        self._told_ahead = state.told
         self._beside = ThreadPoolExecutor(1)
         self._coming = deque([self._beside.submit(self._read)])
-        self._following: tuple[pa.RecordBatch, list[dict[str, Any]]] | None = None
+        self._following: _Unit | None = None
         self.offsets = {topic: dict(queues) for topic, queues in state.offsets.items()}
         """The offsets at the end of the last step."""
         self.last = state.last
@@ -305,22 +323,35 @@ class _Steps:
 
     def more(self) -> bool:
         """Return whether another step follows."""
-        while self._following is None or not self._following[0].num_rows:
+        if self._following is None:
             self._following = self._coming.popleft().result()
-            size = 0 if self._following is None else self._following[0].nbytes
+            size = 0 if self._following is None else self._following.size
             while len(self._coming) < max(1, min(_AHEAD, _AHEAD_BYTES // max(1, size))):
                 self._coming.append(self._beside.submit(self._read))
-            if self._following is None:
-                return False
-        return True
+        return self._following is not None
 
-    def _read(self) -> tuple[pa.RecordBatch, list[dict[str, Any]]] | None:
-        """Return the next batch and the last offset of each of its queues."""
-        batch = next(self._batches, None)
-        if batch is None:
+    def _read(self) -> _Unit | None:
+        """Return the next unit."""
+        places: list[pa.RecordBatch] = []
+        chosen: list[pa.RecordBatch] = []
+        last: tuple[int, ...] = ()
+        read = size = damaged = 0
+        while read < min(_UNIT_BYTES, _STEP_BYTES) and (batch := next(self._batches, None)) is not None:
+            if not batch.num_rows:
+                continue
+            places.append(batch.select(list(_PLACE)))
+            last = max(last, _last_in_log(batch))
+            wanted, reasons = self._chosen(batch)
+            damaged += reasons
+            read += batch.nbytes
+            if wanted.num_rows:
+                chosen.append(wanted)
+                size += wanted.nbytes
+        if not places:
             return None
-        queues = pa.table(batch.select(list(_PLACE))).group_by(["topic", "queueId"], use_threads=False)
-        return batch, queues.aggregate([("queueOffset", "max")]).to_pylist()
+        queues = pa.Table.from_batches(places).group_by(["topic", "queueId"], use_threads=False)
+        reached = queues.aggregate([("queueOffset", "max")]).to_pylist()
+        return _Unit(chosen, size, damaged, reached, last, self._told_ahead)
 
     def close(self) -> None:
         """End the read."""
@@ -332,34 +363,35 @@ class _Steps:
         size = self.rows = self.damaged = 0
         while size < _STEP_BYTES and self.more():
             assert self._following is not None
-            (batch, reached), self._following = self._following, None
-            chosen = self._chosen(batch)
-            if chosen.num_rows:
-                yield chosen
-            self.last = max(self.last, _last_in_log(batch))
-            size += chosen.nbytes
-            self.rows += chosen.num_rows
-            for row in reached:
+            unit, self._following = self._following, None
+            for batch in unit.batches:
+                self.rows += batch.num_rows
+                yield batch
+            size += unit.size
+            self.damaged += unit.damaged
+            self.last, self.told = max(self.last, unit.last), unit.told
+            for row in unit.offsets:
                 if row["topic"] is not None:  # a damaged record may have no topic
                     self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
 
-    def _chosen(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the rows to write."""
+    def _chosen(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+        """Return the rows to write, and the number of damaged places among the rows read."""
+        damaged = 0
         if CORRUPT in batch.schema.names:
             reasons = batch.column(CORRUPT)
-            self.damaged += len(reasons) - reasons.null_count
-            if reasons.null_count < len(reasons):
+            damaged = len(reasons) - reasons.null_count
+            if damaged:
                 batch = batch.filter(reasons.is_null() if self._drops_damaged else self._untold(batch))
-        return batch if self._pattern is None else _with_body(batch, self._pattern)
+        return (batch if self._pattern is None else _with_body(batch, self._pattern)), damaged
 
     def _untold(self, batch: pa.RecordBatch) -> pa.Array:
         """Return which rows to write: not reports that an earlier call wrote, and that no queue offset passes."""
         keep = []
         for topic, reason in zip(batch.column("topic").to_pylist(), batch.column(CORRUPT).to_pylist(), strict=True):
             is_apart = reason is not None and topic is None
-            keep.append(not is_apart or reason not in self.told)
-            if is_apart and reason not in self.told:
-                self.told += (reason,)
+            keep.append(not is_apart or reason not in self._told_ahead)
+            if is_apart and reason not in self._told_ahead:
+                self._told_ahead += (reason,)
         return pa.array(keep, pa.bool_())
 
 
