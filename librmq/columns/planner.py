@@ -45,7 +45,9 @@ Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""
 _SAMPLES: Final = 256
 """Most entries of a queue to look at for the sizes of tasks."""
-_ALL_SAMPLES: Final = 4096
+_PART_SAMPLES: Final = 32
+"""The same of a task, about."""
+_ALL_SAMPLES: Final = range(256, 4097)
 """The same of a store, about."""
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
@@ -370,7 +372,7 @@ class PlannedStore:
 
         With ``entries_only`` a task gets more entries, because it reads no messages.
         """
-        samples, rows = self._samples(ranges), sum(len(wanted) for _, wanted in ranges)
+        samples, rows = self._samples(ranges, least, bytes_a_part), sum(len(wanted) for _, wanted in ranges)
         if not rows:
             return []
         size = sum(size * weight for _, size, weight in samples)
@@ -381,7 +383,7 @@ class PlannedStore:
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """Cut the whole log into tasks, each of which starts at a record."""
         ranges = [(name, found) for name in self.queues if (found := self._in_log(name))]
-        samples = self._samples(ranges)
+        samples = self._samples(ranges, least, bytes_a_part)
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
         bounds = _quantiles([(place, weight) for place, _, weight in samples], count)
         bounds = [place for place in bounds if self.log_begin < place < self.log_end]
@@ -433,10 +435,11 @@ class PlannedStore:
         late = queue.late[first : first + max(0, end - late_from) * ENTRY_SIZE]
         return Slice(*name, begin, end, late_from, late)
 
-    def _samples(self, ranges: Ranges) -> list[tuple[int, int, int]]:
+    def _samples(self, ranges: Ranges, least: int, bytes_a_part: int) -> list[tuple[int, int, int]]:
         """Return places and sizes of sampled entries in the order of the log, and the number that each stands for."""
         samples: list[tuple[int, int, int]] = []
-        every = sum(len(wanted) for _, wanted in ranges) // _ALL_SAMPLES
+        count = _PART_SAMPLES * max(least, (self.log_end - self.log_begin) // bytes_a_part)
+        every = sum(len(wanted) for _, wanted in ranges) // min(max(count, _ALL_SAMPLES[0]), _ALL_SAMPLES[-1])
         rows = 0
         for name, wanted in ranges:
             step = max(1, every, len(wanted) // _SAMPLES)
