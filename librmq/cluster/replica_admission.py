@@ -104,10 +104,13 @@ def check_bytes(
     elif log.last_write is not None and file_start <= log.last_write < at:
         at = log.last_write
     at = max(at, described.begin, log.begin)
+    was_empty = False
     while at < end:
         size = min(_AT_ONCE, end - at, log.file_size - at % log.file_size)
-        mine, theirs = log.data_at(at, size), master.call(FollowLog("", at, size)).data
-        if mine != theirs:
+        theirs = master.call(FollowLog("", at, size)).data
+        mine = log.data_at(at, len(theirs) or size)
+        # A link that breaks can shorten an answer, even to nothing. The next request tells whether it is broken.
+        if mine != theirs and (theirs or was_empty):
             at += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
             if was_killed and _never_written(log, at):
                 return _record_at(log, log.third_last_file(), at)
@@ -115,7 +118,8 @@ def check_bytes(
                 f"{path}: its log differs from that of {described.name} at physical offset {at}: it is the replica of "
                 "another store, or one of them took other messages since"
             )
-        at += size
+        at += len(theirs)
+        was_empty = not theirs
     return None
 
 

@@ -14,6 +14,7 @@ import pytest
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
 from librmq.cluster import Replica, StoredMaster, promote_replica
 from librmq.errors import (
+    BrokerUnreachableError,
     FlushFailedError,
     ReplicaError,
     StoreLockedError,
@@ -149,6 +150,22 @@ def test_a_copy_cut_in_the_middle_of_a_record_continues() -> None:
         assert not replica.follow()
         link.restore()
         assert_copies(replica, broker)
+
+
+@pytest.mark.parametrize("most", [0, 1, 100])
+def test_a_link_that_breaks_while_logs_are_compared_is_no_difference(most: int) -> None:
+    broker = opened()
+    fill(broker, 10)
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    replica = copy_of(broker, of=link)
+    link.most_bytes = most
+    with pytest.raises(BrokerUnreachableError, match="the link is cut"):
+        replica.reconnect(link)
+    link.restore()
+    replica.reconnect(link)
+    fill(broker, 10)
+    assert replica.follow()
+    assert_copies(replica, broker)
 
 
 @pytest.mark.parametrize("kept", [1, 4, 60, 100, 156])
