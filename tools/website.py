@@ -35,7 +35,7 @@ ROOMS = (
 WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 """What leaves the width of the window to a page of wide tables."""
 WITHOUT_NAVIGATION = "---\nhide:\n  - navigation\n---\n\n"
-WIDE_PAGES = {"guarantees.md": WIDE, "logging.md": WITHOUT_NAVIGATION}
+WIDE_PAGES = {"guarantees.md": WIDE, "formats.md": WITHOUT_NAVIGATION, "logging.md": WITHOUT_NAVIGATION}
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 WHOLE = ("    options:", "      show_if_no_docstring: true")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -151,11 +151,17 @@ def reference_pages() -> Iterator[tuple[str, str]]:
         lines = [f"# librmq.{room}", "", *_LITERAL.sub("", module.__doc__ or "").splitlines(), ""]
         for name in module.__all__:
             value = getattr(module, name)
+            path = path_of(f"librmq.{room}.{name}", value)
             if callable(value) and value.__doc__:
-                rendered.setdefault(id(value), f"{room}.md#librmq.{room}.{name}")
-            lines += [f"::: librmq.{room}.{name}", *(WHOLE if is_shown_whole(value) else ()), ""]
+                rendered.setdefault(id(value), f"{room}.md#{path}")
+            lines += [f"::: {path}", *(WHOLE if is_shown_whole(value) else ()), ""]
         yield f"reference/{room}.md", "\n".join(lines)
     yield "reference/librmq.md", "\n".join(names_of_the_top(rendered))
+
+
+def path_of(path: str, value: object) -> str:
+    """Return the path by which the reference finds a value, also if a module has the same one."""
+    return path if sys.modules.get(path, value) is value else f"{path}.{path.rpartition('.')[2]}"
 
 
 def is_shown_whole(value: object) -> bool:

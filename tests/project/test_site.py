@@ -45,6 +45,12 @@ def test_the_reference_describes_what_is_exported(website: ModuleType) -> None:
     assert [name for name in vars(librmq)["__all__"] if f"[`{name}`]" not in pages["reference/librmq.md"]] == []
 
 
+def test_a_function_in_a_module_of_its_name_is_shown(website: ModuleType) -> None:
+    lines = dict(website.reference_pages())["reference/spark.md"].splitlines()
+    assert "::: librmq.spark.session.session" in lines
+    assert "::: librmq.spark.session" not in lines
+
+
 def subclasses(of: type) -> set[type]:
     below: set[type] = set(of.__subclasses__())
     return {of}.union(*map(subclasses, below))
@@ -55,7 +61,8 @@ def test_the_reference_shows_every_name_and_setting(website: ModuleType) -> None
     lines = "\n".join(text for _, text in website.reference_pages()).splitlines()
     shown = {line.removeprefix("::: ") for line in lines if line.startswith("::: ")}
     rooms = [importlib.import_module(f"librmq.{room}") for room in website.ROOMS]
-    assert {f"{room.__name__}.{name}" for room in rooms for name in room.__all__} <= shown
+    paths = {website.path_of(f"{room.__name__}.{name}", getattr(room, name)) for room in rooms for name in room.__all__}
+    assert paths <= shown
     whole = lines[lines.index("::: librmq.config.StoreConfig") + 1 :][:2]
     assert whole == ["    options:", "      show_if_no_docstring: true"]
     exported = {name for room in rooms for name in room.__all__}
