@@ -333,7 +333,7 @@ class Installing:
         builds = len(self._BUILDING.findall(printed)) > len(self._BUILT.findall(printed))
         gets = bool(self._CHOSEN_BY_UV.search(printed)) and not self._PREPARED_BY_UV.search(printed)
         last = printed.rstrip().rpartition("\n")[2].strip()
-        of_file = last.startswith("Downloading") or 0 < downloaded < len(in_this)
+        of_file = bool(in_this) and (last.startswith("Downloading") or downloaded in range(1, len(in_this)))
         self._downloads = of_file or (gets and not builds)
         if installed := self._INSTALLED_BY_UV.search(printed):
             self.packages = packages + int(installed[1])

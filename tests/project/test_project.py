@@ -558,6 +558,13 @@ class TestScreen:
         installing.look("Resolved 1 package in 1ms\nPrepared 1 package in 1ms\nInstalled 1 package in 1ms\n")
         assert installing.summary() == "3 packages installed, 0 files downloaded, 0 MB and the source of a in 4 s"
 
+    @pytest.mark.parametrize("begun", ["Downloading", "Downloading a (1", "   Building a @"])
+    def test_a_line_may_come_in_pieces(self, tools: Callable[[str], ModuleType], tmp_path: Path, begun: str) -> None:
+        step = tools("screen").Step(tools("screen").Screen(io.StringIO(), live=True), "packages")
+        installing = tools("environment").Installing(step, tmp_path, iter([0.0, 1.0]).__next__)
+        installing.look(f"Resolved 2 packages in 9ms\n{begun}")
+        assert installing.downloads == []
+
     def test_downloads_of_uv_are_distinguished(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
         step = tools("screen").Step(tools("screen").Screen(io.StringIO(), live=True), "packages")
         installing = tools("environment").Installing(step, tmp_path, iter([0.0, 1.0, 5.0, 7.0]).__next__)
