@@ -156,8 +156,22 @@ def processes(bench: Bench) -> list[Row]:
     ]
 
 
+_WITH_CORE: Final = """
+import sys, time
+from librmq.columns import export
+for name in ("warm-up", "measured"):
+    begin = time.perf_counter()
+    rows = export(sys.argv[1], sys.argv[2] + "/" + name).rows
+    rate = rows / (time.perf_counter() - begin)
+print(rate)
+"""
+
+
 def exporting(bench: Bench) -> list[Row]:
-    """Compare an export to Parquet with PyArrow writing the same batches from memory."""
+    """Compare an export to Parquet with PyArrow writing the same batches from memory.
+
+    With the compiled core, another program exports, because the core is chosen when a program starts.
+    """
     import pyarrow.parquet as pq
 
     from librmq.columns import export, reader
@@ -177,13 +191,25 @@ def exporting(bench: Bench) -> list[Row]:
                 writer.write_batch(batch)
         return count / watch.seconds
 
-    rates = bench.interleave({"export": ours, "by two": lambda folder: ours(folder, 2), "memory": from_memory})
+    def with_core(folder: Path) -> float:
+        program = [sys.executable, "-P", "-c", _WITH_CORE, path, str(folder)]
+        variables = {**os.environ, "LIBRMQ_CORE": "on"}
+        return float(subprocess.run(program, env=variables, capture_output=True, text=True, check=True).stdout)
+
+    variants: dict[str, Run] = {"export": ours, "by two": lambda folder: ours(folder, 2), "memory": from_memory}
+    if bench.has("librmq_core"):
+        variants["core"] = with_core
+    rates = bench.interleave(variants)
     peer = "batches in memory to Parquet"
-    return [
+    rows = [
         compare("columns", "export to Parquet", peer, rates["export"], rates["memory"], limit=True),
         compare("columns", "export to Parquet, two processes", peer, rates["by two"], rates["memory"],
                 Target(0.7), limit=True),
     ]  # fmt: skip
+    if "core" in rates:
+        case = "export to Parquet, compiled core"
+        rows.append(compare("columns", case, peer, rates["core"], rates["memory"], limit=True))
+    return rows
 
 
 ROWS: Final[dict[str, Measure]] = {"reading": reading, "processes": processes, "exporting": exporting}
