@@ -6,9 +6,9 @@ import argparse
 
 from librmq.cli.changes import chosen_queues
 from librmq.cli.cluster_source import ClusterSource, open_cluster
-from librmq.cli.groups import near
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
+from librmq.cli.unknown_names import near
 from librmq.clock import SystemClock
 from librmq.errors import InputError
 from librmq.message.message import MessageQueue

@@ -15,6 +15,7 @@ from librmq.cli.progress import ProgressBar, log_bar, watching_bar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.topic_kinds import kind_of_topic
+from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
@@ -52,8 +53,9 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         if found is None:
             with _bar(store, selection):
                 found = _by_messages(_messages(store, selection, arguments.all), by)
-    for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
-        output.row({**_named(by, group), "messages": messages, "bytes": size})
+        for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
+            output.row({**_named(by, group), "messages": messages, "bytes": size})
+        note_topic_of(store, selection.topic, output)
     return 0
 
 

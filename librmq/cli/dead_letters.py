@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
 from librmq.cli.output import Output, complain, whole_number
+from librmq.cli.unknown_names import note_group
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
@@ -27,6 +28,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     with open_view(arguments) as view:
         _print(_chosen(letters.dead_letters(view, group=arguments.group), arguments), arguments, output)
+        note_group(arguments.group, view.groups, output)
     return 0
 
 
@@ -37,6 +39,7 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
     with open_cluster(arguments) as cluster:
         found = list(cluster.dead_letters(arguments.group))
+        note_group(arguments.group, cluster.groups(), output)
         chosen = _chosen((one for _, one in found), arguments)
         if arguments.causes:
             _print(chosen, arguments, output)

@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from librmq.cli.groups import open_view
 from librmq.cli.output import Enough, Output, complain
+from librmq.cli.unknown_names import note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.view import StoreView
 
 __all__ = ["check", "diagnose", "story"]
 
@@ -21,6 +23,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_view(arguments) as view:
         status = _print(diagnose(view, _thresholds(arguments), check=arguments.verify), output)
+        _note_important(view, arguments, output)
         if arguments.verify is None and not is_verified(view, None):
             complain("note: the records were not checked for damage: librmq diagnose STORE --verify, or librmq verify")
     return status
@@ -31,11 +34,17 @@ def check(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.design import design_check, topic_volumes
 
     with open_view(arguments) as view:
+        _note_important(view, arguments, output)
         if not arguments.volumes:
             return _print(design_check(view, _thresholds(arguments)), output)
         for one in topic_volumes(view):
             output.row(one._asdict())
     return 0
+
+
+def _note_important(view: StoreView, arguments: argparse.Namespace, output: Output) -> None:
+    for topic in arguments.important or ():
+        note_topic(topic, view.topics, output)
 
 
 def _thresholds(arguments: argparse.Namespace) -> Thresholds:
@@ -68,4 +77,5 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
     with open_view(arguments) as view:
         for event in story(view, arguments.id, topic=arguments.topic):
             output.row(event._asdict())
+        note_topic(arguments.topic, view.topics, output)
     return 0

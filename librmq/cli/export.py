@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.groups import note_topic
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
+from librmq.cli.unknown_names import note_topic
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from librmq.cli.input import refuse_leftovers
-from librmq.cli.output import Output, complain
+from librmq.cli.output import Output
+from librmq.cli.unknown_names import note_group, note_topic
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic
 
-__all__ = ["groups", "lag", "near", "note_topic", "open_view"]
+__all__ = ["groups", "lag", "open_view"]
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
                     output.row(queue)
             else:
                 _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
-            _note_group(arguments.group, cluster.groups(), output)
+            note_group(arguments.group, cluster.groups(), output)
         return 0
     with open_view(arguments) as view:
         if arguments.by == "origin":
@@ -92,7 +93,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
                 output.row(row._asdict())
         else:
             _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
-        _note_group(arguments.group, view.groups, output)
+        note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
     return 0
 
@@ -123,24 +124,3 @@ def _print_lag(found: Lag, by: str, output: Output) -> None:
     if by != "queue":
         rows = found.by_topic() if by == "topic" else found.by_group()
     output.rows_of(row._asdict() for row in rows)
-
-
-def _note_group(group: str | None, known: Collection[str], output: Output) -> None:
-    if group is not None and group not in known:
-        output.says_nothing_found = False
-        complain(f"note: there is no group {group!r}{near(group, known)}")
-
-
-def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:
-    """Tell a person that a topic has no queue, and which one is near."""
-    if topic is not None and topic not in known:
-        output.says_nothing_found = False
-        complain(f"note: topic {topic!r} has no queue{near(topic, known)}")
-
-
-def near(name: str, known: Collection[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that is nearest, if one is near."""
-    from difflib import get_close_matches
-
-    found = get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""

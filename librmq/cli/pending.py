@@ -6,6 +6,7 @@ import argparse
 
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
+from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -20,6 +21,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments, all_in_memory=True) as store:
         for one in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
             output.row(one._asdict())
+        note_topic_of(store, arguments.topic, output)
     return 0
 
 

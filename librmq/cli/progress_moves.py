@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable
 
 from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
-from librmq.cli.groups import near
 from librmq.cli.input import parse_duration, parse_time
 from librmq.cli.output import Output, whole_number
 from librmq.cli.selection import first_at
+from librmq.cli.unknown_names import near
 from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.view import StoreView

@@ -11,6 +11,7 @@ from librmq.cli.output import Output, whole_number
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.cli.selection import check_id
+from librmq.cli.unknown_names import note_topic_of
 from librmq.clock import SystemClock
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.tags import TagFilter
@@ -39,6 +40,7 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         with open_store(arguments) as store:
             found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
             _print(store, found, output)
+            note_topic_of(store, arguments.topic, output)
     else:
         check_id(arguments.id)
         with open_store(arguments) as store:

@@ -8,6 +8,7 @@ import dataclasses
 from librmq.cli.input import files_and_config, refuse_leftovers
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
+from librmq.cli.unknown_names import near
 from librmq.diagnosis.findings import named
 from librmq.errors import InputError
 from librmq.store import MessageStore
@@ -52,9 +53,12 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments) as store:
         found = store.queues.get((topic, queue_id))
         if found is None:
+            topics = {name for name, _ in store.queues}
             ids = [number for name, number in store.queues if name == topic]
-            known = f"its queues are {named(ids)}" if ids else "librmq topics lists the topics"
-            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}; {known}")
+            known = (
+                f"; its queues are {named(ids)}" if ids else near(topic, topics) or "; librmq topics lists the topics"
+            )
+            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{known}")
         for row in entry_rows(topic, queue_id, found):
             output.row(row)
     return 0

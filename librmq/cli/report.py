@@ -10,6 +10,7 @@ from librmq.cli.input import read_ranges
 from librmq.cli.locate import locate
 from librmq.cli.output import Output
 from librmq.cli.progress import watching_bar
+from librmq.cli.unknown_names import note_part
 from librmq.diagnosis.survey.model import Report
 from librmq.errors import InputError
 
@@ -25,6 +26,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
     found = _by_spark(arguments) if arguments.spark else _here(arguments)
+    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
     for path, text in ((page, render_page(found, earlier)), (beside, found.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:

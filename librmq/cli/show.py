@@ -13,6 +13,7 @@ from librmq.cli.input import files_and_config
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
+from librmq.cli.unknown_names import note_topic_of
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
@@ -58,10 +59,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments) as store:
         for message in selection.messages(store):
             output.row(shown_row(message, store.levels, arguments.body))
-        if selection.topic is not None and not output.rows:
-            from librmq.cli.groups import note_topic
-
-            note_topic(selection.topic, {topic for topic, _ in store.queues}, output)
+        note_topic_of(store, selection.topic, output)
     return 0
 
 
@@ -116,6 +114,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
         end = store.log.end
         for message in _last(store, selection, count, everything=arguments.all):
             output.row(shown_row(message, store.levels, arguments.body))
+        note_topic_of(store, selection.topic, output)
         if arguments.follow:
             output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from librmq.cli.input import read_ranges
 from librmq.cli.output import Output, complain
+from librmq.cli.unknown_names import note_part
 from librmq.errors import InputError, RmqError, StoreError
 from librmq.runtime.core import CORE_STATE
 
@@ -38,6 +39,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
     from librmq.spark.results import run_incrementally, write_result
+    from librmq.spark.stores import paths_of
 
     ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
     if len(ways) > 1 or (arguments.out is None and (ways or arguments.partition_by)):
@@ -48,6 +50,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     find(arguments.name, settings)  # before Spark starts
     skips = settings.get("damaged") == "skip"
     session = start(arguments)
+    note_part(refused(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
     partition_by = [] if arguments.partition_by is None else arguments.partition_by.split(",")
     if arguments.incremental:
         increment = refused(

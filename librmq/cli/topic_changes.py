@@ -6,8 +6,8 @@ import argparse
 from typing import Any, Final
 
 from librmq.cli.changes import opened_to_change
-from librmq.cli.groups import near
 from librmq.cli.output import Output
+from librmq.cli.unknown_names import near
 from librmq.diagnosis.view import StoreView
 from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError
@@ -88,7 +88,7 @@ def _delete(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist")
+        raise InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows)}")
     tables.topics.remove(name)
     left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
     groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)

@@ -219,10 +219,35 @@ def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> No
     assert [row["body"] for row in rows] == ["1", "2"]
 
 
-def test_a_topic_that_does_not_exist_is_reported(shell: Shell) -> None:
-    answer = shell("show", "store", "--topic", "OrderTopik")
+@pytest.mark.parametrize(
+    "words",
+    ["show", "tail", "count", "count --by tag --sampled", "query --key key14", "story key14", "pending", "lag"],
+)
+def test_a_topic_that_does_not_exist_is_reported(shell: Shell, words: str) -> None:
+    command, *more = words.split()
+    answer = shell(command, "store", "--topic", "OrderTopik", *more)
     assert (answer.status, answer.out) == (0, "")
     assert answer.said == "note: topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?\n"
+    assert "note" not in shell(command, "store", "--topic", "OrderTopic", *more).said
+
+
+def test_names_that_do_not_exist_are_reported(shell: Shell) -> None:
+    """Also where they only choose a part of what is printed, or are an error."""
+    note = "topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?"
+    for words in (["diagnose", "--important"], ["check", "--important"]):
+        assert note in shell(words[0], "store", words[1], "OrderTopik").said
+        assert "has no queue" not in shell(words[0], "store", words[1], "OrderTopic").said
+    for words in (["dead-letters"], ["lag"]):
+        answer = shell(*words, "store", "--group", "CG_ordre")
+        assert answer.said == "note: there is no group 'CG_ordre'; did you mean 'CG_order'?\n"
+        assert answer.status == 0
+    for words in (["queue", "store", "OrderTopik", "0"], ["topic", "delete", "store", "OrderTopik"]):
+        answer = shell(*words)
+        assert answer.status == 2
+        assert answer.said.endswith("; did you mean 'OrderTopic'?\n")
+    pytest.importorskip("jinja2")
+    answer = shell("report", "store", "--topic", "OrderTopic,OrderTopik", "--group", "CG_ordre", "-o", "page.html")
+    assert answer.said.splitlines() == [f"note: {note}", "note: there is no group 'CG_ordre'; did you mean 'CG_order'?"]
 
 
 def test_a_terminal_shows_that_nothing_was_found(

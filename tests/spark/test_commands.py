@@ -42,8 +42,10 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     shared_session()
     assert main(["spark", "run", "backlog", str(store)]) == 0
     (row,) = rows(capsys)
-    assert main(["spark", "run", "backlog", str(store), "--group", "another", "--topic", "T"]) == 0
-    assert rows(capsys) == []
+    assert main(["spark", "run", "backlog", str(store), "--group", "gg", "--topic", "T"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "note: there is no group 'gg'; did you mean 'g'?\n"
     assert (row["group"], row["topic"], row["lag"], row["oldest"]) == ("g", "T", 7, "2023-11-14T22:13:44.000Z")
     assert row["offset"] == 20
     out = tmp_path / "out"

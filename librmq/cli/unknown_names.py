@@ -1,0 +1,66 @@
+"""Notes about topics and groups that a store does not have, with the name that was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from librmq.cli.output import Output, complain
+from librmq.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from librmq.store import MessageStore
+
+__all__ = ["near", "note_group", "note_part", "note_topic", "note_topic_of"]
+
+
+def note_group(group: str | None, known: Collection[str], output: Output) -> None:
+    """Tell a person that there is no such group, and which one is near."""
+    if group is not None and group not in known:
+        output.says_nothing_found = False
+        complain(f"note: there is no group {group!r}{near(group, known)}")
+
+
+def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:
+    """Tell a person that a topic has no queue, and which one is near."""
+    if topic is not None and topic not in known:
+        output.says_nothing_found = False
+        complain(f"note: topic {topic!r} has no queue{near(topic, known)}")
+
+
+def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> None:
+    """Tell a person that a topic has no queue in a store, if no row was printed."""
+    if not output.rows:
+        note_topic(topic, {name for name, _ in store.queues}, output)
+
+
+def note_part(stores: Iterable[str], topics: str | None, groups: str | None, output: Output) -> None:
+    """Tell a person which of the topics and groups, separated by commas, none of the stores has."""
+    folders = list(stores)
+    if topics is not None:
+        from librmq.files.disk import DiskFiles
+        from librmq.store.format import directory
+
+        known = {topic for path in folders for topic, _ in directory.list_queues(path, DiskFiles())}
+        for topic in topics.split(","):
+            note_topic(topic.strip(), known, output)
+    if groups is not None:
+        from librmq.diagnosis.view import StoreView
+
+        of_stores: set[str] = set()
+        try:
+            for path in folders:
+                with StoreView.open(path) as view:
+                    of_stores.update(view.groups)
+        except CorruptionError:  # its groups are not known
+            return
+        for group in groups.split(","):
+            note_group(group.strip(), of_stores, output)
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that is nearest, if one is near."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, known, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
