@@ -14,6 +14,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
 from librmq.message import record
@@ -239,3 +240,20 @@ def calls_failing(files: Files, calls: Iterable[str], code: int) -> Iterator[tup
             if failing.calls[call] < number:
                 break
             number += step()
+
+
+class CountingFiles(DiskFiles):
+    """Files on disk that note which log files were opened, and add up their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: set[str] = set()
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        if f"{os.sep}commitlog{os.sep}" in path:
+            self.opened.add(path)
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self.opened)

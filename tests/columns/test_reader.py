@@ -25,11 +25,10 @@ from librmq.columns.planner import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import File
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.budget import step
 from tests.programs import environment, run_program, start_program
-from tests.stores import ROOT, from_disk, in_memory
+from tests.stores import ROOT, CountingFiles, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
 
@@ -194,23 +193,6 @@ def test_several_stores(path: Path, tmp_path: Path) -> None:
         {"values": str(path), "counts": len(USER)},
         {"values": str(tmp_path / "copy"), "counts": len(USER)},
     ]
-
-
-class CountingFiles(DiskFiles):
-    """Files on disk that note which log files were opened, and add up their sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened: set[str] = set()
-
-    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
-        if f"{os.sep}commitlog{os.sep}" in path:
-            self.opened.add(path)
-        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
-
-    @property
-    def log_bytes(self) -> int:
-        return sum(os.path.getsize(path) for path in self.opened)
 
 
 @pytest.mark.many

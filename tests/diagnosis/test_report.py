@@ -32,7 +32,7 @@ from librmq.errors import ConfigError, InputError
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.reference import folders
-from tests.stores import START_MS
+from tests.stores import START_MS, CountingFiles
 
 EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e\x1b[2J\x00消息"
 SIZES = StoreConfig.tiny(commitlog_file_size=1 << 20)
@@ -230,6 +230,36 @@ def test_damage_comes_first(tmp_path: Path) -> None:
     html = render_page(found)
     assert "body checksum" in section(html, "damage")
     assert html.index("Look first at store store: verify finds") < html.index("What to look at")
+
+
+@pytest.mark.parametrize(
+    ("only", "count"),
+    [({"since": str(START_MS + 390_000)}, 11), ({"topic": "B"}, 20), ({"until": str(START_MS + 10_000)}, 9)],
+)
+def test_a_report_about_a_part_reads_what_the_reader_of_columns_reads(
+    tmp_path: Path, only: dict[str, str], count: int
+) -> None:
+    """The same plan leads both, so times and topics limit the files of the log that are opened."""
+    pytest.importorskip("pyarrow")
+    from librmq.columns import reader
+
+    clock = ManualClock(START_MS)
+    config = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4096)
+    with MessageStore.open(tmp_path, config, clock=clock) as store:
+        for number in range(400):
+            clock.advance(ms=1000)
+            store.append(Message("A" if number < 380 else "B", b"x" * 200), number % 2)
+    part: Any = {name: value if name == "topic" else int(value) for name, value in only.items()}
+    of_reader, of_report = CountingFiles(), CountingFiles()
+    batches = reader(tmp_path, files=of_reader, columns=["size", "keys"], **part)
+    of_reader.opened.clear()  # a plan looks at times
+    assert batches.read_all().num_rows == count
+    with MessageStore.open(tmp_path, read_only=True, files=of_report) as store:
+        of_report.opened.clear()
+        made = report(StoreView.over(store), only=only, check=False)
+    assert made.stores[0].messages == count
+    assert of_reader.opened <= of_report.opened
+    assert len(of_report.opened) <= len(of_reader.opened) + 1 < len(list((tmp_path / "commitlog").iterdir())) // 2
 
 
 def test_a_log_that_cannot_be_opened_still_gets_a_page(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
 from py4j.protocol import Py4JJavaError  # noqa: E402
+from pyspark.errors import PySparkException  # noqa: E402
 from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.errors import FilterSyntaxError  # noqa: E402
@@ -24,7 +26,15 @@ from librmq.java.hashing import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
 from librmq.spark.failures import cause_of  # noqa: E402
-from librmq.spark.functions import allocate, dedup_key, match_sql, match_sql_udf, match_tags, tags_code  # noqa: E402
+from librmq.spark.functions import (  # noqa: E402
+    allocate,
+    dedup_key,
+    match_sql,
+    match_sql_udf,
+    match_tags,
+    register_functions,
+    tags_code,
+)
 from tests.spark_session import assert_native, shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
@@ -81,6 +91,48 @@ def test_a_literal_filter_in_sql_text_is_native(spark: Any) -> None:
             with pytest.raises(Py4JJavaError) as caught:
                 analyse()
             assert cause_of(caught.value) is not None
+
+
+class OtherSpark:
+    """A session whose JVM has no class of the name that builders need, as another version of Spark may have none."""
+
+    def __init__(self, spark: Any) -> None:
+        self._spark = spark
+        jvm = spark.sparkContext._jvm
+        org = SimpleNamespace(
+            apache=SimpleNamespace(spark=SimpleNamespace(sql=SimpleNamespace(classic=jvm.org.apache.spark.elsewhere)))
+        )
+        self.sparkContext = SimpleNamespace(_jvm=SimpleNamespace(org=org), _gateway=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spark, name)
+
+
+class ConnectedSpark:
+    """A session without a JVM in reach, as one of Spark Connect."""
+
+    def __init__(self, spark: Any) -> None:
+        self.udf = spark.udf
+
+
+@pytest.mark.parametrize("other", [OtherSpark, ConnectedSpark])
+def test_without_builders_a_literal_filter_runs_over_arrow(spark: Any, other: Callable[[Any], Any]) -> None:
+    """The answers are the same; an invalid expression is refused in the task."""
+    own = spark.newSession()
+    register_functions(other(own))
+    frame = own.createDataFrame(
+        [({"a": "7"}, "t"), ({"a": "x"}, None), ({}, "u")], "props map<string,string>, tag string"
+    )
+    frame.createOrReplaceTempView("literal")
+    found = own.sql(
+        "SELECT match_sql(props, 'a > 5'), match_sql_5(props, 'a > 5'), match_tags(tag, 't || v') FROM literal"
+    )
+    assert "ArrowEvalPython" in found._jdf.queryExecution().executedPlan().toString()
+    assert list(map(tuple, found.collect())) == [(True, True, True), (False, False, False), (False, False, False)]
+    wrong = own.sql("SELECT match_sql(props, 'a > (') FROM literal")
+    with pytest.raises(PySparkException) as caught:
+        wrong.collect()
+    assert cause_of(caught.value) is not None
 
 
 def test_an_invalid_expression_is_refused_immediately() -> None:

@@ -145,11 +145,12 @@ def _counted(view: StoreView, wanted: ReportScope, topic: str, sql: str | None) 
     from librmq.columns import reader
 
     settings = _settings(view, wanted)
-    settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "DROPMALFORMED"
+    settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "PERMISSIVE"
     count = size = 0
     for batch in reader(view.store.path, **settings):
-        count += batch.num_rows
-        size += int(batch.column("size").to_numpy(zero_copy_only=False).sum())
+        sizes = batch.column("size").drop_null()  # null for damage, which is reported elsewhere
+        count += len(sizes)
+        size += int(sizes.to_numpy(zero_copy_only=False).sum())
     return count, size
 
 
