@@ -38,7 +38,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
-    from librmq.spark.results import run_incrementally, write_result
+    from librmq.spark.results import has_rows, run_incrementally, write_result
     from librmq.spark.stores import paths_of
 
     ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
@@ -81,7 +81,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
             frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
         )
     )
-    made = {"pipeline": arguments.name, "rows": refused(lambda: session.read.parquet(out).count()), "out": out}
+    rows = refused(lambda: session.read.parquet(out).count()) if has_rows(out) else 0
+    made = {"pipeline": arguments.name, "rows": rows, "out": out}
     output.row(made | {"left_out": skipped.places} if skips else made)
     _note_left_out(skipped)
     return 0

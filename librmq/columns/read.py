@@ -34,6 +34,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import File, Files
 from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
@@ -194,7 +195,7 @@ class _Task:
                 yield from self._told([(None, self._in_log(place, why)) for place, why in bad])
         else:
             if self._tags is not None and not self._tags.takes_all:
-                rows = rows.take(_candidates(rows.codes, self._tags))
+                rows = rows.take(_candidates(rows.codes, self._tags) | self._has_times_as_codes(rows))
             self._fetch(rows.places, rows.sizes)
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
@@ -205,6 +206,11 @@ class _Task:
         self._file = None
         if isinstance(self._files, RemoteFiles):
             self._files.release(self._part.path)
+
+    def _has_times_as_codes(self, rows: _Rows) -> Mask:
+        """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
+        waits = np.array([one.topic == SCHEDULE_TOPIC for one in self._part.slices], np.bool_)
+        return waits[rows.queue] if len(waits) else np.zeros(len(rows), np.bool_)
 
     def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:

@@ -40,7 +40,7 @@ from librmq.spark.pipelines.ranges import Settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Increment", "run_incrementally", "write_result"]
+__all__ = ["Increment", "has_rows", "run_incrementally", "write_result"]
 
 _log = EventLog("librmq.spark")
 
@@ -67,7 +67,8 @@ def write_result(
         partition_by: Columns whose values become folders.
 
     Raises:
-        ConfigError: ``out`` exists, or holds anything but results, or ``frame`` lacks a column.
+        ConfigError: ``out`` exists, or holds anything but results, or runs with other columns or partitions, or
+            ``frame`` lacks a column.
         StoreLockedError: Another process appends to ``out``.
     """
     _check_columns(frame, partition_by)
@@ -81,6 +82,7 @@ def write_result(
             if any(name.endswith(".parquet") for name in os.listdir(out)):
                 raise ConfigError(f"{out} holds one result, without runs; append to another folder")
             _delete_others(out, _UNFINISHED, ())
+            _check_earlier_runs(out, frame, partition_by)
             now = datetime.fromtimestamp(SystemClock().now_ms() / 1000, UTC)
             return _write(
                 frame, os.path.join(out, f"run={now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z"), partition_by
@@ -287,6 +289,33 @@ def _refuse_others(out: str, folder: str, known: str) -> None:
             raise ConfigError(f"{out} holds {found}, which is no result of a pipeline; name another folder")
 
 
+def _check_earlier_runs(out: str, frame: DataFrame, partition_by: Sequence[str]) -> None:
+    """Refuse a run beside which those in ``out`` could not be read: with other columns or other partitions."""
+    for below, _, names in os.walk(out):
+        file = next((name for name in names if name.endswith(".parquet")), None)
+        run, *folders = os.path.relpath(below, out).split(os.sep)
+        if file is None or not run.startswith("run="):
+            continue
+        import pyarrow.parquet as pq
+
+        partitions = [folder.partition("=")[0] for folder in folders]
+        if partitions != list(partition_by):
+            found = f"partitioned by {', '.join(partitions) or 'nothing'}"
+            raise ConfigError(f"partition_by: the earlier runs in {out} are {found}; use the same, or another folder")
+        columns = [*pq.read_schema(os.path.join(below, file)).names, *partitions]
+        if set(columns) != set(frame.columns):
+            raise ConfigError(
+                f"{out}: the earlier runs have the columns {', '.join(columns)}, this one {', '.join(frame.columns)}; "
+                "append it to another folder"
+            )
+        return
+
+
+def has_rows(folder: str) -> bool:
+    """Return whether a result has a file; a partitioned one without rows has none."""
+    return any(name.endswith(".parquet") for _, _, names in os.walk(folder) for name in names)
+
+
 def _check_columns(frame: DataFrame, names: Sequence[str]) -> None:
     for name in names:
         if name not in frame.columns:
@@ -309,6 +338,8 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
     unfinished = os.path.join(folder, f"{_UNFINISHED}{name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     frame.write.partitionBy(*partition_by).parquet(unfinished)
+    if partition_by and not has_rows(unfinished) and not name.startswith("run="):  # else no file shows the columns
+        frame.limit(0).write.mode("append").parquet(unfinished)
     if state is not None:
         DiskFiles().write(os.path.join(unfinished, _STATE), state)
     for below, _, names in os.walk(unfinished):

@@ -143,6 +143,8 @@ def _backlog(
     for (group, topic), of_queue in _progress(store.path).items():
         if (topics is not None and topic not in topics) or (groups is not None and group not in groups):
             continue
+        if group == DELAY_GROUP:  # what waits for its time is no backlog
+            continue
         for queue_id in queues.get(topic, ()):
             queue, found = store.queues[topic, queue_id], of_queue.get(queue_id)
             following = queue.begin if found is None else max(found, queue.begin)

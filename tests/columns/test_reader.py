@@ -106,6 +106,16 @@ def test_settings_choose(path: Path, view: Any, settings: Any, wanted: Callable[
     assert numbers(found) == [number for number in USER if wanted(number)]
 
 
+def test_messages_that_wait_for_a_delay_are_chosen_by_their_tag(path: Path) -> None:
+    """Their entries hold the time of delivery, not the hash of the tag."""
+    waiting = reader(path, topic=SCHEDULE_TOPIC, columns=["physicalOffset", "tags"]).read_all()
+    for tag in ("t0", "t2"):
+        found = reader(path, topic=SCHEDULE_TOPIC, tags=tag, columns=["physicalOffset", "tags"]).read_all()
+        assert found.equals(waiting.filter(pc.field("tags") == tag))
+        assert found.num_rows == COUNT // 20
+    assert reader(path, topic=SCHEDULE_TOPIC, tags="t1").read_all().num_rows == 0
+
+
 def test_offsets_of_queues(path: Path) -> None:
     columns = ["topic", "queueId", "queueOffset"]
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
 
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark.pipelines import left_out, reconcile, run  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
@@ -108,6 +109,43 @@ def test_pipelines_take_topics_groups_times_and_offsets(tmp_path: Path) -> None:
             counts(**settings)
     with pytest.raises(ConfigError, match="backlog has no setting 'tags'"):
         found("backlog", path, tags="a")
+
+
+def test_waiting_retries_belong_to_the_topic_of_the_message(tmp_path: Path) -> None:
+    """As in `librmq.diagnosis.pending_messages`."""
+    path, runner = tmp_path / "s", ManualRunner(ManualClock(START_MS))
+    with Broker.open(path, runner=runner, store_config=StoreConfig.tiny()) as broker:
+        producer, consumer = Producer(broker, "p"), PushConsumer(broker, "g")
+        consumer.subscribe("T", lambda _: 1 / 0)
+        consumer.start()
+        producer.send("T", b"fails")
+        producer.send("U", b"later", delay=3600)
+        runner.advance(3000)
+        consumer.shutdown()
+    with MessageStore.open(path, read_only=True) as opened:
+        for topic in ("T", "U", "%RETRY%g", "V"):
+            places = {(one.physical_offset,) for one in pending_messages(opened, topic=topic)}
+            assert found("timers", path, "physicalOffset", topic=topic) == places
+            assert len(places) == (topic != "V")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_messages_that_wait_for_their_time_are_no_backlog(tmp_path: Path, is_damaged: bool) -> None:
+    """The progress of delay levels is not a group's, in a store that is too damaged to open neither."""
+    path = store(tmp_path / "s", [("T", 0, "")], '"T@g":{0:0}')
+    with MessageStore.open(path, CONFIG, clock=ManualClock(START_MS + 9000)) as opened:
+        for _ in range(3):
+            opened.append(Message("T", b"x", delay_level=3), 0)
+    (path / "config" / "delayOffset.json").write_text('{"offsetTable":{3:1}}')
+    settings = {}
+    if is_damaged:
+        (file,) = (path / "consumequeue" / "T" / "0").iterdir()
+        (path / "consumequeue" / "U" / "0").mkdir(parents=True)
+        (path / "consumequeue" / "U" / "0" / file.name).write_bytes(b"x" * 30)
+        settings = {"damaged": "skip"}
+    assert found("backlog", path, "group", "topic", "lag", **settings) == {("g", "T", 1)}
+    assert found("what-if", path, "group", "topic", clients="1", **settings) == {("g", "T")}
+    assert len(found("timers", path, "physicalOffset", **settings)) == 2
 
 
 def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None:

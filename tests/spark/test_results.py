@@ -74,6 +74,16 @@ def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     whole = shared_session().read.parquet(out)
     assert sorted(whole.columns) == ["n", "run", "topic"]
     assert whole.groupBy("topic").count().where("count = 2").count() == 2
+    before = sorted((tmp_path / "out").rglob("*"))
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (frame, {}, r"partition_by: the earlier runs in .* are partitioned by topic; use the same"),
+        (frame, {"partition_by": ["n"]}, "are partitioned by topic"),
+        (frame.withColumnRenamed("n", "m"), {"partition_by": ["topic"]}, "the columns n, topic, this one topic, m;"),
+    ]
+    for other, settings, text in refused:
+        with pytest.raises(ConfigError, match=text):
+            write_result(other, out, append=True, **settings)
+    assert sorted((tmp_path / "out").rglob("*")) == before
     plain = str(tmp_path / "plain")
     for overwrite in (False, True):
         write_result(frame, plain, overwrite=overwrite)
@@ -81,6 +91,19 @@ def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     for again, words in ((out, {}), (plain, {"append": True}), (plain + "2", {"partition_by": ["x"]})):
         with pytest.raises(ConfigError, match=r"exists|one result|partition_by"):
             write_result(frame, again, **words)
+
+
+def test_a_partitioned_result_without_rows(tmp_path: Path) -> None:
+    """It shows its columns; beside runs with rows it does no harm."""
+    spark = shared_session()
+    frame = spark.createDataFrame([("a", 1)], "topic string, n int")
+    plain, runs = str(tmp_path / "plain"), str(tmp_path / "runs")
+    write_result(frame.limit(0), plain, partition_by=["topic"])
+    assert sorted(spark.read.parquet(plain).columns) == ["n", "topic"]
+    assert not kept(plain)
+    for each in (frame.limit(0), frame, frame.limit(0)):
+        write_result(each, runs, append=True, partition_by=["topic"])
+    assert [(row[0], row[2]) for row in kept(runs)] == [(1, "a")]
 
 
 def test_no_result_replaces_anything_else(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from librmq.columns.read import CORRUPT
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.timer import TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
@@ -318,7 +318,8 @@ def _backlog(inputs: Inputs) -> DataFrame:
         return found
     messages = inputs.messages(BACKLOG_COLUMNS.replace(", keys string", ""))
     queues = stores.queues(spark, paths, _mode(settings))
-    unsorted = chosen(backlog(stores.offsets(spark, paths), queues, messages), settings)
+    offsets = stores.offsets(spark, paths).where(F.col("group") != stores.DELAY_GROUP)
+    unsorted = chosen(backlog(offsets, queues, messages), settings)
     return unsorted.orderBy(F.desc("lag"), "store", "group", "topic", "queueId")
 
 
@@ -354,11 +355,16 @@ def _timers(inputs: Inputs) -> DataFrame:
         "storeTimestamp timestamp"
     )
     delayed = inputs.messages(columns, topic=SCHEDULE_TOPIC)
+    topics = names_of(inputs.settings, "topic")
+    if topics is not None:  # a retry goes to the topic of its group, and belongs to that of the message too
+        target, first = (F.col("properties").getItem(name) for name in ("REAL_TOPIC", "RETRY_TOPIC"))
+        is_retry = target.startswith(RETRY_PREFIX) | target.startswith(DEAD_LETTER_PREFIX)
+        delayed = delayed.where(target.isin(topics) | (is_retry & first.isin(topics)))
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
     timed = inputs.messages(columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
-    return chosen(delays.unionByName(timers), inputs.settings)
+    return delays.unionByName(chosen(timers, inputs.settings))
 
 
 def _retention(inputs: Inputs) -> DataFrame:

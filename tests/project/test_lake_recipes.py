@@ -1,0 +1,59 @@
+"""The recipes of docs/spark.md for Delta Lake and Iceberg, with batches of messages in place of a stream."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from librmq import Message, MessageStore, StoreConfig
+from tests.reference import CHECKOUT
+
+pytest.importorskip("pyarrow")
+
+from librmq import columns
+
+
+def recipe(name: str, folder: Path) -> Any:
+    """Return a function of the page, whose tables are in ``folder``."""
+    page = (CHECKOUT / "docs" / "spark.md").read_text("utf-8")
+    (block,) = (one for one in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "def to_delta(" in one)
+    delta, iceberg = block.partition("from pyiceberg")[::2]
+    code = delta if name == "to_delta" else f"from pyiceberg{iceberg.partition('stream.')[0]}"
+    names: dict[str, Any] = {}
+    exec(code.replace('"messages"', f'"{folder}/messages"').replace("/data/", f"{folder}/"), names)
+    return names[name]
+
+
+def to_delta(folder: Path) -> Any:
+    from deltalake import DeltaTable
+
+    return DeltaTable(f"{folder}/messages").to_pyarrow_table()
+
+
+def to_iceberg(folder: Path) -> Any:
+    from pyiceberg.catalog.sql import SqlCatalog
+
+    catalog = SqlCatalog("local", uri=f"sqlite:///{folder}/catalog.db", warehouse=f"file://{folder}/warehouse")
+    return catalog.load_table("lake.messages").scan().to_arrow()
+
+
+@pytest.mark.parametrize(("package", "read"), [("deltalake", to_delta), ("pyiceberg", to_iceberg)])
+def test_a_batch_that_comes_again_changes_nothing(tmp_path: Path, package: str, read: Any) -> None:
+    pytest.importorskip(package)
+    store = tmp_path / "store"
+    with MessageStore.open(store, StoreConfig.tiny()) as opened:
+        for number in range(30):
+            opened.append(Message("A", b"%d" % number, keys=f"k{number}"))
+    wanted = ["topic", "queueId", "queueOffset", "keys", "properties", "storeTimestamp", "body"]
+    (tmp_path / "warehouse").mkdir()
+    write = recipe(read.__name__, tmp_path)
+    for number in (0, 1, 1, 0, 2):
+        rows = columns.reader(store, offsets=range(10 * number, 10 * number + 10), columns=wanted).read_all()
+        write(SimpleNamespace(toArrow=lambda rows=rows: rows), number)
+    found = read(tmp_path)
+    assert found.column_names == wanted
+    assert sorted(int(body) for body in found["body"].to_pylist()) == list(range(30))
