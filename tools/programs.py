@@ -96,7 +96,7 @@ class Beside:
         self._process.stdout.close()
 
     def _end(self) -> None:
-        """Interrupt the program, and kill it if it goes on."""
+        """Interrupt the program, and kill it if it continues."""
         if os.name == "posix":
             os.killpg(self._process.pid, signal.SIGINT)
         else:
