@@ -26,8 +26,9 @@ from screen import Screen, Step, seconds_text
 CHECKOUT = Path(__file__).resolve().parent.parent
 CORE = CHECKOUT / "core"
 STAMP = "librmq-stamp.json"
-SHORT_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""Options of Spark's Java: a session that ends within minutes takes half the time without Java's second compiler."""
+SHORT_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+"""Options of Spark's Java: a session that ends within minutes takes half the time without Java's second compiler, and
+an eighth less where Java does not verify classes."""
 
 OFFLINE_SIGNS = (
     "No matching distribution",

@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -453,6 +454,42 @@ def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleT
         "tests/fuzz/test_formats.py::x",
     ]
     assert "0" not in words(["-k", "tests", "tests/fuzz"], quick=False, keep_going=False)
+
+
+@pytest.mark.parametrize("words", [["tests", "--ignore=tests/store"], ["--ignore=tests/store"]])
+def test_a_folder_that_is_named_is_tested_alone(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """CI leaves out style, layers and types in this way where an earlier check has looked at the same code."""
+    project = tools("project")
+    begun: list[str] = []
+
+    def pytest_alone(place: object, command: list[str]) -> int:
+        begun.append(command[3])
+        return 0
+
+    def program_alone(place: object, step: object, program: Any) -> tuple[int, str]:
+        begun.append(program.step)
+        return 0, ""
+
+    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: None)
+    monkeypatch.setattr(project.Environment, "run", pytest_alone)
+    monkeypatch.setattr(project, "run", program_alone)
+    assert project.check(["--quick", *words]) == 0
+    others = set() if "tests" in words else {"style", "layers", "types"}
+    assert set(begun) == {"pytest", *others}
+
+
+@pytest.mark.spark
+def test_java_knows_the_options_of_a_short_session(tools: Callable[[str], ModuleType]) -> None:
+    """And prints no warning, which each program on Spark would show."""
+    pytest.importorskip("pyspark")
+    from librmq.spark.session import java_home
+
+    java = [java_home() / "bin" / "java", *tools("environment").SHORT_JAVA.split(), "-version"]
+    done = subprocess.run(java, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
 
 
 class TestScreen:
