@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.rule import Rule
 from rich.text import Text
 
-from demo_screen import CONSOLE, code, draw, say, step, table
+from demo_screen import CONSOLE, code, draw, run_part, say, step, table
 from librmq import MissingExtraError
 from librmq.diagnosis import render_page, report
 
@@ -59,4 +59,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_part(main)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
+from typing import NoReturn
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -30,7 +32,9 @@ def say(text: str) -> None:
 
 
 def waiting(text: str) -> Status:
-    """Return a context manager that shows on a terminal what is under way."""
+    """Return a context manager that shows on a terminal what is under way; without one it is said at once."""
+    if not CONSOLE.is_terminal:
+        say(f"{text} …")
     return CONSOLE.status(f"[dim]{text}[/dim]", refresh_per_second=4)
 
 
@@ -64,3 +68,11 @@ def table(*columns: str) -> Table:
 
 def draw(made: Table) -> None:
     CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
+
+
+def run_part(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a part of the demo as a program; Ctrl-C ends it with status 130 and without a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.rule import Rule
 from rich.text import Text
 
-from demo_screen import CONSOLE, answers, code, draw, say, step, table, waiting
+from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table, waiting
 from librmq import MissingExtraError
 from librmq.store.recovery.verify import verify
 
@@ -167,4 +167,4 @@ def plain(value: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_part(main)

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.rule import Rule
 from rich.text import Text
 
-from demo_screen import CONSOLE, answers, code, draw, say, step, table
+from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table
 from librmq import ManualClock, Message, MessageStore, StoredMessage
 from librmq.commitlog import CommitLog
 from librmq.files import DiskFiles
@@ -344,4 +344,4 @@ def shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_part(main)

@@ -1,6 +1,6 @@
 """The output of ``check`` and ``demo``: one line per step, with a bar while it runs.
 
-Without a terminal the lines are plain, and a long step prints its progress after every tenth.
+Without a terminal the lines are plain, and a long step prints its progress after every tenth, or every ten seconds.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
 NAME_WIDTH = 10
 BAR_WIDTH = 20
+SILENT_SECONDS = 10
+"""After this time without a line, a step that is not redrawn prints one."""
 
 
 def seconds_text(seconds: float) -> str:
@@ -63,14 +66,15 @@ class Step:
     A context manager; an exception that leaves it marks the step as failed.
     """
 
-    def __init__(self, screen: Screen, name: str) -> None:
+    def __init__(self, screen: Screen, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.screen = screen
         self.name = name
         self.failed = False
         self._detail = ""
         self._share: float | None = None
         self._tenth = 0
-        self._begin = time.monotonic()
+        self._clock = clock
+        self._begin = self._spoke = clock()
 
     def __enter__(self) -> Self:
         self.draw()
@@ -80,7 +84,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         outcome = "ok" if not self.failed and kind is None else "interrupted" if kind is KeyboardInterrupt else "FAILED"
-        took = seconds_text(time.monotonic() - self._begin)
+        took = seconds_text(self._clock() - self._begin)
         detail = f"  {self._detail}" if self._detail else ""
         self.screen.line(f"{self.name:<{NAME_WIDTH}} {outcome:<6} {took:>9}{detail}")
 
@@ -91,13 +95,19 @@ class Step:
             self.draw()
         elif share is not None and int(share * 10) > self._tenth:
             self._tenth = int(share * 10)
+            self._spoke = self._clock()
             self.screen.line(f"{self.name:<{NAME_WIDTH}} {self._tenth * 10} %, {detail}")
 
     def draw(self) -> None:
-        """Redraw the line, which shows the elapsed time."""
-        drawn = "" if self._share is None else bar(self._share, unicode=self.screen.unicode) + "  "
-        took = seconds_text(time.monotonic() - self._begin)
-        self.screen.redraw(f"{self.name:<{NAME_WIDTH}} {drawn}{self._detail}{'  ' if self._detail else ''}{took}")
+        """Redraw the line, which shows the elapsed time; without a terminal print it after ten seconds of silence."""
+        now = self._clock()
+        detail, took = f"{self._detail}  " if self._detail else "", seconds_text(now - self._begin)
+        if self.screen.live:
+            drawn = "" if self._share is None else bar(self._share, unicode=self.screen.unicode) + "  "
+            self.screen.redraw(f"{self.name:<{NAME_WIDTH}} {drawn}{detail}{took}")
+        elif now - self._spoke >= SILENT_SECONDS:
+            self._spoke = now
+            self.screen.line(f"{self.name:<{NAME_WIDTH}} {detail}{took}")
 
     def finish(self, detail: str, *, failed: bool = False) -> None:
         """Set the text of the last line."""

@@ -515,6 +515,19 @@ class TestScreen:
         assert re.fullmatch(r"tests +FAILED +\d+ s  1 failed", lines[10])
         assert len(lines) == 11
 
+    def test_a_step_without_progress_says_a_word_after_ten_seconds(self, tools: Callable[[str], ModuleType]) -> None:
+        screen = tools("screen")
+        out, times = io.StringIO(), [0.0, 0.1, 4.0, 9.9, 10.0, 15.0, 20.4, 21.0]
+        with screen.Step(screen.Screen(out), "types", iter(times).__next__) as step:
+            step.show("mypy")
+            for _ in times[2:-1]:
+                step.draw()
+        assert out.getvalue().splitlines() == [
+            "types      mypy  10 s",
+            "types      mypy  20 s",
+            "types      ok          21 s  mypy",
+        ]
+
     def test_a_terminal_has_a_bar(self, tools: Callable[[str], ModuleType]) -> None:
         screen = tools("screen")
         out = io.StringIO()
