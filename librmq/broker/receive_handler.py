@@ -351,7 +351,7 @@ class ReceiveHandler:
         return queue
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
-        """Return where a group without progress starts: as in 5.x at the begin of a new queue, else at the last."""
+        """Return where a group without progress starts: as in 5.x at the beginning of a new queue, else at the last."""
         if is_receive_retry(key[0], key[1]):
             return begin
         first = self._progress.query(QueryOffset(*key))

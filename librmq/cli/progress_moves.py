@@ -24,7 +24,7 @@ Move = Callable[[MessageStore, ConsumeQueue], int]
 
 
 def reset(arguments: argparse.Namespace, output: Output) -> int:
-    """Set a group's progress to the begin or the end of each queue, a time, or a queue offset."""
+    """Set a group's progress to the beginning or the end of each queue, a time, or a queue offset."""
     if (arguments.to is None) == (arguments.offset is None):
         raise InputError("expected either --to (begin, end or a time) or --offset")
     if arguments.route is not None:

@@ -416,7 +416,7 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             f"{each.lag:,} messages wait"
             + ("." if age_s is None else f"; the oldest for {duration(age_s)}.")
             + (
-                f" They count from the begin of {counted(each.without_progress, 'queue')} without progress."
+                f" They count from the beginning of {counted(each.without_progress, 'queue')} without progress."
                 * (each.without_progress > 0)
             ),
             evidence,

@@ -257,7 +257,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._stores = {}
 
     def _begin(self, key: Key, known: int | None) -> int:
-        """Return the next offset in a queue: Spark's, or the begin of a queue that is new or was created again."""
+        """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
         if known is None:

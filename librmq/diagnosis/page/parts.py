@@ -48,7 +48,7 @@ class Column(NamedTuple):
     name: str
     kind: Literal["text", "number", "plot", "store"] = "text"
     axis: Sequence[str] = ()
-    """Labels below the columns of a plot, or at the begin, the middle and the end of an area."""
+    """Labels below the columns of a plot, or at the beginning, the middle and the end of an area."""
     ends: bool = False
     """Whether these are begin, middle and end."""
 

@@ -188,7 +188,7 @@ class QueueCheck:
                 self.offer(queue_offset, ExpectedEntry(packed, 0, b""))
 
     def _look(self) -> None:
-        """Find the begin of the records in the queue, and take the collected entries if they follow there."""
+        """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
         queue, entries, claimed = self.queue, self.entries, self._claimed
         at = queue.min_offset
         is_there = bool(entries) and self._is_first(claimed, entries[0])

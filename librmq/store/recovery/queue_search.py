@@ -20,7 +20,7 @@ _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 
 
 def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
-    """Return the begin of the records of each queue that counts from 0 again, by its first entry.
+    """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
 
     A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
     """
