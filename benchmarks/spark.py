@@ -606,7 +606,8 @@ def memory(bench: Bench) -> list[Row]:
 import resource, sys
 from librmq.spark.options import ReadOptions, Wanted
 from librmq.columns.planner import PlannedStore
-from librmq.columns.read import Reading, default_columns
+from librmq.columns.read import Reading
+from librmq.columns.schema import default_columns
 from librmq.spark.source import arrow_schema, schema_of
 options = ReadOptions(({path!r},), wanted=Wanted())
 def status(name):

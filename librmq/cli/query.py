@@ -40,7 +40,8 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         with open_store(arguments) as store:
             found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
             _print(store, found, output)
-            note_topic_of(store, arguments.topic, output)
+            if output.is_on_terminal:  # programs get no line if nothing is found
+                note_topic_of(store, arguments.topic, output)
     else:
         check_id(arguments.id)
         with open_store(arguments) as store:

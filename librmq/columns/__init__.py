@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from librmq.columns.parts import Part as Part
     from librmq.columns.parts import ReadingProcessError as ReadingProcessError
     from librmq.columns.planner import plan as plan
-    from librmq.columns.read import CORRUPT as CORRUPT
-    from librmq.columns.read import TYPES as TYPES
     from librmq.columns.read import Reading as Reading
-    from librmq.columns.read import default_columns as default_columns
     from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
     from librmq.columns.remote import RemoteStore as RemoteStore
+    from librmq.columns.schema import CORRUPT as CORRUPT
+    from librmq.columns.schema import TYPES as TYPES
+    from librmq.columns.schema import default_columns as default_columns
 
 _MODULES = {
     "arrow_dataset": ("StoreDataset", "dataset"),
@@ -32,9 +32,10 @@ _MODULES = {
     "options": ("ReadOptions", "Wanted"),
     "parts": ("DataLossError", "Part", "ReadingProcessError"),
     "planner": ("plan",),
-    "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
+    "read": ("Reading",),
     "record_batches": ("ReaderKeywords", "reader", "scan"),
     "remote": ("RemoteStore",),
+    "schema": ("CORRUPT", "TYPES", "default_columns"),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from librmq.columns.read import TYPES
+from librmq.columns.schema import TYPES
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
 

@@ -28,9 +28,9 @@ import pyarrow.compute as pc
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
 from librmq.columns.options import ReadOptions
 from librmq.columns.planner import PlannedStore
-from librmq.columns.read import CORRUPT, TYPES
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
+from librmq.columns.schema import CORRUPT, TYPES
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders

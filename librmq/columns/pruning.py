@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from librmq.columns.decode import TIMESTAMP
 from librmq.columns.options import Predicate, ReadOptions
 from librmq.columns.planner import PlannedStore, Ranges
-from librmq.columns.read import TYPES, columns_of
+from librmq.columns.schema import TYPES, columns_of
 from librmq.errors import ConfigError
 from librmq.store.engine.queue_table import QueueName
 

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,89 +20,34 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
-from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
+from librmq.columns.decode import FIXED_COLUMNS, Block
 from librmq.columns.entries import slice_entries
-from librmq.columns.options import ReadOptions, View
+from librmq.columns.malformed import Malformed
+from librmq.columns.options import ReadOptions
 from librmq.columns.parts import REST, DataLossError, Part
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
+from librmq.columns.rows import Rows, chunks
+from librmq.columns.schema import CORRUPT
 from librmq.columns.starts import record_starts
-from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
     from librmq.filter.questions import Question
 
-__all__ = ["CORRUPT", "TYPES", "Reading", "columns_of", "default_columns"]
-
-CORRUPT: Final = "_corrupt_record"
-"""The column that says why a record cannot be read, in mode ``PERMISSIVE``."""
-
-_log = EventLog("librmq.columns")
-
-TYPES: Final[dict[str, pa.DataType]] = {name: kind for name, (kind, _) in COLUMNS.items()} | {
-    "tagsCode": pa.int64(),
-    "store": pa.string(),
-    CORRUPT: pa.string(),
-}
-"""The Arrow types of all columns."""
-
-_DEFAULT: Final = (
-    "topic", "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "tags", "keys",
-    "uniqueKey", "properties", "body", "reconsumeTimes", "sysFlag",
-)  # fmt: skip
-_ENTRY_COLUMNS: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode")
+__all__ = ["Reading"]
 
 BATCH_ROWS: Final = 8192
 ENTRY_BATCH_ROWS: Final = 65_536
 BATCH_BYTES: Final = 16 << 20
-_MOST_TOLD: Final = 1000
 _PLACE: Final = "\0place"
-
-
-def default_columns(options: ReadOptions) -> list[str]:
-    """Return the columns of a read without a schema."""
-    columns = list(_ENTRY_COLUMNS if options.view == "queues" else _DEFAULT)
-    if options.several:
-        columns.append("store")
-    if options.mode == "PERMISSIVE":
-        columns.append(CORRUPT)
-    return columns
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Entries of several queues, or records of the log without queues."""
-
-    places: Ints
-    sizes: Ints
-    codes: Ints
-    queue: npt.NDArray[np.int32]
-    queue_offsets: Ints
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def take(self, which: Any) -> _Rows:
-        return _Rows(
-            self.places[which], self.sizes[which], self.codes[which], self.queue[which], self.queue_offsets[which]
-        )
-
-
-def columns_of(view: View) -> set[str]:
-    """Return the names of a view's columns."""
-    if view == "queues":
-        return {*_ENTRY_COLUMNS, "store", CORRUPT}
-    return set(TYPES) - ({"tagsCode"} if view == "log" else set())
 
 
 class Reading:
@@ -152,9 +97,7 @@ class _Task:
         )
         self._bodies = "body" in schema.names or "body" in self._asked
         self._checksums = options.checksums and self._bodies
-        self._left_out = 0
-        """Number of damaged places that mode ``DROPMALFORMED`` left out."""
-        self._first_left_out = ""
+        self._malformed = Malformed(options, schema, part, self._store())
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -162,13 +105,7 @@ class _Task:
         try:
             yield from self._read()
         finally:
-            if self._left_out:
-                _log.warning(
-                    "%(path)s: %(count)d damaged places were left out of a read, the first: %(error)s",
-                    path=self._store(),
-                    count=self._left_out,
-                    error=self._first_left_out,
-                )
+            self._malformed.end()
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
@@ -177,14 +114,13 @@ class _Task:
                 "both"
             )
         if self._part.damage:
-            yield from self._told([(None, one) for one in self._part.damage])
+            yield from self._malformed.found_before(self._part.damage)
         rows, gone = self._entries()
         if gone and self._options.fail_on_data_loss:
             raise DataLossError(f"{self._part.path}: {gone[0]} was deleted after the read was planned; {REST}")
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
-            wrong = np.flatnonzero(bad_entries)
-            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in wrong])
+            yield from self._malformed.entries(rows.take(bad_entries))
             rows = rows.take(~bad_entries)
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
@@ -192,7 +128,7 @@ class _Task:
         if self._part.walk is not None:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
-                yield from self._told([(None, self._in_log(place, why)) for place, why in bad])
+                yield from self._malformed.places(bad)
         else:
             if self._tags is not None and not self._tags.takes_all:
                 rows = rows.take(_candidates(rows.codes, self._tags) | self._has_times_as_codes(rows))
@@ -200,19 +136,19 @@ class _Task:
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
         most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
-        for chunk in _chunks(rows, size, most):
+        for chunk in chunks(rows, size, most, BATCH_BYTES):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
             self._forget()
         self._file = None
         if isinstance(self._files, RemoteFiles):
             self._files.release(self._part.path)
 
-    def _has_times_as_codes(self, rows: _Rows) -> Mask:
+    def _has_times_as_codes(self, rows: Rows) -> Mask:
         """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
         waits = np.array([one.topic == SCHEDULE_TOPIC for one in self._part.slices], np.bool_)
         return waits[rows.queue] if len(waits) else np.zeros(len(rows), np.bool_)
 
-    def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
+    def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
@@ -220,7 +156,7 @@ class _Task:
             if len(found):
                 yield self._batch(found, None)
 
-    def _messages(self, rows: _Rows, start: int) -> Iterator[pa.RecordBatch]:
+    def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one chunk, which is within one log file."""
         raw = self._log_file(start)
         if raw is None:
@@ -231,9 +167,7 @@ class _Task:
         block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
-            yield from self._told(
-                [(rows.take([at]), self._in_log(int(rows.places[at]), block.reason(int(at)).reason)) for at in wrong]
-            )
+            yield from self._malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
             rows, block = rows.take(block.sound), block.take(np.flatnonzero(block.sound))
         keep = self._wanted(rows, block)
         if keep is not None:
@@ -248,12 +182,8 @@ class _Task:
             bodies, packed = block.body()
             wrong_bodies = {**packed, **wrong_bodies}
             if wrong_bodies:
-                yield from self._told(
-                    [
-                        (rows.take([at]), self._in_log(int(rows.places[at]), why.reason))
-                        for at, why in sorted(wrong_bodies.items())
-                    ]
-                )
+                order = sorted(wrong_bodies)
+                yield from self._malformed.records(rows.take(order), [wrong_bodies[at].reason for at in order])
                 good = np.ones(len(rows), np.bool_)
                 good[list(wrong_bodies)] = False
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
@@ -262,9 +192,7 @@ class _Task:
         if len(rows):
             yield self._batch(rows, block, bodies)
 
-    def _matching(
-        self, rows: _Rows, block: Block | None, bodies: pa.Array | None
-    ) -> tuple[_Rows, Any, pa.Array | None]:
+    def _matching(self, rows: Rows, block: Block | None, bodies: pa.Array | None) -> tuple[Rows, Any, pa.Array | None]:
         """Return the rows that the predicate selects; only the columns that it reads are decoded."""
         predicate = self._options.predicate
         if predicate is None:
@@ -281,7 +209,7 @@ class _Task:
             None if bodies is None else bodies.take(numbers(which)),
         )
 
-    def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
+    def _wanted(self, rows: Rows, block: Block) -> Mask | None:
         """Return which rows pass, None for all; the cheapest test comes first."""
         wanted = self._options.wanted
         keep: Mask | None = None
@@ -322,11 +250,11 @@ class _Task:
             keep &= good[topics.indices.to_numpy()] if len(good) else keep
         return keep
 
-    def _batch(self, rows: _Rows, block: Block | None, bodies: pa.Array | None = None) -> pa.RecordBatch:
+    def _batch(self, rows: Rows, block: Block | None, bodies: pa.Array | None = None) -> pa.RecordBatch:
         arrays = [self._array(field.name, rows, block, bodies) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _array(self, name: str, rows: _Rows, block: Block | None, bodies: pa.Array | None) -> pa.Array:
+    def _array(self, name: str, rows: Rows, block: Block | None, bodies: pa.Array | None) -> pa.Array:
         count = len(rows)
         if name == "store":
             return pa.repeat(pa.scalar(self._store(), pa.string()), count)
@@ -353,47 +281,6 @@ class _Task:
 
     def _store(self) -> str:
         return self._files.url(self._part.path) if isinstance(self._files, RemoteFiles) else self._part.path
-
-    def _told(self, found: list[tuple[_Rows | None, Damage]]) -> Iterator[pa.RecordBatch]:
-        """Raise an error for unreadable rows, report or drop them, as the mode says."""
-        mode = self._options.mode
-        if mode == "FAILFAST":
-            damage = found[0][1]
-            hint = "(mode PERMISSIVE reads the rest)"
-            raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what} {hint}")
-        if mode == "DROPMALFORMED":
-            self._first_left_out = self._first_left_out or _text_of(found[0][1])
-            self._left_out += len(found)
-            return
-        names = [*self._schema.names, *(name for name in self._asked if name not in self._schema.names)]
-        schema = pa.schema([(name, TYPES[name]) for name in names])
-        for begin in range(0, len(found), _MOST_TOLD):
-            rows = [self._damaged_row(rows, damage) for rows, damage in found[begin : begin + _MOST_TOLD]]
-            table = pa.Table.from_pylist(rows, schema=schema)
-            if self._options.predicate is not None:
-                table = table.filter(self._options.predicate.expression)
-            yield from table.select(self._schema.names).cast(self._schema).to_batches()
-
-    def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
-        known: dict[str, Any] = {CORRUPT: _text_of(damage), "store": self._store()}
-        if rows is not None:
-            known["physicalOffset"] = int(rows.places[0])
-            if self._part.walk is None:
-                where = self._part.slices[int(rows.queue[0])]
-                known |= {"topic": where.topic, "queueId": where.queue_id, "queueOffset": int(rows.queue_offsets[0])}
-        return known
-
-    def _in_log(self, place: int, what: str) -> Damage:
-        start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
-        return Damage(os.path.join(self._store(), directory.COMMITLOG, file_name(start)), place, "record", what)
-
-    def _in_queue(self, rows: _Rows, at: int) -> Damage:
-        one, queue_offset = self._part.slices[int(rows.queue[at])], int(rows.queue_offsets[at])
-        position = queue_offset * ENTRY_SIZE % self._part.queue_file_size
-        name = file_name(queue_offset * ENTRY_SIZE - position)
-        path = os.path.join(directory.queue_folder(self._store(), one.topic, one.queue_id), name)
-        what = f"queue offset {queue_offset}: found physical offset {rows.places[at]} and size {rows.sizes[at]}"
-        return Damage(path, position, "entry", what)
 
     # ----------------------------------------------------------------------------------------------------- the files
 
@@ -434,7 +321,7 @@ class _Task:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the system may not have this call
                 buffer.madvise(mmap.MADV_DONTNEED)
 
-    def _entries(self) -> tuple[_Rows, list[str]]:
+    def _entries(self) -> tuple[Rows, list[str]]:
         """Return the entries of all slices in log order, and the files that were deleted."""
         gone: list[str] = []
         found, queues, offsets = [], [], []
@@ -445,9 +332,9 @@ class _Task:
                 offsets.append(np.arange(first, first + len(entries)))
         if not found:
             empty = np.zeros(0, np.int64)
-            return _Rows(empty, empty, empty, np.zeros(0, np.int32), empty), gone
+            return Rows(empty, empty, empty, np.zeros(0, np.int32), empty), gone
         entries = np.concatenate(found)
-        rows = _Rows(
+        rows = Rows(
             entries["physical_offset"].astype(np.int64),
             entries["size"].astype(np.int64),
             entries["tags_code"].astype(np.int64),
@@ -460,7 +347,7 @@ class _Task:
 
     # ----------------------------------------------------------------------------------------------- views of the log
 
-    def _walk(self, known: _Rows, begin: int, end: int) -> tuple[_Rows, list[tuple[int, str]]]:
+    def _walk(self, known: Rows, begin: int, end: int) -> tuple[Rows, list[tuple[int, str]]]:
         """Return every record from ``begin`` to ``end``: those with entries, and those between them."""
         inside = (known.places >= begin) & (known.places < end) & (known.sizes > 0)
         places, first = np.unique(known.places[inside], return_index=True)
@@ -483,7 +370,7 @@ class _Task:
             self._fetch(found[0], (ends - places)[wanted])
         every = np.sort(np.concatenate(found))
         empty = np.zeros(len(every), np.int64)
-        return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
+        return Rows(every, empty, empty, empty.astype(np.int32), empty), bad
 
     def _may_be_wanted(self) -> Mask:
         """Return which slices lead to records that a read of the log may want; others are not decoded.
@@ -514,10 +401,6 @@ class _Task:
         return found
 
 
-def _text_of(damage: Damage) -> str:
-    return f"{damage.file}: at {damage.offset}: {damage.what}"
-
-
 def _in(values: pa.Array, wanted: list[str]) -> Mask:
     import pyarrow.compute as pc
 
@@ -533,20 +416,3 @@ def _candidates(codes: Ints, tags: TagFilter) -> Mask:
     known = np.array(sorted(tags.codes), np.int64)
     found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
     return found
-
-
-def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
-    """Cut rows at the ends of files, and where a batch has enough rows or bytes."""
-    if not len(rows):
-        return
-    starts = rows.places // file_size
-    weights = np.cumsum(np.clip(rows.sizes, 0, BATCH_BYTES))
-    at, count = 0, len(rows)
-    while at < count:
-        until = min(count, at + most)
-        before = weights[at - 1] if at else 0
-        until = min(until, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
-        changed = np.flatnonzero(starts[at:until] != starts[at])
-        until = at + int(changed[0]) if len(changed) else until
-        yield rows.take(slice(at, until))
-        at = until

@@ -20,8 +20,9 @@ from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, Vi
 from librmq.columns.planner import plan
 from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
-from librmq.columns.read import TYPES, Reading, columns_of, default_columns
+from librmq.columns.read import Reading
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
+from librmq.columns.schema import TYPES, columns_of, default_columns
 from librmq.columns.sharing import plan_for_others
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError

@@ -85,7 +85,7 @@ class RocketMQDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
-        from librmq.columns.read import default_columns
+        from librmq.columns.schema import default_columns
         from librmq.spark.names import kafka_schema
         from librmq.spark.options import parse_names, parse_read_options
 
@@ -174,7 +174,7 @@ class PushingReader(Reader):
     """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
-        from librmq.columns.read import CORRUPT
+        from librmq.columns.schema import CORRUPT
         from librmq.spark.names import plain_name
 
         for filter_ in filters:
@@ -193,7 +193,7 @@ class PushingReader(Reader):
         import pyarrow.compute as pc
 
         from librmq.columns.options import Predicate
-        from librmq.columns.read import CORRUPT
+        from librmq.columns.schema import CORRUPT
 
         return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
 
@@ -257,7 +257,7 @@ def schema_of(columns: list[str]) -> StructType:
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
-    from librmq.columns.read import TYPES
+    from librmq.columns.schema import TYPES
 
     return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
 
@@ -281,7 +281,7 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
-    from librmq.columns.read import TYPES, columns_of
+    from librmq.columns.schema import TYPES, columns_of
     from librmq.config import suggest
 
     known = columns_of(options.view)

@@ -208,7 +208,7 @@ def test_join_ignores_messages_that_no_filter_accepts() -> None:
         broker.join(timeout=3)
 
 
-def test_join_ignores_filtered_messages_behind_the_last_accepted_one() -> None:
+def test_join_ignores_filtered_messages_behind_the_last_match() -> None:
     """One pull finds the accepted message and passes over the other; the next pull is held for longer than this."""
     with Broker.temporary(runner=ManualRunner()) as broker, Producer(broker) as producer:
         broker.create_topic("T", 1)

@@ -153,7 +153,7 @@ def test_a_copy_cut_in_the_middle_of_a_record_continues() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 100])
-def test_a_link_that_breaks_while_logs_are_compared_is_no_difference(most: int) -> None:
+def test_a_link_broken_while_logs_are_compared_is_no_difference(most: int) -> None:
     broker = opened()
     fill(broker, 10)
     link = ReplicaLink(broker, manual(broker).manual_clock)

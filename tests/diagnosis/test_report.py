@@ -236,9 +236,7 @@ def test_damage_comes_first(tmp_path: Path) -> None:
     ("only", "count"),
     [({"since": str(START_MS + 390_000)}, 11), ({"topic": "B"}, 20), ({"until": str(START_MS + 10_000)}, 9)],
 )
-def test_a_report_about_a_part_reads_what_the_reader_of_columns_reads(
-    tmp_path: Path, only: dict[str, str], count: int
-) -> None:
+def test_a_report_about_a_part_reads_as_the_reader_does(tmp_path: Path, only: dict[str, str], count: int) -> None:
     """The same plan leads both, so times and topics limit the files of the log that are opened."""
     pytest.importorskip("pyarrow")
     from librmq.columns import reader
