@@ -369,7 +369,7 @@ def _bring_back(target: str) -> None:
     if os.path.isdir(old) and not os.path.lexists(target):
         os.rename(old, target)
         DiskFiles().flush_folder(os.path.dirname(target))
-        _log.warning("%(path)s: the result is back that a killed run was replacing", path=target)
+        _log.warning("%(path)s: restored the former result, which a killed run was replacing", path=target)
 
 
 def _link(out: str, target: str) -> None:
