@@ -11,17 +11,22 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from packages import QUIET_PIP, Uv, find_uv, pip_for, serves_others
-from programs import watch
+from programs import REDRAW_SECONDS, result_of, run_here, watch
 from screen import Screen, Step, seconds_text
+
+if os.name == "posix":
+    import fcntl
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CORE = CHECKOUT / "core"
@@ -54,9 +59,57 @@ class Refused(Exception):
     """A sentence that says what is missing and what to do about it."""
 
 
+def project_table() -> dict[str, Any]:
+    """Return what ``pyproject.toml`` says about librmq: requirements, extras."""
+    found: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    return found
+
+
+def requirements(extras: Iterable[str]) -> list[str]:
+    """Return what librmq and its extras require, once each."""
+    project = project_table()
+    of_extras = (word for extra in sorted(extras) for word in project["optional-dependencies"][extra])
+    return [*dict.fromkeys([*project["dependencies"], *of_extras])]
+
+
 def digest(files: Iterable[Path]) -> str:
     """Return the hash of what the files hold."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@contextmanager
+def alone_in_checkout(step: Step) -> Iterator[None]:
+    """Wait until no other command of this checkout installs packages, and keep others waiting meanwhile."""
+    if os.name != "posix":
+        yield
+        return
+    # The folder itself is locked: a file in the environment would be removed with it.
+    lock = os.open(CHECKOUT, os.O_RDONLY)
+    try:
+        waits = False
+        while not _can_lock(lock):
+            if not waits:
+                step.screen.line("Another command of this checkout installs packages: this one waits for its end.")
+                step.show("waiting for another command")
+                waits = True
+            time.sleep(REDRAW_SECONDS)
+            step.draw()
+        if waits:
+            step.show("")
+        yield
+    finally:
+        os.close(lock)
+
+
+def _can_lock(folder: int) -> bool:
+    """Lock an open folder; return False if another process has locked it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 class Environment:
@@ -75,42 +128,33 @@ class Environment:
         Raises:
             Refused: The folder cannot be created, or a package cannot be installed.
         """
-        with Step(screen, "packages") as step:
+        with Step(screen, "packages") as step, alone_in_checkout(step):
             stamp = self._read_stamp()
-            basis = self._basis()
             core, pyproject = self._sources()
-            same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
-            installed = self.extras()
+            installed = self._extras_in(stamp)
             if extras <= installed:
                 step.finish(f"up to date in {self.folder}")
                 return
-            has_core = stamp is not None and stamp.get("core") == core
-            if not same and not self._leave_packages(stamp, basis):
+            has_core = stamp.get("core") == core
+            if not self._is_current(stamp) and not self._leave_packages(stamp):
                 self._make(step)
                 has_core = False
             extras |= installed
-            # Until pip has finished, the stamp only records that the folder is ours.
-            self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
+            new: dict[str, Any] = {"basis": self._basis(), "pyproject": pyproject}
+            # Until the packages are there, the stamp only records that the folder is ours, and has the core.
+            self._write_stamp({**new, "extras": [], **({"core": core} if has_core else {})})
             wants_core = "test" in extras and not has_core  # the demo runs the Python code
             has_core |= self._install(extras, step, with_core=wants_core, has_librmq=bool(installed))
-            stamp = {"basis": basis, "pyproject": pyproject, "extras": sorted(extras)}
-            self._write_stamp({**stamp, "core": core} if has_core else stamp)
+            self._write_stamp({**new, "extras": sorted(extras), **({"core": core} if has_core else {})})
 
     def extras(self) -> frozenset[str]:
         """Return the extras whose packages are installed here, as the checkout now asks for them."""
-        stamp = self._read_stamp()
-        if stamp is None or stamp.get("basis") != self._basis() or not self.python.exists():
-            return frozenset()
-        return frozenset(stamp["extras"]) if stamp["pyproject"] == self._sources()[1] else frozenset()
+        return self._extras_in(self._read_stamp())
 
     def has(self, package: str) -> bool:
         """Return whether a package is installed here, without importing it."""
         libraries = ("lib/python*/site-packages", "Lib/site-packages")
         return any(path for library in libraries for path in self.folder.glob(f"{library}/{package}/__init__.py"))
-
-    def has_uv(self) -> bool:
-        """Return whether uv, which can add packages beside running programs, is on the path or in here."""
-        return shutil.which("uv") is not None or (self.bin / f"uv{self.python.suffix}").exists()
 
     def variables(self) -> dict[str, str]:
         """Return the variables for programs: this environment comes first, and no ``librmq`` from the current folder.
@@ -133,7 +177,7 @@ class Environment:
 
     def run(self, command: Sequence[str | Path], folder: Path = CHECKOUT) -> int:
         """Run a program of this environment in ``folder``, on the caller's terminal; return its exit status."""
-        return subprocess.run([str(word) for word in command], cwd=folder, env=self.variables()).returncode
+        return run_here(command, folder=folder, variables=self.variables())
 
     def _sources(self) -> tuple[str, str]:
         """Return the hash of the compiled core's sources, and that of all that decides which packages are needed."""
@@ -145,19 +189,28 @@ class Environment:
         source = "checkout" if self.wheel is None else digest([self.wheel])
         return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
 
-    def _leave_packages(self, stamp: Mapping[str, Any] | None, basis: Mapping[str, str]) -> bool:
+    def _is_current(self, stamp: Mapping[str, Any]) -> bool:
+        """Return whether the environment was made as it would be now."""
+        return stamp.get("basis") == self._basis() and self.python.exists()
+
+    def _extras_in(self, stamp: Mapping[str, Any]) -> frozenset[str]:
+        """Return the extras of a stamp if they are still installed as the checkout asks for them."""
+        is_same = self._is_current(stamp) and stamp["pyproject"] == self._sources()[1]
+        return frozenset(stamp["extras"]) if is_same else frozenset()
+
+    def _leave_packages(self, stamp: Mapping[str, Any]) -> bool:
         """Uninstall librmq alone if the environment is of the same Python; return whether the packages can stay."""
-        of_same_python = stamp is not None and (stamp.get("basis") or {}).get("python") == basis["python"]
+        of_same_python = stamp.get("basis", {}).get("python") == self._basis()["python"]
         if not of_same_python or not self.python.exists():
             return False
         return self.run([self.python, "-m", "pip", "uninstall", "--quiet", "--yes", "librmq"]) == 0
 
-    def _read_stamp(self) -> dict[str, Any] | None:
+    def _read_stamp(self) -> dict[str, Any]:
         try:
             stamp = json.loads((self.folder / STAMP).read_text("utf-8"))
         except (OSError, ValueError):
-            return None
-        return stamp if isinstance(stamp, dict) else None
+            return {}
+        return stamp if isinstance(stamp, dict) else {}
 
     def _write_stamp(self, stamp: Mapping[str, Any]) -> None:
         (self.folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", "utf-8")
@@ -193,9 +246,15 @@ class Environment:
 
     def _install(self, extras: frozenset[str], step: Step, *, with_core: bool, has_librmq: bool) -> bool:
         """Install librmq with its extras, and the compiled core if it is wanted; return whether the core was built."""
-        step.screen.line(f"Installing what librmq needs in {self.folder}, once.")
-        scratch = self.folder / "tmp"  # pip downloads to this folder, so that the progress of a large file can be shown
-        scratch.mkdir(exist_ok=True)
+        step.screen.line(f"Installing what librmq needs in {self.folder}.")
+        # Pip downloads to this folder, so that the progress of a large file can be shown.
+        with TemporaryDirectory(prefix="tmp-", dir=self.folder, ignore_cleanup_errors=True) as scratch:
+            return self._install_by(Path(scratch), extras, step, with_core=with_core, has_librmq=has_librmq)
+
+    def _install_by(
+        self, scratch: Path, extras: frozenset[str], step: Step, *, with_core: bool, has_librmq: bool
+    ) -> bool:
+        """Install as :meth:`_install` says, with a folder for temporary files."""
         (scratch / "setuptools.cfg").write_text(STORED_WHEELS, "utf-8")
         variables = {"DIST_EXTRA_CONFIG": str(scratch / "setuptools.cfg"), **self.variables(), "TMPDIR": str(scratch)}
         progress = Installing(step, scratch)
@@ -204,25 +263,32 @@ class Environment:
             return watch(command, step, folder=CHECKOUT, variables={**variables, **more}, look=progress.look)
 
         step.show("looking for uv")
-        own_pip = self.has("pip")
+        own_pip = self._has_pip()
+        if not own_pip and not serves_others():  # such as in an environment whose first installation was interrupted
+            watch([self.python, "-m", "ensurepip"], step, folder=CHECKOUT, variables=variables)
+            own_pip = self._has_pip()
         uv = find_uv(
             self.python, lambda command: watch(command, step, folder=CHECKOUT, variables=variables), own_pip=own_pip
         )
         with ThreadPoolExecutor(1) as beside:  # the compiler keeps one core busy, and the installer another
-            build = beside.submit(self._build_core, scratch / "core", uv) if with_core else None
+            build = beside.submit(self._build_core, scratch / "core", uv, own_pip=own_pip) if with_core else None
             status, printed = (1, "")
             if uv:
-                for command in self._commands_of_uv(uv, extras, has_librmq=has_librmq):
+                for command in self._commands_of_uv(uv, extras, has_librmq=has_librmq, own_pip=own_pip):
                     status, printed = run(command, **uv.variables)
                     progress.next()
                     if status:
                         break
             if status:  # pip's messages are those that a user knows
-                names = ",".join(sorted(extras))
-                status, printed = run([*self._pip_install(), "--progress-bar", "off", *self._librmq(names)])
-            if status == 0 and not self.has("pip"):
+                # To install librmq again would take it away from programs that run meanwhile.
+                target = requirements(extras) if has_librmq else self._librmq(extras)
+                status, printed = run([*self._pip_install(own_pip=own_pip), "--progress-bar", "off", *target])
+            own_pip = own_pip or self._has_pip()
+            if status == 0 and not own_pip:
                 watch([self.python, "-m", "ensurepip"], step, folder=CHECKOUT, variables=variables)
-            lacking = build.result() if build else None
+            if build and not build.done():
+                step.show("building the compiled core")
+            lacking = result_of(build, step) if build else None
         if build and status == 0:
             if not lacking:
                 built: list[str | Path] = [
@@ -232,9 +298,8 @@ class Environment:
                     "--find-links",
                     scratch / "core",
                 ]
-                lacking = self._core_of([*self._pip_install(), *built, "librmq-core"])
+                lacking = self._core_of([*self._pip_install(own_pip=self._has_pip()), *built, "librmq-core"])
             step.screen.line(f"The compiled core is {f'skipped: {lacking}' if lacking else 'built and installed'}.")
-        shutil.rmtree(scratch, ignore_errors=True)
         if status:
             step.screen.line("\n".join(printed.splitlines()[-20:]))
             raise Refused(
@@ -245,35 +310,42 @@ class Environment:
         step.finish(progress.summary())
         return lacking == ""
 
-    def _librmq(self, names: str) -> list[str | Path]:
-        """Return what to tell an installer so that it installs librmq with the extras ``names``."""
+    def _librmq(self, extras: Iterable[str]) -> list[str | Path]:
+        """Return what to tell an installer so that it installs librmq with these extras."""
+        names = ",".join(sorted(extras))
         return [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
 
-    def _pip_install(self) -> list[str | Path]:
+    def _has_pip(self) -> bool:
+        """Return whether a pip works here; an interrupted installation leaves a part of one."""
+        version: list[str | Path] = [self.python, "-m", "pip", "--version"]
+        return self.has("pip") and watch(version, None, folder=CHECKOUT, variables=self.variables())[0] == 0
+
+    def _pip_install(self, *, own_pip: bool) -> list[str | Path]:
         """Return the command by which pip installs here."""
         # Bytecode is compiled on first use, because most modules of the packages are never imported.
-        return [*pip_for(self.python, own=self.has("pip")), "install", *QUIET_PIP, "--no-compile"]
+        return [*pip_for(self.python, own=own_pip), "install", *QUIET_PIP, "--no-compile"]
 
-    def _commands_of_uv(self, uv: Uv, extras: frozenset[str], *, has_librmq: bool) -> Iterator[list[str | Path]]:
+    def _commands_of_uv(
+        self, uv: Uv, extras: frozenset[str], *, has_librmq: bool, own_pip: bool
+    ) -> Iterator[list[str | Path]]:
         """Return the commands by which uv installs librmq, or only what ``extras`` require if librmq is there."""
-        requirements = CHECKOUT / "pyproject.toml"
         if "spark" in extras and not self.has("pyspark"):
             # To learn what PySpark requires, uv downloads its source of 430 MB, and again to build it where the index
-            # forbids to keep files. An installed PySpark says so itself.
-            yield uv.install_requirements(requirements, extras, alone=True)
+            # forbids to keep files. An installed PySpark names its requirements itself.
+            yield uv.install(["--no-deps", *requirements(extras)])
         if has_librmq:
-            yield uv.install_requirements(requirements, extras, alone=False)
+            yield uv.install(requirements(extras))
         else:
-            own = ["pip"] if not self.has("pip") and "--no-index" not in uv.indexes else []
-            yield uv.install([*self._librmq(",".join(sorted(extras))), *own])
+            own = ["pip"] if not own_pip and "--no-index" not in uv.indexes else []
+            yield uv.install([*self._librmq(extras), *own])
 
-    def _build_core(self, into: Path, uv: Uv | None) -> str:
+    def _build_core(self, into: Path, uv: Uv | None, *, own_pip: bool) -> str:
         """Build a wheel of the compiled core, which librmq can do without; return why there is none, or nothing."""
         if not CORE.is_dir() or shutil.which(os.environ.get("CC", "cc")) is None:
             return "there is no C compiler"
         if uv and not self._core_of(uv.build(CORE, into), **uv.variables):
             return ""
-        pip = pip_for(self.python, own=self.has("pip"))
+        pip = pip_for(self.python, own=own_pip)
         return self._core_of([*pip, "wheel", *QUIET_PIP, "--no-deps", "--wheel-dir", into, CORE])
 
     def _core_of(self, command: Sequence[str | Path], **more: str) -> str:

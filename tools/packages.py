@@ -6,7 +6,7 @@ import ast
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,14 +58,6 @@ class Uv:
         best = ("--index-strategy", "unsafe-best-match")
         return [self.program, "pip", "install", "--python", self.python, *best, *self.indexes, *target]
 
-    def install_requirements(self, project: Path, extras: Iterable[str], *, alone: bool) -> list[str | Path]:
-        """Return the command that installs what a project and its extras require, but not the project.
-
-        With ``alone`` the requirements of these packages are left out.
-        """
-        chosen = [word for extra in sorted(extras) for word in ("--extra", extra)]
-        return self.install([*(["--no-deps"] if alone else []), "-r", project, *chosen])
-
     def build(self, source: Path, into: Path) -> list[str | Path]:
         """Return the command that builds a wheel."""
         best = ("--index-strategy", "unsafe-best-match")
@@ -89,7 +81,7 @@ def pip_for(python: Path, *, own: bool) -> list[str | Path]:
 def find_uv(python: Path, run: Run, *, own_pip: bool) -> Uv | None:
     """Return uv for the environment of ``python``, installed there if it is not on the path; None where pip must do."""
     pip = pip_for(python, own=own_pip)
-    status, printed = run([*pip[:3], "config", "list"])
+    status, printed = run([python if own_pip else sys.executable, "-m", "pip", "config", "list"])
     settings = pip_settings(printed) if status == 0 else None
     indexes = None if settings is None else uv_indexes(settings)
     if settings is None or indexes is None:

@@ -8,15 +8,48 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from screen import Screen, Step
 
 REDRAW_SECONDS = 0.2
 GRACE_SECONDS = 10
+"""After Ctrl-C a program has this time to end; one that waits for such a program has half as much more."""
+
+Result = TypeVar("Result")
+
+
+def result_of(future: Future[Result], step: Step) -> Result:
+    """Wait for a result, while the step's line shows the elapsed time."""
+    while not wait([future], REDRAW_SECONDS).done:
+        step.draw()
+    return future.result()
+
+
+def run_here(command: Sequence[str | Path], *, folder: Path, variables: Mapping[str, str]) -> int:
+    """Run a program on the caller's terminal; return its exit status."""
+    process = subprocess.Popen([str(word) for word in command], cwd=folder, env=variables)
+    with ending(process):
+        return process.wait()
+
+
+@contextmanager
+def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Wait for the program's end after Ctrl-C, which has reached it too, so that it can clean up."""
+    try:
+        yield
+    except BaseException:
+        try:
+            process.wait(GRACE_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatient
+            process.kill()
+            process.wait()
+        raise
 
 
 def watch(
@@ -43,7 +76,7 @@ def watch(
     reader = threading.Thread(target=_read, args=(process, pieces), daemon=True)
     reader.start()
     output = b""
-    try:
+    with ending(process):
         while True:
             try:
                 piece = pieces.get(timeout=REDRAW_SECONDS)
@@ -56,13 +89,6 @@ def watch(
             if step is not None:
                 step.draw()
         return process.wait(), output.decode("utf-8", "replace")
-    except BaseException:
-        # Ctrl-C has reached the program too, so it can clean up.
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
 
 
 class Beside:
@@ -96,15 +122,21 @@ class Beside:
         self._process.stdout.close()
 
     def _end(self) -> None:
-        """Interrupt the program, and kill it if it continues."""
-        if os.name == "posix":
-            os.killpg(self._process.pid, signal.SIGINT)
-        else:
+        """Interrupt the program and those that it runs, and kill what continues."""
+        if os.name != "posix":
             self._process.terminate()
+            self._process.wait()
+            return
+        # A shell lets programs in its background ignore Ctrl-C, and with them those that they start.
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        os.killpg(self._process.pid, signal.SIGTERM if is_ignored else signal.SIGINT)
         try:
-            self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.5 * GRACE_SECONDS)  # it gives its own programs GRACE_SECONDS
+        finally:
+            with suppress(ProcessLookupError, PermissionError):  # there is none left
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def wait(self) -> int:
         """Show what the program has printed, and prints until its end; return its exit status."""

@@ -1,4 +1,4 @@
-"""The commands of a checkout: ``demo``, ``check``, ``site``, ``release`` and ``packages``.
+"""The commands of a checkout: ``demo``, ``check``, ``site`` and ``release``.
 
 Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
 
-from environment import CHECKOUT, Environment, Refused
-from programs import Beside, watch
+from environment import CHECKOUT, Environment, Refused, project_table
+from programs import Beside, result_of, watch
 from screen import Screen, Step, seconds_text
 
 DEMO = CHECKOUT / "examples" / "demo_store.py"
@@ -57,7 +57,7 @@ class Program:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the examples that show the main job, the same on Spark unless small, and a report; return the exit status."""
+    """Show stores and a report, then the same stores on Spark unless small; return the exit status."""
     is_small = "--small" in arguments
     arguments = [word for word in arguments if word != "--small"]
     for script in (DEMO, DEMO_REPORT, DEMO_ON_SPARK):
@@ -76,16 +76,14 @@ def demo(arguments: Sequence[str]) -> int:
         return run_scripts(DEMO, DEMO_REPORT)
     if place.extras() >= DEMO_EXTRAS:
         return run_scripts(DEMO, DEMO_REPORT, DEMO_ON_SPARK)
-    if not place.has_uv():  # pip takes librmq away for a moment
-        place.prepare(DEMO_EXTRAS, screen)
-        return run_scripts(DEMO, DEMO_REPORT, DEMO_ON_SPARK)
+    screen.line("Spark (450 MB) is installed meanwhile.")
     with Beside(packages_command(DEMO_EXTRAS, screen), screen, packages_variables()) as installing:
-        if status := run_scripts(DEMO, DEMO_REPORT):
+        if status := run_scripts(DEMO):
             return status
         screen.line()
         if status := installing.wait():
             return status
-    return run_scripts(DEMO_ON_SPARK)
+    return run_scripts(DEMO_REPORT, DEMO_ON_SPARK)  # the report would import packages that are half installed
 
 
 def packages_command(extras: Iterable[str], screen: Screen) -> list[str | Path]:
@@ -99,8 +97,10 @@ def packages_variables() -> dict[str, str]:
 
 
 def packages(arguments: Sequence[str]) -> int:
-    """Add the packages of the extras that are named to the environment; return the exit status."""
+    """Add the packages of the extras that are named to the environment, for ``demo``; return the exit status."""
     extras = frozenset(arguments) - {"--live"}
+    if unknown := extras - project_table()["optional-dependencies"].keys():
+        raise Refused(f"pyproject.toml has no extra {', '.join(sorted(unknown))}: name one that it has.")
     environment().prepare(extras, Screen(live="--live" in arguments or None))
     return 0
 
@@ -253,7 +253,7 @@ def show(
         with Step(screen, name) as step:
             step.finish(", ".join(program.name for program in of_step))
             found = [
-                (program, *(under_way[program].result() if under_way else run(place, step, program)))
+                (program, *(result_of(under_way[program], step) if under_way else run(place, step, program)))
                 for program in of_step
             ]
             faults = [(program.name, printed) for program, status, printed in found if status]
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit status."""
     commands = {"demo": demo, "check": check, "site": site, "release": release, "packages": packages}
     if not arguments or arguments[0] not in commands:
-        print("usage: project.py {demo,check,site,release,packages} …", file=sys.stderr)
+        print("usage: project.py {demo,check,site,release} …", file=sys.stderr)
         return 2
     try:
         return commands[arguments[0]](arguments[1:])

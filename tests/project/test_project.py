@@ -6,10 +6,14 @@ import importlib
 import io
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,26 +168,18 @@ def test_spark_is_installed_beside_the_small_demo(
     monkeypatch.setattr(project, "Beside", Beside)
     monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
     monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
-    monkeypatch.setattr(project.Environment, "has_uv", lambda place: True)
     monkeypatch.setattr(project.Environment, "run", run)
     assert project.demo([]) == small or installed
-    whole = [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, project.DEMO, project.DEMO_REPORT, "wait"]
-    assert done == (whole[:3] if small else whole if installed else [*whole, project.DEMO_ON_SPARK])
+    beside = [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, project.DEMO, "wait"]
+    later = [project.DEMO_REPORT, project.DEMO_ON_SPARK]  # the report imports PyArrow if it finds a part of it
+    assert done == (beside[:3] if small else beside if installed else [*beside, *later])
 
 
-def test_spark_is_installed_first_where_pip_must_do(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+def test_packages_of_an_unknown_extra_are_refused(
+    tools: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pip takes librmq away and installs it again, so that a program beside it could not import it."""
-    project = tools("project")
-    done: list[object] = []
-    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
-    monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
-    monkeypatch.setattr(project.Environment, "has_uv", lambda place: False)
-    monkeypatch.setattr(project.Environment, "run", lambda place, command, folder: done.append(command[1]))
-    project.demo([])
-    scripts = [project.DEMO, project.DEMO_REPORT, project.DEMO_ON_SPARK]
-    assert done == [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, *scripts]
+    assert tools("project").main(["packages", "cli", "sprak"]) == 2
+    assert "no extra sprak" in capsys.readouterr().err
 
 
 class TestBeside:
@@ -213,6 +209,85 @@ class TestBeside:
         assert (tmp_path / "ended").exists()
         assert program.wait() != 0
 
+    @POSIX
+    def test_those_that_continue_are_killed_together(
+        self, tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        os.mkfifo(lives := tmp_path / "lives")
+        deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        inner = f"{deaf}held = open({str(lives)!r}, 'wb', buffering=0)\nheld.write(b'x')\nsignal.pause()\n"
+        outer = f"{deaf}import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\n"
+        programs, screen = tools("programs"), tools("screen").Screen(io.StringIO())
+        monkeypatch.setattr(programs, "GRACE_SECONDS", 0)
+        with programs.Beside([sys.executable, "-c", outer], screen, dict(os.environ)):
+            held = lives.open("rb", buffering=0)
+            assert held.read(1) == b"x"
+        with held:
+            assert select.select([held], [], [], 20)[0], "the inner program still holds its end"
+            assert held.read() == b""
+
+    @POSIX
+    def test_it_ends_where_ctrl_c_is_ignored(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+        """As in the background of a shell."""
+        os.mkfifo(started := tmp_path / "started")
+        command = [
+            sys.executable,
+            "-c",
+            f"import pathlib, signal\npathlib.Path({str(started)!r}).write_text('x')\nsignal.pause()",
+        ]
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            screen = tools("screen").Screen(io.StringIO())
+            with tools("programs").Beside(command, screen, dict(os.environ)) as program:
+                started.read_text()
+            assert program.wait() == -signal.SIGTERM
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@POSIX
+def test_a_program_has_time_to_end_after_ctrl_c(tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """It is sent to all programs of the terminal; the one that waits must not kill another that cleans up."""
+    os.mkfifo(started := tmp_path / "started")
+    os.mkfifo(waits := tmp_path / "waits")
+    os.mkfifo(goes_on := tmp_path / "goes-on")
+    inner = (
+        "import pathlib, signal\n"
+        f"try:\n    pathlib.Path({str(started)!r}).write_text('x'); signal.pause()\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(goes_on)!r}).read_text()\n"
+        f"    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+    )
+    # The outer program lets the inner one go on only when Popen.wait has given up its own quarter of a second.
+    outer = (
+        f"import pathlib, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\nimport environment, programs\n"
+        "class Popen(programs.subprocess.Popen):\n"
+        "    def wait(self, timeout=None):\n"
+        f"        pathlib.Path({str(goes_on)!r} if timeout else {str(waits)!r}).write_text('x')\n"
+        "        return super().wait(timeout)\n"
+        "programs.subprocess.Popen = Popen\n"
+        f"environment.Environment(pathlib.Path({str(tmp_path)!r})).run([sys.executable, '-c', {inner!r}])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], stderr=subprocess.PIPE, text=True, process_group=0)
+    started.read_text()
+    waits.read_text()
+    os.killpg(process.pid, signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate()[1]
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_step_waits_for_a_result_and_shows_the_time(tools: Callable[[str], ModuleType]) -> None:
+    future: Future[int] = Future()
+
+    class Step:
+        drawn = 0
+
+        def draw(self) -> None:
+            self.drawn += 1
+            if self.drawn == 2:
+                future.set_result(7)
+
+    assert tools("programs").result_of(future, Step()) == 7
+
 
 @pytest.mark.parametrize(("extras", "times"), [({"cli", "report"}, 0), ({"cli", "test"}, 1)])
 def test_a_demo_waits_for_no_compiler(
@@ -237,6 +312,52 @@ def test_a_demo_waits_for_no_compiler(
     assert sum(environment.CORE in command for command in commands) == times, "it is built once"
 
 
+def test_an_interrupted_installation_keeps_the_core(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment, quiet = tools("environment"), tools("screen").Screen(io.StringIO(), live=False)
+    commands: list[list[object]] = []
+    interrupted = [False]
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        commands.append(command)
+        if interrupted[0]:
+            raise KeyboardInterrupt
+        return 0, ""
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", lambda *_, **__: None)
+    monkeypatch.setattr(environment.shutil, "which", lambda _: "/usr/bin/cc")
+    place = environment.Environment(tmp_path / "venv")
+    place.prepare(frozenset({"test"}), quiet)
+    place.bin.mkdir()
+    place.python.touch()
+    interrupted[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        place.prepare(frozenset({"cli"}), quiet)
+    interrupted[0] = False
+    assert place.extras() == frozenset()
+    assert not [*place.folder.glob("tmp*")], "what was downloaded is gone"
+    commands.clear()
+    place.prepare(frozenset({"test"}), quiet)
+    assert commands
+    assert not any(environment.CORE in command for command in commands)
+
+
+@POSIX
+def test_a_second_command_waits_for_the_first_installation(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment, screen = tools("environment"), tools("screen")
+    out = io.StringIO()
+    first = screen.Step(screen.Screen(io.StringIO()), "packages")
+    with ExitStack() as held:
+        held.enter_context(environment.alone_in_checkout(first))
+        monkeypatch.setattr(environment.time, "sleep", lambda _: held.close())
+        environment.Environment(tmp_path / "venv").prepare(frozenset(), screen.Screen(out))
+    assert out.getvalue().count("this one waits for its end") == 1
+
+
 def test_a_wheel_takes_the_place_of_the_checkout(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -259,8 +380,8 @@ def test_a_wheel_takes_the_place_of_the_checkout(
     (wheel := tmp_path / "librmq.whl").touch()
     give_pip(tmp_path / "venv")
     environment.Environment(tmp_path / "venv", wheel).prepare(frozenset({"cli"}), quiet)
-    assert [words[3] for words in commands] == ["uninstall", "install"]
-    assert commands[1][-1] == f"{wheel}[cli]"
+    assert [words[3] for words in commands if words[3] != "--version"] == ["uninstall", "install"]
+    assert commands[-1][-1] == f"{wheel}[cli]"
 
 
 def test_uv_asks_the_indexes_that_pip_is_set_to(
@@ -290,21 +411,33 @@ def give_pip(environment: Path) -> None:
 
 
 def commands_for(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, folder: Path, extras: set[str], *, uv: bool
+    tools: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    extras: set[str],
+    *,
+    uv: bool,
+    serves: bool = True,
 ) -> list[list[str]]:
-    """Return the commands that make an environment with these extras, where uv works or not, without running them."""
+    """Return the commands that make an environment with these extras, without running them.
+
+    ``uv`` says whether uv works, and ``serves`` whether this Python's pip installs elsewhere.
+    """
     environment, packages = tools("environment"), tools("packages")
     commands: list[list[str]] = []
 
     def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
         commands.append([*map(str, command)])
+        if "venv" in command and "--without-pip" not in command:
+            give_pip(folder)
         return int(command[0] == "uv" and not uv), ""
 
     monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "serves_others", lambda: serves)
     monkeypatch.setattr(environment, "find_uv", lambda python, run, own_pip: packages.Uv("uv", python, [], None))
     screen = tools("screen").Screen(io.StringIO(), live=False)
     environment.Environment(folder).prepare(frozenset(extras), screen)
-    return commands
+    return [words for words in commands if words[-1] != "--version"]
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -321,10 +454,42 @@ def test_an_environment_does_not_wait_for_a_pip_of_its_own(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serves: bool
 ) -> None:
     """This Python's pip brings uv, and uv brings pip; Python's way to give it a pip takes seconds."""
-    monkeypatch.setattr(tools("environment"), "serves_others", lambda: serves)
-    made, installed, *_ = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli"}, uv=True)
+    made, installed, *_ = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli"}, uv=True, serves=serves)
     assert ("--without-pip" in made) is serves
-    assert installed[-1] == "pip"
+    assert (installed[-1] == "pip") is serves
+
+
+def test_an_interrupted_first_run_is_repaired_from_its_own_environment(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has no pip yet, and where it is activated, it is the Python that runs the command."""
+    folder = tmp_path / "venv"
+    commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
+    place = tools("environment").Environment(folder)
+    place.bin.mkdir()
+    place.python.touch()
+    commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=False, serves=False)
+    assert commands[0] == [str(place.python), "-m", "ensurepip"]
+
+
+def test_a_part_of_pip_is_not_taken_for_pip(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment, quiet = tools("environment"), tools("screen").Screen(io.StringIO(), live=False)
+    seen: list[bool] = []
+
+    def watch(command: list[object], *_: object, **__: object) -> tuple[int, str]:
+        if "venv" in command:
+            give_pip(tmp_path / "venv")
+        return int(command[-1] == "--version"), ""
+
+    def find_uv(*_: object, own_pip: bool) -> None:
+        seen.append(own_pip)
+
+    monkeypatch.setattr(environment, "watch", watch)
+    monkeypatch.setattr(environment, "find_uv", find_uv)
+    environment.Environment(tmp_path / "venv").prepare(frozenset({"cli"}), quiet)
+    assert seen == [False]
 
 
 @pytest.mark.parametrize(("version", "serves"), [("22.2.2", False), ("22.3", True), ("100.0", True), (None, False)])
@@ -347,25 +512,27 @@ def test_a_source_of_pyspark_is_fetched_once(
 ) -> None:
     """Where uv asks a source for its requirements, it gets it a second time from an index that forbids to keep it."""
     _, alone, rest, *_ = commands_for(tools, monkeypatch, tmp_path / "venv", {"cli", "spark"}, uv=True)
-    assert alone[-4:] == ["--extra", "cli", "--extra", "spark"]
-    assert "--no-deps" in alone
+    assert {word.partition(">")[0] for word in alone} > {"--no-deps", "numpy", "rich", "pyspark"}
     assert "--no-deps" not in rest
     assert "--editable" in rest
 
 
+@pytest.mark.parametrize("uv", [True, False])
 def test_more_packages_leave_librmq_in_place(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uv: bool
 ) -> None:
     """A program that runs beside the installer would otherwise miss librmq for a moment."""
     folder = tmp_path / "venv"
     commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
-    (folder / "bin").mkdir()
-    tools("environment").Environment(folder).python.parent.mkdir(exist_ok=True)
-    tools("environment").Environment(folder).python.touch()
+    place = tools("environment").Environment(folder)
+    place.bin.mkdir()
+    place.python.touch()
     give_pip(folder)
-    commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=True)
-    assert [words[0] for words in commands] == ["uv"]
-    assert commands[0][-5:] == [str(CHECKOUT / "pyproject.toml"), "--extra", "arrow", "--extra", "cli"]
+    commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=uv)
+    assert [words[0] for words in commands] == ["uv"] + ([] if uv else [str(place.python)])
+    for words in commands:
+        assert {word.partition(">")[0] for word in words} > {"install", "numpy", "pyarrow", "rich"}
+        assert "--editable" not in words
 
 
 def test_check_prints_its_arguments() -> None:
