@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 def waiting(text: str) -> Status:
-    """Return a context manager that shows on a terminal what is under way; without one it is said at once."""
+    """Return a context manager that shows a spinner with ``text``; without a terminal, print ``text`` once."""
     if not CONSOLE.is_terminal:
         say(f"{text} …")
     return CONSOLE.status(f"[dim]{text}[/dim]", refresh_per_second=4)

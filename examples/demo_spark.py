@@ -40,7 +40,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     CONSOLE.print()
     CONSOLE.print(Rule("[bold]librmq on Spark[/bold]: the same stores as tables", style="cyan"))
-    say("Spark starts; it takes some seconds.")
     try:
         return show(folder, [str(store) for store in stores])
     except MissingExtraError as error:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def show(folder: Path, stores: list[str]) -> int:
     from librmq.spark import register, session
 
-    with waiting("Spark starts"):
+    with waiting("Spark starts, which takes some seconds"):
         spark = session("librmq demo", "local[*]", {"spark.sql.shuffle.partitions": "2"})
         spark.sparkContext.setLogLevel("ERROR")
         register(spark)
@@ -66,7 +65,6 @@ def show(folder: Path, stores: list[str]) -> int:
             is_whole = show_writing(write)
             show_page(page)
         except BaseException:  # Ctrl-C too: end what is under way
-            beside.shutdown(wait=False, cancel_futures=True)
             spark.stop()
             raise
     CONSOLE.print()
