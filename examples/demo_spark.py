@@ -9,13 +9,15 @@ Reads both stores as one table, applies a production filter, writes messages ato
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.rule import Rule
 from rich.text import Text
@@ -50,8 +52,14 @@ def main(arguments: Sequence[str]) -> int:
 def show(folder: Path, stores: list[str]) -> int:
     from librmq.spark import register, session
 
+    # A Java that is interrupted while it starts would go on forever.
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     with waiting("Spark starts, which takes some seconds"):
         spark = session("librmq demo", "local[*]", {"spark.sql.shuffle.partitions": "2"})
+        signal.signal(signal.SIGINT, interrupt)  # in place of PySpark's
+        if interrupts:
+            interrupt()
         spark.sparkContext.setLogLevel("ERROR")
         register(spark)
         messages = spark.read.format("rocketmq").load(stores).cache()
@@ -70,6 +78,12 @@ def show(folder: Path, stores: list[str]) -> int:
     CONSOLE.print()
     CONSOLE.print(Rule(style="cyan"))
     return 0 if is_whole else 1
+
+
+def interrupt(*_: object) -> NoReturn:
+    """End at Ctrl-C without the tracebacks that PySpark and Py4J log when their connection is interrupted."""
+    logging.disable()
+    raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------------------------------------- what is done

@@ -174,13 +174,18 @@ def may_be_replaced(folder: Path) -> bool:
 
 def unpack(folder: Path) -> None:
     """Unpack the broker's store to ``folder/broker``."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "README.txt").write_text(
+    folder.mkdir(parents=True, exist_ok=True)
+    about = folder / "README.txt"  # first, so that the next run may replace what an interrupted one leaves
+    about.write_text(
         f"{ABOUT}\n\nbroker/     as a RocketMQ 4.9.4 broker left it\ncontinued/  a copy with appended messages, "
         "recovered after a kill\ndamaged/    a copy with one changed bit in the log\n",
         encoding="utf-8",
     )
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != about:
+            path.unlink()
     with tarfile.open(ARCHIVE, "r:xz") as archive:
         for member in archive:
             inside = Path(member.name).parts
