@@ -12,7 +12,20 @@ from typing import Any, BinaryIO, Final
 
 from librmq.columns.parts import Part
 from librmq.columns.read import Reading
-from librmq.columns.transfer import BATCH, END, ERROR, FRAME, LENGTH, READY, SHARED, ReadRequest, SlotWriter, pickled
+from librmq.columns.transfer import (
+    BATCH,
+    END,
+    ERROR,
+    FRAME,
+    LENGTH,
+    LOG_LINE,
+    READY,
+    SHARED,
+    ReadRequest,
+    SlotWriter,
+    pickled,
+)
+from librmq.runtime.event_log import hand_over
 
 __all__ = ["COMMAND", "serve"]
 
@@ -24,6 +37,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent could not block it
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # prints must not mix with the frames
+    hand_over(lambda line: _send(out, LOG_LINE, line))
     work: ReadRequest = _received(sys.stdin.buffer)
     parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(sys.stdin.buffer, parts), daemon=True).start()

@@ -66,7 +66,7 @@ class ExportState:
             if found.pop("version") != _VERSION:
                 raise ValueError("another version")
             for name in ("columns", "partition_by", "shown", "last", "told"):
-                found[name] = tuple(found.get(name, ()))
+                found[name] = tuple(found[name])
             return cls(**found)
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None

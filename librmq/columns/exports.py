@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
-from librmq.columns.options import ReadOptions
+from librmq.columns.options import Mode, ReadOptions
 from librmq.columns.planner import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
@@ -141,7 +141,8 @@ def export(
         whole = _read_columns(schema, partition_by, grep, options)
         rows = written = damaged = 0
         drops = options.mode == "DROPMALFORMED"
-        options = replace(options, starting=starting, mode="PERMISSIVE" if drops else options.mode)  # counts the drops
+        mode: Mode = "PERMISSIVE" if drops else options.mode  # the reports are counted
+        options = replace(options, starting=starting, mode=mode, reports_all_damage=True)
         total = left = _left(known, starting)
         with closing(
             _Steps(
@@ -406,9 +407,12 @@ def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:
 
 
 def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:
-    """Return the rows whose bodies have a text."""
+    """Return the rows whose bodies have a text, and those about damage, which have no body."""
     found = [
         body is not None and pattern.search(body.decode(errors="backslashreplace")) is not None
         for body in batch.column("body").to_pylist()
     ]
-    return batch.filter(pa.array(found, pa.bool_()))
+    wanted = pa.array(found, pa.bool_())
+    if CORRUPT in batch.schema.names:
+        wanted = pc.or_(wanted, batch.column(CORRUPT).is_valid())
+    return batch.filter(wanted)

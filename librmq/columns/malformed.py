@@ -59,7 +59,7 @@ class Malformed:
         """Log what was left out."""
         if self._left_out:
             _log.warning(
-                "%(path)s: %(count)d damaged places were left out of a read, the first: %(error)s",
+                "%(path)s: damaged places left out of a read: %(count)d, the first: %(error)s",
                 path=self._store,
                 count=self._left_out,
                 error=self._first_left_out,
@@ -67,7 +67,8 @@ class Malformed:
 
     def _batches(self, found: Sequence[Damage], known: Sequence[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
         """Raise `CorruptionError`, count, or yield a row about each; ``known`` are the other columns of each row."""
-        mode, predicate = self._options.mode, self._options.predicate
+        mode = self._options.mode
+        predicate = None if self._options.reports_all_damage else self._options.predicate
         if mode == "FAILFAST":
             hint = "(mode PERMISSIVE reads the rest)"
             raise CorruptionError(found[0].file, found[0].offset, found[0].kind, f"{found[0].what} {hint}")

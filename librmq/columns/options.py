@@ -116,6 +116,8 @@ class ReadOptions:
     wanted: Wanted = field(default_factory=Wanted)
     selector: str | None = None
     predicate: Predicate | None = None
+    reports_all_damage: bool = False
+    """Whether rows about damage pass the predicate, whose columns they mostly lack."""
     starting: OffsetBounds = "earliest"
     ending: OffsetBounds = "latest"
     offset_settings: tuple[str, str] = ("option startingOffsets", "option endingOffsets")

@@ -22,7 +22,7 @@ import numpy as np
 from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
 from librmq.columns.parts import REST, DataLossError, Part, Slice
 from librmq.columns.queue_ranges import QueueRange, ShortQueue, stored_entries
-from librmq.columns.remote import fetch
+from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
@@ -46,9 +46,11 @@ Ranges = Sequence[tuple[QueueName, range]]
 _SAMPLES: Final = 256
 """Most entries of a queue to look at for the sizes of tasks."""
 _PART_SAMPLES: Final = 32
-"""The same of a task, about."""
-_ALL_SAMPLES: Final = range(256, 4097)
-"""The same of a store, about."""
+"""Entries of a store to look at for each task, about."""
+_LEAST_SAMPLES: Final = 256
+"""Fewest entries of a store to look at, about."""
+_MOST_SAMPLES: Final = 4096
+"""Most entries of a store to look at, about."""
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
 _MAPPED_FILES: Final = 16
@@ -228,7 +230,10 @@ class PlannedStore:
     # ------------------------------------------------------------------------------------------------ where to begin
 
     def offset_of(self, name: QueueName, offsets: OffsetBounds, usual: int) -> int:
-        """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue."""
+        """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue.
+
+        ``usual`` is `EARLIEST` for a begin and `LATEST` for an end, which also serve where times can't be looked up.
+        """
         queue = self.queues[name]
         asked: Any = usual
         if offsets == "earliest":
@@ -238,7 +243,9 @@ class PlannedStore:
         else:
             asked = self._own(offsets).get(name[0], {}).get(str(name[1]), usual)
             if isinstance(offsets, OffsetTimes) and asked >= 0:
-                return self.first_at(name, asked)
+                if self._has_times:
+                    return self.first_at(name, asked)
+                asked = usual
         return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
 
     def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -247,10 +254,18 @@ class PlannedStore:
         found: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
         return found
 
+    @property
+    def _has_times(self) -> bool:
+        """Whether messages can be looked up by time: not in a store that is too damaged to open."""
+        return self._store is not None
+
     def first_at(self, name: QueueName, timestamp_ms: int) -> int:
-        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later."""
+        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later.
+
+        In a store that is too damaged to open it is the first offset of the queue.
+        """
         queue = self.queues[name]
-        if self._store is None:
+        if not self._has_times:
             return queue.begin
 
         def stored(queue_offset: int) -> int:
@@ -298,7 +313,7 @@ class PlannedStore:
             begin, end = max(begin, queue.begin, wanted.begin_offset), min(end, queue.end, wanted.end_offset)
             if wanted.begin_ms is not None and begin < end:
                 begin = max(begin, self.first_at(name, wanted.begin_ms))
-            if wanted.end_ms is not None and begin < end:
+            if wanted.end_ms is not None and begin < end and self._has_times:  # else each row is compared
                 end = min(end, self.first_at(name, wanted.end_ms))
             if begin < end:
                 found[name] = range(begin, end)
@@ -425,8 +440,14 @@ class PlannedStore:
         return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
 
     def damage_parts(self) -> list[Part]:
-        """Return a part that reports the damage, or none."""
-        return [replace(self._part(()), damage=tuple(self.damage))] if self.damage else []
+        """Return a part that reports the damage, or none; files of a remote store are named by its URL."""
+        if not self.damage:
+            return []
+        found = self.damage
+        if isinstance(self._files, RemoteFiles):
+            url = self._files.url(self.path)
+            found = [replace(one, file=one.file.replace(self.path, url, 1)) for one in found]
+        return [replace(self._part(()), damage=tuple(found))]
 
     def _slice(self, name: QueueName, begin: int, end: int) -> Slice:
         queue = self.queues[name]
@@ -439,7 +460,7 @@ class PlannedStore:
         """Return places and sizes of sampled entries in the order of the log, and the number that each stands for."""
         samples: list[tuple[int, int, int]] = []
         count = _PART_SAMPLES * max(least, (self.log_end - self.log_begin) // bytes_a_part)
-        every = sum(len(wanted) for _, wanted in ranges) // min(max(count, _ALL_SAMPLES[0]), _ALL_SAMPLES[-1])
+        every = sum(len(wanted) for _, wanted in ranges) // min(max(count, _LEAST_SAMPLES), _MOST_SAMPLES)
         rows = 0
         for name, wanted in ranges:
             step = max(1, every, len(wanted) // _SAMPLES)

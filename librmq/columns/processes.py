@@ -31,6 +31,7 @@ from librmq.columns.transfer import (
     ERROR,
     FRAME,
     LENGTH,
+    LOG_LINE,
     READY,
     SHARED,
     ReadRequest,
@@ -40,6 +41,7 @@ from librmq.columns.transfer import (
     unpickled,
 )
 from librmq.errors import ConfigError, StoreError
+from librmq.runtime.event_log import log_again
 
 __all__ = ["SharedReader"]
 
@@ -336,6 +338,8 @@ class _Child:
             kind, data = ERROR, bytearray(pickled(gone))
         if kind == READY:
             self.is_ready = True
+        elif kind == LOG_LINE:
+            log_again(bytes(data))
         else:
             self._frames.append((kind, data))
 

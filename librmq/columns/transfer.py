@@ -35,6 +35,7 @@ __all__ = [
     "ERROR",
     "FRAME",
     "LENGTH",
+    "LOG_LINE",
     "READY",
     "SHARED",
     "ReadRequest",
@@ -53,6 +54,8 @@ SHARED: Final = b"s"
 """A batch in a slot: the slot's number, and the batch's start and length."""
 BATCH: Final = b"b"
 """A batch."""
+LOG_LINE: Final = b"l"
+"""A record of the log of ``librmq``."""
 END: Final = b"p"
 """A part has no more batches."""
 ERROR: Final = b"e"

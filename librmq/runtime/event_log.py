@@ -15,9 +15,11 @@ every line.
 from __future__ import annotations
 
 import logging
+import pickle
+from collections.abc import Callable
 from typing import Final, Self
 
-__all__ = ["EventLog"]
+__all__ = ["EventLog", "hand_over", "log_again"]
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -84,3 +86,29 @@ class EventLog:
 def _plain(value: object) -> object:
     """Return a value that every log formatter can write."""
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def hand_over(take: Callable[[bytes], None]) -> None:
+    """Pass every line of this process to ``take`` and to nothing else; `log_again` takes it in another process."""
+    log = logging.getLogger("librmq")
+    log.addHandler(_HandingOver(take))
+    log.propagate = False
+
+
+def log_again(line: bytes) -> None:
+    """Log a line that another process handed over."""
+    record: logging.LogRecord = pickle.loads(line)
+    log = logging.getLogger(record.name)
+    if log.isEnabledFor(record.levelno):
+        log.handle(record)
+
+
+class _HandingOver(logging.Handler):
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._take = take
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.format(record)  # keeps the text of an exception
+        record.msg, record.args, record.exc_info = record.getMessage(), None, None  # not every value can be pickled
+        self._take(pickle.dumps(record))

@@ -27,6 +27,7 @@ from tests.programs import run_program
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -203,6 +204,28 @@ def test_damaged_records_are_reported_or_counted(store: Path, tmp_path: Path, na
         assert (made.rows, made.damaged) == (60, 3)
         told = [int(row["physicalOffset"]) for row in rows(out) if row["_corrupt_record"]]
         assert told == [places[number] for number in damaged]
+
+
+@pytest.mark.parametrize("condition", [{"filter": pc.field("tags") == "t1"}, {"grep": "^"}], ids=str)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_condition_hides_no_damage(store: Path, tmp_path: Path, condition: dict[str, Any], processes: int) -> None:
+    """A condition can't be decided for a record that can't be read, so the record is reported or counted."""
+    place = reader(store, columns=["physicalOffset"]).read_all()["physicalOffset"][7].as_py()
+    start = place % CONFIG.commitlog_file_size
+    with open(store / "commitlog" / f"{place - start:020d}", "r+b") as file:
+        file.seek(start + 88)
+        file.write(b"!")
+    (queue,) = (store / "consumequeue" / "A" / "0").iterdir()
+    os.truncate(queue, 30)
+    settings: dict[str, Any] = {"columns": ["body", "_corrupt_record"], "processes": processes, **condition}
+    made = export(store, tmp_path / "dropped", mode="DROPMALFORMED", **settings)
+    assert made.damaged == 2
+    made = export(store, tmp_path / "told", mode="PERMISSIVE", **settings)
+    assert made.damaged == 2
+    told = ds.dataset(tmp_path / "told").to_table()["_corrupt_record"].drop_null().to_pylist()
+    assert sorted(one.partition(": at ")[0] for one in told) == sorted(
+        [str(queue), str(store / "commitlog" / f"{place - start:020d}")]
+    )
 
 
 @pytest.mark.parametrize("name", OUTS)

@@ -20,7 +20,7 @@ import pytest
 
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.columns.options import View, Wanted
+from librmq.columns.options import OffsetTimes, ReadOptions, View, Wanted
 from librmq.columns.planner import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
@@ -256,8 +256,49 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path, ca
     with caplog.at_level("WARNING", "librmq.columns"):
         assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / 's'}: 1 damaged places were left out of a read, the first: ")
+    assert line.startswith(f"{tmp_path / 's'}: damaged places left out of a read: 1, the first: ")
     assert f": at {place}: " in line
+
+
+def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: Path) -> None:
+    """Its times can't be looked up, so each message is compared, and an offset by time is the end of the queue."""
+    shutil.copytree(path, tmp_path / "s")
+    (file,) = (tmp_path / "s" / "consumequeue" / "B" / "1").iterdir()
+    os.truncate(file, 30)
+    (tmp_path / "s" / "abort").touch()
+    middle = START_MS + COUNT * 500
+    wanted: dict[str, Any] = {"topic": "A", "columns": ["physicalOffset"]}
+    whole = reader(path, **wanted).read_all()["physicalOffset"].to_pylist()
+    until = reader(path, until=middle, **wanted).read_all()["physicalOffset"].to_pylist()
+    assert 0 < len(until) < len(whole)
+    found = reader(tmp_path / "s", mode="DROPMALFORMED", until=middle, **wanted).read_all()
+    assert found["physicalOffset"].to_pylist() == until
+    options = ReadOptions(
+        (str(tmp_path / "s"),),
+        wanted=Wanted(topics=frozenset("A")),
+        mode="DROPMALFORMED",
+        starting={"A": {"0": 3}},
+        ending=OffsetTimes({"A": {"0": middle}}),
+    )
+    with PlannedStore.open(str(tmp_path / "s"), options.wanted, options.mode) as planned:
+        planned.check_order(options)
+        end = planned.queues["A", 0].end
+        assert planned.narrowed(options.wanted, options.starting, options.ending, strict=False)["A", 0] == range(3, end)
+
+
+def test_lines_of_other_processes_reach_the_callers_log(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(path, tmp_path / "s")
+    places = reader(path, columns=["physicalOffset"]).read_all()["physicalOffset"].to_pylist()
+    for place in places:
+        with open(tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}", "r+b") as file:
+            file.seek(place % 4096 + 90)
+            file.write(b"\xff")
+    with caplog.at_level("WARNING", "librmq.columns"):
+        assert not reader(tmp_path / "s", mode="DROPMALFORMED", processes=3).read_all().num_rows
+    assert sum(record.rmq_count for record in caplog.records) == len(places)  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.thorough

@@ -28,6 +28,7 @@ pytest.importorskip("fsspec")
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset
 
 from librmq.columns import RemoteStore, dataset, export, reader
 
@@ -259,3 +260,18 @@ def test_a_store_in_s3(path: Path) -> None:
         assert isinstance(whole, pa.RecordBatchReader)
         with pytest.raises(ConfigError, match="PyArrow can't open s3://"):
             reader("s3://bucket/store", storage_options={"nothing": 1})
+
+
+def test_a_repeated_remote_export_reports_damage_once(path: Path, tmp_path: Path) -> None:
+    """The report names the URL, which is the same in each call."""
+    shutil.copytree(path, tmp_path / "s")
+    (file,) = (tmp_path / "s" / "consumequeue" / "B" / "0").iterdir()
+    os.truncate(file, 30)
+    url = put(tmp_path / "s", "memory://damaged-export")
+    settings: dict[str, Any] = {"mode": "PERMISSIVE", "columns": ["topic", "_corrupt_record"]}
+    made = export(url, tmp_path / "out", **settings)
+    assert made.damaged == 1
+    again = export(url, tmp_path / "out", **settings)
+    assert (again.rows, again.damaged) == (0, 1)
+    (told,) = pa.dataset.dataset(tmp_path / "out").to_table()["_corrupt_record"].drop_null().to_pylist()
+    assert told.startswith(f"{url}/consumequeue/B/0/")

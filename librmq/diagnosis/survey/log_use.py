@@ -55,9 +55,10 @@ def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[
 
     columns = ("queueId", "queueOffset", "physicalOffset", "size")
     for batch in reader(
-        view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns], mode="DROPMALFORMED",
-        files=view.store.files,
+        view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
+        mode="PERMISSIVE", files=view.store.files,
     ) if view.topics else ():  # fmt: skip
+        batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
         topic = batch.column("topic").dictionary_encode()
         topics = topic.dictionary.to_pylist()
         ids, offsets, places, sizes = (batch.column(one).cast(pa.int64()).to_numpy() for one in columns)
