@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from librmq.cli.input import read_ranges
 from librmq.cli.output import Output, complain
 from librmq.cli.unknown_names import note_part
+from librmq.diagnosis.findings import counted
 from librmq.errors import InputError, RmqError, StoreError
 from librmq.runtime.core import CORE_STATE
 
@@ -38,7 +39,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
-    from librmq.spark.results import has_rows, run_incrementally, write_result
+    from librmq.spark.results import has_files, run_incrementally, write_result
     from librmq.spark.stores import paths_of
 
     ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
@@ -66,25 +67,29 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         _note_left_out(increment.left_out)
         return 0
     frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
-    skipped = LeftOut()
-    if skips:
-        skipped = refused(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
+
+    def skipped() -> LeftOut:  # a second read: once the result is there
+        if not skips:
+            return LeftOut()
+        return refused(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
+
     if arguments.out is None:
         found = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
         while (row := refused(lambda: next(found, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         output.flush()
-        _note_left_out(skipped)
+        _note_left_out(skipped())
         return 0
     out = refused(
         lambda: write_result(
             frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
         )
     )
-    rows = refused(lambda: session.read.parquet(out).count()) if has_rows(out) else 0
+    rows = refused(lambda: session.read.parquet(out).count()) if has_files(out) else 0
     made = {"pipeline": arguments.name, "rows": rows, "out": out}
-    output.row(made | {"left_out": skipped.places} if skips else made)
-    _note_left_out(skipped)
+    without = skipped()
+    output.row(made | {"left_out": without.places} if skips else made)
+    _note_left_out(without)
     return 0
 
 
@@ -92,7 +97,7 @@ def _note_left_out(skipped: LeftOut) -> None:
     """Print what a pipeline left out of its result."""
     if skipped.places:
         complain(
-            f"note: {skipped.places} damaged places are left out of the result, the first: {skipped.first}; "
+            f"note: {counted(skipped.places, 'damaged place')} left out of the result, the first: {skipped.first}; "
             "librmq verify STORE lists the damage of a store"
         )
 

@@ -40,7 +40,7 @@ from librmq.spark.pipelines.ranges import Settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Increment", "has_rows", "run_incrementally", "write_result"]
+__all__ = ["Increment", "has_files", "run_incrementally", "write_result"]
 
 _log = EventLog("librmq.spark")
 
@@ -69,15 +69,16 @@ def write_result(
     Raises:
         ConfigError: ``out`` exists, or holds anything but results, or runs with other columns or partitions, or
             ``frame`` lacks a column.
-        StoreLockedError: Another process appends to ``out``.
+        StoreLockedError: Another process writes to ``out``.
     """
     _check_columns(frame, partition_by)
     out = os.path.abspath(out)
-    _bring_back(out)
-    if append or overwrite:
-        _check_result(out)
     if append:
-        make_folders(DiskFiles(), out)
+        if not os.path.lexists(out):
+            with _replacing(out):
+                _bring_back(out)
+                make_folders(DiskFiles(), out)
+        _check_result(out)
         with _locked(out):
             if any(name.endswith(".parquet") for name in os.listdir(out)):
                 raise ConfigError(f"{out} holds one result, without runs; append to another folder")
@@ -87,9 +88,11 @@ def write_result(
             return _write(
                 frame, os.path.join(out, f"run={now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z"), partition_by
             )
-    if os.path.lexists(out) and not overwrite:
-        raise ConfigError(f"{out} exists (--overwrite replaces it, --append adds a run)")
-    return _write(frame, out, partition_by)
+    _check_target(out, overwrite=overwrite)
+    with _replacing(out):
+        _bring_back(out)
+        _check_target(out, overwrite=overwrite)
+        return _write(frame, out, partition_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +167,19 @@ def run_incrementally(
         _delete_others(os.path.join(out, "messages"), "", before.parts)
         _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
         read = pipeline.source.reads(given)
-        starting, ending = _range(read, inputs.paths, before.ends, strict=given.get("damaged") != "skip")
+        skips = given.get("damaged") == "skip"
+        starting, ending, is_damaged = _range(read, inputs.paths, before.ends, strict=not skips)
         run, parts, count, skipped = before.run + 1, before.parts, _count(starting, ending), LeftOut()
-        if count or not parts:
-            new = {
-                "startingOffsets": json.dumps(starting),
-                "endingOffsets": json.dumps(ending),
-                "failOnDataLoss": str(given.get("damaged") != "skip"),
-            }
+        has_news = count > 0 or not parts
+        new = {
+            "startingOffsets": json.dumps(starting),
+            "endingOffsets": json.dumps(ending),
+            "failOnDataLoss": str(not skips),
+        }
+        if skips and (has_news or is_damaged):
+            skipped = LeftOut.of(read.left_out(spark, inputs.paths, **new))
+        if has_news:
             fresh = read.of(spark, inputs.paths, **new)
-            if given.get("damaged") == "skip":
-                skipped = LeftOut.of(read.left_out(spark, inputs.paths, **new))
             if len(parts) >= _MOST_PARTS:
                 fresh, parts = _kept(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))
@@ -210,14 +215,16 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
     return state
 
 
-def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool) -> tuple[Ends, Ends]:
-    """Return the first offset to read of each wanted queue, and its present end."""
+def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool) -> tuple[Ends, Ends, bool]:
+    """Return the first offset to read of each wanted queue, its present end, and whether a queue can't be opened."""
+    is_damaged = False
     starting: Ends = {}
     ending: Ends = {}
     usual = {} if read.own or "topic" in read.options else {"topicPattern": "(?s).*"}
     for path in paths:
         options = parse_read_options({**usual, **read.options, "path": path})
         with PlannedStore.open(path, options.wanted, options.mode) as store:
+            is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
                 known = ends.get(path, {}).get(topic, {}).get(str(queue_id))
                 if strict and known is not None and not queue.begin <= known <= queue.end:
@@ -228,7 +235,7 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
                 begin = known if known is not None and queue.begin <= known <= queue.end else queue.begin
                 starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = begin
                 ending.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue.end
-    return starting, ending
+    return starting, ending, is_damaged
 
 
 def _count(starting: Ends, ending: Ends) -> int:
@@ -266,6 +273,14 @@ def _kept(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]
 
 
 # -------------------------------------------------------------------------------------------------------------- files
+
+
+def _check_target(out: str, *, overwrite: bool) -> None:
+    """Refuse a folder that exists, or with ``overwrite`` one that holds anything but results."""
+    if overwrite:
+        _check_result(out)
+    elif os.path.lexists(out):
+        raise ConfigError(f"{out} exists (--overwrite replaces it, --append adds a run)")
 
 
 def _check_result(out: str) -> None:
@@ -311,8 +326,8 @@ def _check_earlier_runs(out: str, frame: DataFrame, partition_by: Sequence[str])
         return
 
 
-def has_rows(folder: str) -> bool:
-    """Return whether a result has a file; a partitioned one without rows has none."""
+def has_files(folder: str) -> bool:
+    """Return whether a result has a file, which shows its columns; a partitioned run without rows has none."""
     return any(name.endswith(".parquet") for _, _, names in os.walk(folder) for name in names)
 
 
@@ -320,6 +335,20 @@ def _check_columns(frame: DataFrame, names: Sequence[str]) -> None:
     for name in names:
         if name not in frame.columns:
             raise ConfigError(f"partition_by: expected some of {', '.join(frame.columns)}, found {name!r}")
+
+
+@contextmanager
+def _replacing(target: str) -> Iterator[None]:
+    """Hold a lock beside ``target``, which a new folder replaces."""
+    folder, name = os.path.split(target)
+    make_folders(DiskFiles(), folder)
+    path = os.path.join(folder, f"{_UNFINISHED}lock-{name}")
+    lock = DiskFiles().lock(path)
+    try:
+        yield
+    finally:
+        os.unlink(path)  # first: once released, the file can be that of another process
+        lock.release()
 
 
 @contextmanager
@@ -335,10 +364,11 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
     """Write ``frame`` and ``state`` beside ``target``, flush them, and rename the folder to ``target``."""
     folder, name = os.path.split(target)
     make_folders(DiskFiles(), folder)
-    unfinished = os.path.join(folder, f"{_UNFINISHED}{name}")
+    unfinished, old = os.path.join(folder, f"{_UNFINISHED}{name}"), _moved_away(target)
     shutil.rmtree(unfinished, ignore_errors=True)
+    _discard(old, unfinished)
     frame.write.partitionBy(*partition_by).parquet(unfinished)
-    if partition_by and not has_rows(unfinished) and not name.startswith("run="):  # else no file shows the columns
+    if partition_by and not has_files(unfinished) and not name.startswith("run="):  # else no file shows the columns
         frame.limit(0).write.mode("append").parquet(unfinished)
     if state is not None:
         DiskFiles().write(os.path.join(unfinished, _STATE), state)
@@ -347,14 +377,19 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
             with open(os.path.join(below, one), "rb") as file:
                 os.fsync(file.fileno())
         DiskFiles().flush_folder(below)
-    old = _moved_away(target)
-    shutil.rmtree(old, ignore_errors=True)
     with suppress(FileNotFoundError):
         os.rename(target, old)
     os.rename(unfinished, target)
     DiskFiles().flush_folder(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    _discard(old, unfinished)
     return target
+
+
+def _discard(old: str, unfinished: str) -> None:
+    """Delete a former folder under the name of an unfinished one, because `_bring_back` takes ``old`` for whole."""
+    if os.path.isdir(old):
+        os.rename(old, unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _moved_away(target: str) -> str:

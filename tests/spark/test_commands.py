@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -79,13 +80,28 @@ def test_a_pipeline_says_what_it_leaves_out(store: Path, tmp_path: Path, capsys:
     for more in ([], ["--out", str(tmp_path / "out")], ["--out", str(tmp_path / "again"), "--incremental"]):
         assert main([*words, *more]) == 0
         said = capsys.readouterr()
-        assert f"note: 2 damaged places are left out of the result, the first: {store}/commitlog/" in said.err
+        assert f"note: 2 damaged places left out of the result, the first: {store}/commitlog/" in said.err
         assert f"at {places[0]}: " in said.err
         assert not more or json.loads(said.out)["left_out"] == 2
     assert main([*words, *more]) == 0
     said = capsys.readouterr()
     assert "left out" not in said.err
     assert (json.loads(said.out)["left_out"], json.loads(said.out)["messages"]) == (0, 0)
+
+
+@pytest.mark.spark
+def test_a_damaged_queue_counts_as_left_out(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even if an incremental run has nothing to read."""
+    shared_session()
+    words = ["spark", "run", "skew", str(store), "--set", "damaged=skip", "--out", str(tmp_path / "out")]
+    assert main([*words, "--incremental"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == 0
+    (file,) = (store / "consumequeue" / "T" / "0").iterdir()
+    os.truncate(file, 30)
+    assert main([*words, "--incremental"]) == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out)["left_out"], json.loads(said.out)["messages"]) == (1, 0)
+    assert f"note: 1 damaged place left out of the result, the first: {file}: " in said.err
 
 
 @pytest.mark.spark

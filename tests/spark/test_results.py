@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ pytest.importorskip("pyspark")
 
 from librmq import columns  # noqa: E402
 from librmq.columns.parts import DataLossError  # noqa: E402
-from librmq.errors import ConfigError  # noqa: E402
+from librmq.errors import ConfigError, StoreLockedError  # noqa: E402
 from librmq.spark.pipelines import PIPELINES, run  # noqa: E402
 from librmq.spark.results import run_incrementally, write_result  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
@@ -191,20 +192,65 @@ class Rows:
         Path(folder, "part-0.parquet").write_text(self._content)
 
 
+class Killed(BaseException):
+    """Ends a run like a signal: nothing handles it."""
+
+
+def write(content: str, out: Path, **ways: Any) -> str:
+    frame: Any = Rows(content)
+    return write_result(frame, str(out), **ways)
+
+
+def test_a_half_deleted_result_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run was killed while it deleted the former result, and then the user moved the new one away."""
+    out, delete = tmp_path / "out", shutil.rmtree
+    write("old", out)
+
+    def killed(folder: str, **settings: Any) -> None:
+        if os.path.isdir(folder):
+            for file in Path(folder).iterdir():
+                file.unlink()
+            raise Killed
+        delete(folder, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Killed):
+        write("new", out, overwrite=True)
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    assert (out / "part-0.parquet").read_text() == "new"
+    out.rename(tmp_path / "mine")
+    write("newest", out)
+    assert (out / "part-0.parquet").read_text() == "newest"
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_a_second_run_does_not_come_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the two renames, at any of which OUT seems to have lost its result."""
+    out, rename, refused = tmp_path / "out", os.rename, []
+
+    def with_second(source: str, target: str) -> None:
+        for ways in ({"overwrite": True}, {"append": True}, {}):
+            with pytest.raises((StoreLockedError, ConfigError)) as raised:
+                write("second", out, **ways)
+            refused.append(raised.type)
+        rename(source, target)
+
+    write("old", out)
+    monkeypatch.setattr(os, "rename", with_second)
+    write("new", out, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
+    assert (out / "part-0.parquet").read_text() == "new"
+    assert refused[3:6] == [StoreLockedError] * 3
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_replacement_killed_at_any_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next run finds the former result or the new one, whatever it is asked to do with it."""
-
-    class Killed(BaseException):
-        """Ends a run like a signal: nothing handles it."""
-
-    def write(content: str, out: Path, **ways: Any) -> str:
-        frame: Any = Rows(content)
-        return write_result(frame, str(out), **ways)
-
     rename = os.rename
-    for number, (kept_content, is_told) in enumerate([("old", False), ("old", True), ("new", False)]):
+    cases = [("old", False), ("old", True), ("new", False), ("new", False)]
+    for number, (kept_content, is_told) in enumerate(cases):
         out = tmp_path / str(number) / "out"
         write("old", out)
         left = [number]
@@ -216,14 +262,14 @@ def test_a_replacement_killed_at_any_rename(
             rename(source, target)
 
         monkeypatch.setattr(os, "rename", counted)
-        with pytest.raises(Killed) if number < 2 else contextlib.nullcontext():
+        with pytest.raises(Killed) if number < 3 else contextlib.nullcontext():
             write("new", out, overwrite=True)
         monkeypatch.setattr(os, "rename", rename)
         caplog.clear()
         with pytest.raises(ConfigError, match="exists"):
             write("plain", out)
         assert [file.read_text() for file in out.glob("*.parquet")] == [kept_content]
-        assert any("is back" in line for line in caplog.messages) == is_told
+        assert any("restored the former" in line for line in caplog.messages) == is_told
         with pytest.raises(ConfigError, match="one result, without runs"):
             write("run", out, append=True)
         write("newest", out, overwrite=True)
@@ -236,9 +282,6 @@ def test_an_incremental_run_killed_at_any_rename(tmp_path: Path, monkeypatch: py
     """The result stays that of the last whole run; the next run gives what no kill would have given."""
     spark, out = shared_session(), tmp_path / "out"
     path = add(tmp_path / "s", 0, 20)
-
-    class Killed(BaseException):
-        """Ends a run like a signal: nothing handles it."""
 
     left = [0]
 

@@ -35,6 +35,7 @@ from librmq.spark.pipelines.ranges import (
     Settings,
     chosen,
     first_sends,
+    is_first_send,
     names_of,
     source_options,
 )
@@ -97,7 +98,10 @@ class MessageRead:
             options = stores.of_all_topics(options)
         columns = f"{self.columns}, {CORRUPT} string"
         frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
-        return frame.where(F.col(CORRUPT).isNotNull()).select("store", F.col(CORRUPT).alias("reason"))
+        frame = frame.where(F.col(CORRUPT).isNotNull())
+        if self.own:  # of some places the topic is not known
+            frame = frame.where(F.col("topic").isNull() | is_first_send())
+        return frame.select("store", F.col(CORRUPT).alias("reason"))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,20 @@ from librmq.errors import ConfigError
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
-__all__ = ["GROUP", "MESSAGES", "TIMES", "TOPIC", "Settings", "chosen", "first_sends", "names_of", "source_options"]
+__all__ = [
+    "GROUP",
+    "MESSAGES",
+    "TIMES",
+    "TOPIC",
+    "Settings",
+    "chosen",
+    "first_sends",
+    "is_first_send",
+    "names_of",
+    "source_options",
+]
 
 Settings = Mapping[str, str]
 
@@ -62,8 +73,13 @@ def names_of(settings: Settings, name: str) -> list[str] | None:
 
 def first_sends(messages: DataFrame) -> DataFrame:
     """Return the messages that are neither retries nor dead letters."""
+    return messages.where(is_first_send())
+
+
+def is_first_send() -> Column:
+    """Return the condition that a message is neither a retry nor a dead letter; null without a topic."""
     topic = F.col("topic")
-    return messages.where(~topic.startswith(RETRY_PREFIX) & ~topic.startswith(DEAD_LETTER_PREFIX))
+    return ~topic.startswith(RETRY_PREFIX) & ~topic.startswith(DEAD_LETTER_PREFIX)
 
 
 def chosen(frame: DataFrame, settings: Settings) -> DataFrame:
