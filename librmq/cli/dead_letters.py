@@ -39,14 +39,15 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
     with open_cluster(arguments) as cluster:
         found = list(cluster.dead_letters(arguments.group))
-        note_group(arguments.group, cluster.groups(), output)
         chosen = _chosen((one for _, one in found), arguments)
         if arguments.causes:
             _print(chosen, arguments, output)
-            return 0
-        brokers = {id(one): name for name, one in found}
-        for one in chosen:
-            output.row(cluster.named(brokers[id(one)], one._asdict()))
+        else:
+            brokers = {id(one): name for name, one in found}
+            for one in chosen:
+                output.row(cluster.named(brokers[id(one)], one._asdict()))
+        if arguments.group is not None:
+            note_group(arguments.group, cluster.groups(), output)
     return 0
 
 

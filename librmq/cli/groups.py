@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from librmq.cli.input import refuse_leftovers
 from librmq.cli.output import Output
@@ -15,6 +16,9 @@ from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic
+
+if TYPE_CHECKING:
+    from librmq.cli.cluster_source import ClusterSource
 
 __all__ = ["groups", "lag", "open_view"]
 
@@ -83,7 +87,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
                     output.row(queue)
             else:
                 _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
-            note_group(arguments.group, cluster.groups(), output)
+            _note_unknown(cluster, arguments, output)
         return 0
     with open_view(arguments) as view:
         if arguments.by == "origin":
@@ -111,12 +115,23 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
         from librmq.cli.cluster_source import open_cluster
 
         with open_cluster(arguments) as cluster:
+            _note_unknown(cluster, arguments, output)
             follow_rates(lambda: cluster.lag(arguments.group, arguments.topic, times=False), seconds, output)
     with open_view(arguments) as view:
+        note_group(arguments.group, view.groups, output)
+        note_topic(arguments.topic, view.topics, output)
         if view.owner is None:
             recent_rates(view, lag_of(view, group=arguments.group, topic=arguments.topic, times=False), output)
             return
     follow_rates(measure, seconds, output)
+
+
+def _note_unknown(cluster: ClusterSource, arguments: argparse.Namespace, output: Output) -> None:
+    """Tell a person about a group and a topic that the cluster does not have; each costs requests to all brokers."""
+    if arguments.group is not None:
+        note_group(arguments.group, cluster.groups(), output)
+    if arguments.topic is not None:
+        note_topic(arguments.topic, cluster.topics(), output)
 
 
 def _print_lag(found: Lag, by: str, output: Output) -> None:

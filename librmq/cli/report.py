@@ -26,7 +26,6 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
     found = _by_spark(arguments) if arguments.spark else _here(arguments)
-    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
     for path, text in ((page, render_page(found, earlier)), (beside, found.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -43,6 +42,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
             "warnings": severities["warning"],
         }
     )
+    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
     return 0
 
 

@@ -56,7 +56,7 @@ def _grow(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist: create it by `topic create`")
+        raise _missing(name, tables)
     before = old.get("readQueueNums", 0)
     read = _queues("--queues", arguments.queues, None)
     write = _queues("--write-queues", arguments.write_queues, read)
@@ -76,7 +76,7 @@ def _permit(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist: create it by `topic create`")
+        raise _missing(name, tables)
     if arguments.permission is None:
         raise InputError("--permission is missing: rw, r or w")
     tables.topics.set(name, {**old, "perm": _PERMISSIONS[arguments.permission]})
@@ -93,6 +93,12 @@ def _delete(
     left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
     groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
     return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
+
+
+def _missing(name: str, tables: BrokerTables) -> InputError:
+    return InputError(
+        f"topic {name!r} does not exist{near(name, tables.topics.rows) or ': create it by `topic create`'}"
+    )
 
 
 def _queues(name: str, text: str | None, usual: int | None) -> int:

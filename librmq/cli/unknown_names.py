@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from librmq.cli.output import Output, complain
-from librmq.errors import CorruptionError
+from librmq.errors import StoreError
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
@@ -35,27 +35,39 @@ def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> Non
 
 
 def note_part(stores: Iterable[str], topics: str | None, groups: str | None, output: Output) -> None:
-    """Tell a person which of the topics and groups, separated by commas, none of the stores has."""
-    folders = list(stores)
-    if topics is not None:
-        from librmq.files.disk import DiskFiles
-        from librmq.store.format import directory
+    """Tell a person which of the topics and groups, separated by commas, none of the stores has.
 
-        known = {topic for path in folders for topic, _ in directory.list_queues(path, DiskFiles())}
+    It prints nothing if a store can't be read, because its names are not known.
+    """
+    folders = list(stores)
+    if topics is not None and (known := _known(folders, _topics)) is not None:
         for topic in topics.split(","):
             note_topic(topic.strip(), known, output)
-    if groups is not None:
-        from librmq.diagnosis.view import StoreView
-
-        of_stores: set[str] = set()
-        try:
-            for path in folders:
-                with StoreView.open(path) as view:
-                    of_stores.update(view.groups)
-        except CorruptionError:  # its groups are not known
-            return
+    if groups is not None and (known := _known(folders, _groups)) is not None:
         for group in groups.split(","):
-            note_group(group.strip(), of_stores, output)
+            note_group(group.strip(), known, output)
+
+
+def _known(stores: Iterable[str], names: Callable[[str], Iterable[str]]) -> set[str] | None:
+    """Return the names in all stores; None if a store can't be read."""
+    try:
+        return {name for path in stores for name in names(path)}
+    except StoreError:
+        return None
+
+
+def _topics(path: str) -> Iterable[str]:
+    from librmq.files.disk import DiskFiles
+    from librmq.store.format import directory
+
+    return {topic for topic, _ in directory.list_queues(path, DiskFiles())}
+
+
+def _groups(path: str) -> Iterable[str]:
+    from librmq.diagnosis.view import StoreView
+
+    with StoreView.open(path) as view:
+        return view.groups
 
 
 def near(name: str, known: Collection[str]) -> str:

@@ -109,6 +109,11 @@ def check_bytes(
         size = min(_AT_ONCE, end - at, log.file_size - at % log.file_size)
         theirs = master.call(FollowLog("", at, size)).data
         mine = log.data_at(at, len(theirs) or size)
+        if was_empty and not mine and not theirs:
+            raise ReplicaError(
+                f"{path}: neither its log nor that of {described.name} has the bytes at physical offset {at}, which "
+                f"end at {end}: delete this folder to copy the master again, if nothing in it is needed"
+            )
         # A link that breaks can shorten an answer, even to nothing. The next request tells whether it is broken.
         if mine != theirs and (theirs or was_empty):
             at += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))

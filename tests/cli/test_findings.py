@@ -89,6 +89,8 @@ def test_rates_of_an_unused_store_say_what_is_unknown(shell: Shell) -> None:
     assert (row["lag"], row["consumed_per_s"], row["drain_s"]) == (75, None, None)
     assert row["stored_per_s"] == pytest.approx(75 / 9, rel=0.2)
     assert "how fast groups consumed then is unknown" in answer.said
+    said = shell("lag", "store", "--every", "5s", "--topic", "OrderTopics").said
+    assert "topic 'OrderTopics' has no queue; did you mean 'OrderTopic'?" in said
     assert "expected a time" in shell("lag", "store", "--every", "soon").said
     assert "expected no --by origin" in shell("lag", "store", "--every", "5s", "--by", "origin").said
 

@@ -47,6 +47,15 @@ def test_the_path_may_be_one_level_too_high(shell: Shell) -> None:
     assert len({one["store"] for one in found["stores"]}) == 2
 
 
+def test_a_store_that_cannot_be_listed_gets_its_report(shell: Shell) -> None:
+    """Its topics are not known, so nothing is said about a name that may be one of them."""
+    (shell.folder / "store" / "consumequeue" / "OrderTopic" / "-1").mkdir()
+    answer = shell("report", "store", "--topic", "OrderTopics", "--group", "CG_orders")
+    assert answer.status == 0
+    assert "did you mean" not in answer.said
+    assert (shell.folder / "report.html").exists()
+
+
 def test_wrong_arguments_are_reported(shell: Shell) -> None:
     (shell.folder / "other.json").write_text("{}")
     for words, said in (

@@ -148,6 +148,7 @@ def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> Non
     assert "topic 'order' has no queue; did you" in shell(*words, "--group", "billing", "--topic", "order").said
     assert "has no queue 7" in shell(*words, "--group", "billing", "--topic", "orders", "--queue", "7").said
     assert shell("lag", "--route", served.address, "--group", "biling").said.startswith("note: there is no group")
+    assert "did you mean 'orders'" in shell("lag", "--route", served.address, "--topic", "order").said
     assert "--resend works on the folder" in shell("dead-letters", "--route", served.address, "--resend").said
 
 

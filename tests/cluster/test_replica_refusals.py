@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.cluster import Replica, StoredMaster
+from librmq.cluster.replica_admission import check_bytes
 from librmq.errors import (
     BrokerError,
     CorruptionError,
@@ -30,6 +33,14 @@ def test_a_refused_replica_releases_its_master(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ReplicaError, match="can't copy itself"):
         Replica.open(folder, of=folder)
     assert released == [folder]
+
+
+def test_bytes_that_neither_side_has_end_the_comparison() -> None:
+    log: Any = SimpleNamespace(begin=0, end=100, file_size=1000, last_write=None, data_at=lambda at, size: b"")
+    master: Any = SimpleNamespace(call=lambda request: SimpleNamespace(data=b""))
+    described: Any = SimpleNamespace(begin=0, end=100, name="broker-a")
+    with pytest.raises(ReplicaError, match="neither its log nor that of broker-a has the bytes"):
+        check_bytes("/copy", log, master, described)
 
 
 def test_a_folder_that_can_not_copy_is_left_as_it_is() -> None:
