@@ -105,6 +105,20 @@ def test_a_damaged_queue_counts_as_left_out(store: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.spark
+def test_only_what_a_result_lacks_counts_as_left_out(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Duplicates are looked for among first sends, so a damaged dead letter is not missing."""
+    shared_session()
+    with MessageStore.open(store, read_only=True) as opened:
+        place = next(message.physical_offset for message in opened if message.topic == "%DLQ%g")
+    with open(store / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(place)
+        log.write(b"\xff" * 4)
+    for pipeline, count in (("duplicates", 0), ("skew", 1)):
+        assert main(["spark", "run", pipeline, str(store), "--set", "damaged=skip"]) == 0
+        assert capsys.readouterr().err.count("1 damaged place left out") == count
+
+
+@pytest.mark.spark
 def test_every_row_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared_session()
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20)) as opened:
