@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def show(folder: Path, stores: list[str]) -> int:
     from librmq.spark import register, session
 
-    # A Java that is interrupted while it starts would go on forever.
+    # A Java that is interrupted while it starts would run forever.
     interrupts: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     with waiting("Spark starts, which takes some seconds"):

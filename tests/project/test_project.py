@@ -250,19 +250,19 @@ def test_a_program_has_time_to_end_after_ctrl_c(tools: Callable[[str], ModuleTyp
     """It is sent to all programs of the terminal; the one that waits must not kill another that cleans up."""
     os.mkfifo(started := tmp_path / "started")
     os.mkfifo(waits := tmp_path / "waits")
-    os.mkfifo(goes_on := tmp_path / "goes-on")
+    os.mkfifo(continues := tmp_path / "continues")
     inner = (
         "import pathlib, signal\n"
         f"try:\n    pathlib.Path({str(started)!r}).write_text('x'); signal.pause()\n"
-        f"except KeyboardInterrupt:\n    pathlib.Path({str(goes_on)!r}).read_text()\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(continues)!r}).read_text()\n"
         f"    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
     )
-    # The outer program lets the inner one go on only when Popen.wait has given up its own quarter of a second.
+    # The outer program lets the inner one continue only when Popen.wait has given up its own quarter of a second.
     outer = (
         f"import pathlib, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\nimport environment, programs\n"
         "class Popen(programs.subprocess.Popen):\n"
         "    def wait(self, timeout=None):\n"
-        f"        pathlib.Path({str(goes_on)!r} if timeout else {str(waits)!r}).write_text('x')\n"
+        f"        pathlib.Path({str(continues)!r} if timeout else {str(waits)!r}).write_text('x')\n"
         "        return super().wait(timeout)\n"
         "programs.subprocess.Popen = Popen\n"
         f"environment.Environment(pathlib.Path({str(tmp_path)!r})).run([sys.executable, '-c', {inner!r}])\n"
@@ -459,7 +459,7 @@ def test_an_environment_does_not_wait_for_a_pip_of_its_own(
     assert (installed[-1] == "pip") is serves
 
 
-def test_an_interrupted_first_run_is_repaired_from_its_own_environment(
+def test_an_interrupted_first_run_is_repaired_from_itself(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It has no pip yet, and where it is activated, it is the Python that runs the command."""
