@@ -12,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import librmq
 from tests.reference import CHECKOUT
+
+POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from librmq.cli import main
 from librmq.cli.output import Output
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
 from tests.cli.stand import Shell
-from tests.programs import environment, run_program
+from tests.programs import POSIX, environment, run_program
 
 COMMANDS = (
     "dump", "queues", "queue", "query", "ask", "verify", "recover", "load", "broker-conf", "filter", "bloom",
@@ -241,7 +241,7 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     assert (child.wait(), said) == (0, b"")
 
 
-@pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
+@POSIX
 @pytest.mark.platform
 def test_a_closed_standard_output_is_not_an_error() -> None:
     program = "import sys; from librmq.cli import main; sys.exit(main(['--help']))"

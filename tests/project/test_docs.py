@@ -25,6 +25,7 @@ import librmq
 from librmq.cli import main
 from librmq.cli.arguments import parser_of
 from librmq.cli.commands import COMMANDS
+from tests.programs import POSIX
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 DOCS = CHECKOUT / "docs"
@@ -52,8 +53,6 @@ COMMAND_MARKS = {
 }
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
-
-POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
 
 
 class Block(NamedTuple):
