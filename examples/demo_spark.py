@@ -42,11 +42,14 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     CONSOLE.print()
     CONSOLE.print(Rule("[bold]librmq on Spark[/bold]: the same stores as tables", style="cyan"))
+    before = signal.getsignal(signal.SIGINT)
     try:
         return show(folder, [str(store) for store in stores])
     except MissingExtraError as error:
         print(error, file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def show(folder: Path, stores: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def test_the_second_part_of_the_demo(
         shutil.copytree(store("store-basic"), tmp_path / name, copy_function=shutil.copyfile)
     monkeypatch.syspath_prepend(CHECKOUT / "examples")
     main = runpy.run_path(str(CHECKOUT / "examples" / "demo_spark.py"))["main"]
+    before = signal.getsignal(signal.SIGINT)
     assert main([str(tmp_path)]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
     out = capsys.readouterr().out
     assert " NO " not in out
     assert out.count("yes ") == 2
