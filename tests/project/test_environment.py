@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -164,6 +165,15 @@ def commands_for(
     return [words for words in commands if words[-1] != "--version"]
 
 
+def made_by_uv(tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:
+    """Make an environment in ``folder`` for the extra ``cli``, with a Python that does nothing and without a pip."""
+    commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
+    place = tools("environment").Environment(folder)
+    place.bin.mkdir()
+    place.python.touch()
+    return place
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_pip_installs_what_uv_could_not(
     tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool
@@ -188,10 +198,7 @@ def test_an_interrupted_first_run_is_repaired_from_itself(
 ) -> None:
     """It has no pip yet, and where it is activated, it is the Python that runs the command."""
     folder = tmp_path / "venv"
-    commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
-    place = tools("environment").Environment(folder)
-    place.bin.mkdir()
-    place.python.touch()
+    place = made_by_uv(tools, monkeypatch, folder)
     commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=False, serves=False)
     assert commands[0] == [str(place.python), "-m", "ensurepip"]
 
@@ -247,10 +254,7 @@ def test_more_packages_leave_librmq_in_place(
 ) -> None:
     """A program that runs beside the installer would otherwise miss librmq for a moment."""
     folder = tmp_path / "venv"
-    commands_for(tools, monkeypatch, folder, {"cli"}, uv=True)
-    place = tools("environment").Environment(folder)
-    place.bin.mkdir()
-    place.python.touch()
+    place = made_by_uv(tools, monkeypatch, folder)
     give_pip(folder)
     commands = commands_for(tools, monkeypatch, folder, {"cli", "arrow"}, uv=uv)
     assert [words[0] for words in commands] == ["uv"] + ([] if uv else [str(place.python)])
