@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq.errors import NotAStoreError, StoreError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, StoreError, StoreIOError
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -78,6 +78,17 @@ LINKS = (
     "consumequeue/TopicA/9",
     "consumequeue/TopicA/0/00000000000000099840",
 )
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+def test_a_broken_link_hides_no_lack_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "away").symlink_to("missing")
+    with pytest.raises(NotAStoreError, match="no store: it has no folder commitlog"):
+        MessageStore.open(tmp_path, read_only=True)
+    (tmp_path / "commitlog").symlink_to("missing")
+    with pytest.raises(CorruptionError, match="the target of this link is missing"):
+        MessageStore.open(tmp_path, read_only=True)
 
 
 @pytest.mark.many

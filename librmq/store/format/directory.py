@@ -59,6 +59,7 @@ __all__ = [
     "known_topics",
     "list_queues",
     "lock_path",
+    "no_store",
     "queue_folder",
     "recognise",
 ]
@@ -102,6 +103,7 @@ _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_ASKED: Final = 64
 _FILES_ASKED: Final = 64
+_KEEPS_SIZES: Final = "a store keeps its sizes, so use these, or open it without settings"
 
 
 class StoreKind(Enum):
@@ -123,14 +125,13 @@ def recognise(path: str, files: Files) -> StoreKind:
 
     Raises:
         NotAStoreError: The path is not a folder, or holds queues without a log, a log replicated by DLedger, or one
-        part of a
-            log that is spread over several paths.
+            part of a log that is spread over several paths.
     """
     if not files.is_folder(path):
         if files.size(path) is not None:
             raise NotAStoreError(f"{path}: expected the folder of a store, found a file")
         return StoreKind.NEW
-    names = {entry.name: entry for entry in files.list(path)}
+    names = {entry.name: entry for entry in _listed(path, files)}
     for name, entry in names.items():
         if name.startswith("dledger-") and entry.is_folder:
             inside = {below.name for below in files.list(os.path.join(path, name)) if below.is_folder}
@@ -156,6 +157,16 @@ def recognise(path: str, files: Files) -> StoreKind:
     return StoreKind.V4
 
 
+def _listed(path: str, files: Files) -> list[FolderEntry]:
+    """List a folder; nothing if it has a link without a target and no log, because then it is no store."""
+    try:
+        return files.list(path)
+    except CorruptionError:
+        if COMMITLOG in files.names(path):
+            raise
+        return []
+
+
 def is_4_with_timers(path: str, files: Files) -> bool:
     """Return whether all files of RocketMQ 5 in the store belong to a timer."""
     if recognise(path, files) is not StoreKind.V5:
@@ -172,6 +183,11 @@ _MAY_PRECEDE: Final = {
 }
 
 
+def no_store(path: str) -> NotAStoreError:
+    """Return the error of a folder without a log."""
+    return NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
+
+
 def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:
     """Return the kind of the store in folder ``path`` if it can be opened, without changing it.
 
@@ -182,7 +198,7 @@ def check_kind(path: str, files: Files, *, writable: bool = False, log_only: boo
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
         if not writable:
-            raise NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
+            raise no_store(path)
         foreign = [entry.name for entry in files.list(path) if entry.name not in _MAY_PRECEDE]
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
@@ -333,16 +349,15 @@ def _check_told(path: str, config: StoreConfig, told: Mapping[str, Any]) -> None
         ours = getattr(config, name)
         if ours != value:
             raise ConfigError(
-                f"{name}: expected {_json(value)}, as in the files of {path}, found {_json(ours)}: a store keeps its "
-                "sizes, so use these, or open it without settings"
+                f"{name}: expected {_json(value)}, as in the files of {path}, found {_json(ours)}: {_KEEPS_SIZES}"
             )
     if slots is not None and entries is not None:
         ours = file_length(config.max_hash_slot_num, config.max_index_num)
         theirs = file_length(slots, entries)
         if ours != theirs:
             raise ConfigError(
-                f"max_hash_slot_num and max_index_num: the settings lead to index files of {ours} bytes, "
-                f"those of {path} have {theirs}"
+                f"max_hash_slot_num and max_index_num: expected index files of {theirs} bytes, as in {path}, found "
+                f"settings for {ours}: {_KEEPS_SIZES}"
             )
 
 
