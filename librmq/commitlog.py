@@ -16,7 +16,6 @@ Until all of them are there, the mark replaces size and magic of the first, so r
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Final, NamedTuple, Self
@@ -29,6 +28,7 @@ from librmq.message import frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.message.message import StoredMessage
 from librmq.runtime.core import LogState
+from librmq.runtime.locks import Lock
 
 __all__ = ["CommitLog", "LogEnd"]
 
@@ -72,7 +72,7 @@ class CommitLog(LogState):
         """Physical offset up to which blocks are allocated too, so that `append` only copies."""
         self._reserved = -1
         self._buffer: Buffer | None = None
-        self._making = threading.Lock()  # of the next file, which another thread can make ahead
+        self._making = Lock()  # of the next file, which another thread can make ahead
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)

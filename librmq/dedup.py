@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +43,7 @@ from librmq.idempotence.stores import (
 from librmq.listener import Delivered, ReconsumeLater
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 
 __all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "deduplicated"]
 
@@ -185,7 +185,7 @@ class DedupListener:
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
             getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
         )
-        self._lock = threading.Lock()
+        self._lock = Lock()
         renew_lock_after_fork(self)
 
     def __call__(self, message: Any) -> Any:  # noqa: ANN401 (a message or a list; what the listener returns)

@@ -1,17 +1,17 @@
 """Counters and gauges in a plain object, and their export to OpenTelemetry or Prometheus.
 
-`METRICS` lists all names with their labels; any other name or label is refused at its first use. docs/metrics.md shows
-the same list.
+`METRICS` lists all names with their labels; any other name or label is refused at its first use.
+``docs/metrics.md`` shows the same list.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.errors import ConfigError, MissingExtraError
+from librmq.runtime.locks import Lock
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -25,10 +25,13 @@ class Metric(NamedTuple):
     """Meaning of a name."""
 
     kind: Literal["counter", "gauge"]
+    """A counter only grows; a gauge is the current value."""
     unit: str
     """The unit in UCUM's notation: By for bytes, s for seconds, {message} for a number of messages."""
     labels: tuple[str, ...]
+    """The names of its labels."""
     meaning: str
+    """What it counts or measures."""
 
 
 def _counter(unit: str, labels: str, meaning: str) -> Metric:
@@ -89,7 +92,7 @@ class Metrics:
     def __init__(self) -> None:
         self._counts: dict[_Series, list[float]] = {}  # lists of one number, so that counting needs one look-up
         self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __repr__(self) -> str:
         return f"<Metrics: {len(self._counts)} counters, {len(self._gauges)} gauges; snapshot() has the values>"

@@ -7,7 +7,6 @@ without it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.broker.offsets import GroupOffsets
 from librmq.errors import StoreClosedError
 from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
@@ -50,7 +50,7 @@ class TableWriter:
         self._rests_on_log: set[ConfigTable] = set()
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = Lock()
         self._watchers: list[Callable[[], None]] = []
         self._why_over: str | None = None
         self.run_due = FlushAside(

@@ -25,6 +25,7 @@ from librmq.protocol import (
     LogDescription,
     SendStatus,
 )
+from librmq.runtime.locks import Lock
 
 __all__ = ["Replication"]
 
@@ -69,7 +70,7 @@ class Replication:
         self._all: tuple[_Follower, ...] = ()
         self._is_watched = False
         self._table_watchers: dict[str, Callable[[], None]] = {}
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._acknowledged = threading.Event()
         self._waiting = 0
 

@@ -5,7 +5,6 @@ Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; `l
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import RLock
 from librmq.runtime.runner import Aside, Work
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
@@ -52,7 +52,7 @@ class BrokerTransactions:
         self._unasked: set[str] = set()  # groups that the log reports as unreachable
         self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
-        self._lock = threading.RLock()  # for ends and checks; retention can ask during an end
+        self._lock = RLock()  # for ends and checks; retention can ask during an end
         self._waits = store.config.durability == "sync"
         aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(

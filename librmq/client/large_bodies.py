@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
+from librmq.runtime.locks import Lock
 
 __all__ = [
     "BODY_LIMIT",
@@ -197,7 +197,7 @@ class BodyAssembler:
         self._waiting: dict[_Claim, _Pieces] = {}
         self._held_size = 0
         self._done: OrderedDict[_Claim, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def add(self, message: DeliveredBody) -> bytes | None:
         """Return the whole body if ``message`` has or completes it; None if parts are missing or the body is done.

@@ -7,7 +7,6 @@ the argument of the send. Mirrors ``client.producer.selector``, ``TopicPublishIn
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +16,7 @@ from typing import Any, Final
 from librmq.errors import AllocationError
 from librmq.java.hashing import boolean_hash, double_hash, long_hash, string_hash
 from librmq.message.message import Message, MessageQueue
+from librmq.runtime.locks import Lock
 
 __all__ = [
     "AVOIDANCE_TABLE",
@@ -156,7 +156,7 @@ class BrokerLatencies:
         self._table = sorted(table, reverse=True)
         self._brokers: dict[str, _Latency] = {}
         self._turns = RoundRobin()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def report(self, broker_name: str, latency_ms: int, *, failed: bool = False) -> None:
         """Record the latency of a send; a failed one counts as 30 s."""

@@ -13,7 +13,6 @@ consumers receive again what they consumed since the last copy of their progress
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from librmq.files.seam import Files
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
@@ -138,8 +138,8 @@ class Replica:
         self._described = described
         self._master_end = described.end
         self._id = os.path.realpath(self.path)
-        self._following = threading.Lock()
-        self._copying_tables = threading.Lock()  # so that an older copy does not replace a newer one
+        self._following = Lock()
+        self._copying_tables = Lock()  # so that an older copy does not replace a newer one
         self._retry_ms = self._first_retry_ms = round(1000 * self._config.retry_after_s)
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()

@@ -13,7 +13,6 @@ client, then directs new calls to it, and shuts the old one down after its last 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from librmq.cluster.sites import check_site
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock, RLock
 from librmq.runtime.runner import Runner, Step, Work
 
 __all__ = ["RoutedClient", "SiteRouter", "Switch"]
@@ -63,7 +63,7 @@ class RoutedClient(Generic[C]):
         self.moves = moves
         """Whether a switch rebuilds this client."""
         self._factory = factory
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._users: Counter[int] = Counter()
         self.route = route
         """The route of the client now."""
@@ -147,7 +147,7 @@ class SiteRouter:
         self._load = dict(load or {})
         self._moves_consumers = moves_consumers
         self._runner = first.runner
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._clients: list[RoutedClient[_Client]] = []
         self._probing: _Probing | None = None
         for name in clusters:

@@ -33,6 +33,7 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 
 __all__ = ["PullConsumer"]
@@ -105,7 +106,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._pulled_end = 0  # the offset after the messages that are being handed out
         self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
         self._arrived = _Arrival()
-        self._polling = threading.Lock()
+        self._polling = Lock()
         self._rests = Rests(self, self._resumed)
 
     # ---- which queues

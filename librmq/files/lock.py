@@ -13,12 +13,12 @@ import os
 import stat
 import struct
 import sys
-import threading
 from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.seam import named
+from librmq.runtime.locks import Lock
 
 if sys.platform != "win32":
     import fcntl
@@ -33,7 +33,7 @@ _IN_THE_WAY: Final = (errno.EACCES, errno.EAGAIN)
 
 _Key = tuple[int, int]  # device and inode
 _held: dict[_Key, DiskLock] = {}
-_held_guard = threading.Lock()
+_held_guard = Lock()
 _found: dict[_Key, tuple[int, int]] = {}  # process and descriptor that held a lock when last looked for
 
 
@@ -124,7 +124,7 @@ class DiskLock:
 
 def _after_fork() -> None:
     global _held_guard
-    _held_guard = threading.Lock()  # a thread of the parent may hold it
+    _held_guard = Lock()  # a thread of the parent may hold it
     for lock in list(_held.values()):
         lock.forget()
     _held.clear()

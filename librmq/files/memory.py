@@ -6,10 +6,10 @@ import errno
 import mmap
 import os
 import sys
-import threading
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.seam import Buffer, File, FileLock, FolderEntry
+from librmq.runtime.locks import RLock
 
 __all__ = ["MemoryFiles"]
 
@@ -23,7 +23,7 @@ class MemoryFiles:
         self._files: dict[str, File | bytes] = {}
         self._folders: set[str] = {"", os.sep}
         self._locks: set[str] = set()
-        self._guard = threading.RLock()
+        self._guard = RLock()
         self.disk_used_ratio = 0.0
         """Result of `used_ratio`, which tests can set; 0.0 stands for no disk."""
 

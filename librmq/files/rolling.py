@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.seam import File, Files, FolderEntry, folders_to_name, used_end
+from librmq.runtime.locks import Lock
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name", "list_starts"]
 
@@ -81,7 +81,7 @@ class MappingPool:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._order: deque[tuple[MappedFileQueue, int]] = deque()
-        self._guard = threading.Lock()
+        self._guard = Lock()
 
     @property
     def is_full(self) -> bool:
@@ -154,7 +154,7 @@ class MappedFileQueue:
         self._unmapped_uses = 0
         self._dirty: set[int] = set()
         self._changed_folders: set[str] = set()
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self.starts: list[int] = self._list()
         """The starts of the files, ascending."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import Final, Generic, TypeVar
 from librmq.clock import Clock
 from librmq.errors import ConfigError
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 
 __all__ = ["Policy", "PredicateCounts", "WatchedPredicate"]
 
@@ -76,7 +76,7 @@ class WatchedPredicate(Generic[M]):
         self._budget: Final = budget
         self._over_budget: Final = over_budget
         self._on_error: Final = on_error
-        self._lock: Final = threading.Lock()
+        self._lock: Final = Lock()
         self._counts = PredicateCounts()
 
     @property

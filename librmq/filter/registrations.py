@@ -14,7 +14,6 @@ A pull skips a message whose bitmap lacks the group's bits. The file's content i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -24,6 +23,7 @@ from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import Compiled, compiled
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import RLock
 
 __all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
 
@@ -93,7 +93,7 @@ class Registrations:
         self.dialect: Final[Dialect] = dialect
         # Replaced as a whole under the lock, so readers without it see one state or the other.
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
-        self._lock: Final = threading.RLock()
+        self._lock: Final = RLock()
 
     def __iter__(self) -> Iterator[Registration]:
         for groups in self._by_topic.values():

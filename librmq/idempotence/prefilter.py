@@ -6,10 +6,10 @@ their own keys, and a restart forgets. It only chooses which question the store 
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from librmq.errors import ConfigError, MissingExtraError
+from librmq.runtime.locks import Lock
 
 try:
     from pybloom_live import ScalableBloomFilter
@@ -30,7 +30,7 @@ class SeenKeys:
             raise ConfigError(f"expected a capacity of 1 or more and a rate below 1, found {capacity}, {error_rate}")
         self._capacity = capacity
         self._error_rate = error_rate
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._new: Any = self._filter()
         self._old: Any = self._filter()
 

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import sqlite3
-import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -28,6 +27,7 @@ from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 
 __all__ = [
     "Claim",
@@ -153,7 +153,7 @@ class MemoryDedupStore:
     def __init__(self) -> None:
         self._records: dict[str, DedupRecord] = {}
         self._expiries: list[tuple[int, str]] = []  # a heap, in which a record's former expiries stay until they pass
-        self._lock = threading.Lock()
+        self._lock = Lock()
         renew_lock_after_fork(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
@@ -268,7 +268,7 @@ class SqliteDedupStore:
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
         self._statements = DedupStatements(table)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._process = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self.path = os.fspath(path)
@@ -368,7 +368,7 @@ def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[in
 
 
 _purging: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
-_purging_lock = threading.Lock()
+_purging_lock = Lock()
 
 
 def purge_in_background(store: DedupStore, clock: Clock) -> None:
@@ -401,9 +401,9 @@ def renew_lock_after_fork(owner: object) -> None:
 
 def _after_fork() -> None:
     global _purging_lock
-    _purging_lock = threading.Lock()
+    _purging_lock = Lock()
     for owner in _with_locks:
-        owner._lock = threading.Lock()
+        owner._lock = Lock()
     _purging.clear()  # its threads are the parent's
 
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from librmq.errors import LASTING, StoreClosedError, StoreError
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
@@ -70,7 +70,7 @@ class FlushAside(Generic[_T]):
         self._is_flushing = False
         self._numbers = itertools.count(1)
         self._flushed = 0
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = Lock()
         self._why_over: str | None = None
 
     def changed(self) -> int | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from librmq.clock import Clock, moves_by_itself
+from librmq.runtime.locks import RLock
 
 __all__ = ["AT_ONCE", "NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
@@ -114,7 +115,7 @@ class Runner:
             raise TypeError(f"clock: expected a Clock such as ManualClock(), found {clock!r:.80}")
         self.clock = clock
         self.now_ms = clock.now_ms
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.ready: deque[Work] = deque()
         """Work that waits for a turn."""
         self.running: set[Work] = set()

@@ -15,6 +15,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock, RLock
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
 
 __all__ = ["ThreadRunner"]
@@ -55,7 +56,7 @@ class ThreadRunner(Runner):
         self._clock_turn = _turn()  # the lock that the clock thread waits for
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
-        self._parked: list[threading.Lock] = []  # the lock of each parked worker; the last one wakes first
+        self._parked: list[Lock] = []  # the lock of each parked worker; the last one wakes first
         self._looking = 0
         self._is_roused = False  # a woken worker is about to look
         self._workers = 0
@@ -275,7 +276,7 @@ class ThreadRunner(Runner):
                     self._holder_looks = False
                 work = self._next_work(turn)
 
-    def _next_work(self, turn: threading.Lock) -> Work | None:
+    def _next_work(self, turn: Lock) -> Work | None:
         """Take due steps, and return ready work or wait for some; None at the end."""
         lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
@@ -400,14 +401,14 @@ class ThreadRunner(Runner):
         return not running
 
 
-def _turn() -> threading.Lock:
+def _turn() -> Lock:
     """Return a held lock, at which one thread waits until another releases it."""
-    turn = threading.Lock()
+    turn = Lock()
     turn.acquire()
     return turn
 
 
-def _release_turn(turn: threading.Lock) -> None:
+def _release_turn(turn: Lock) -> None:
     """Wake the thread that waits for its turn; an interrupted caller repeats this. Under the lock."""
     if turn.locked():
         turn.release()
@@ -428,7 +429,7 @@ def _after_fork() -> None:
         runner._stopping = runner.is_inherited = True
         runner._threads.clear()
         runner.running.clear()
-        runner.lock = threading.RLock()  # a thread of the parent can hold it
+        runner.lock = RLock()  # a thread of the parent can hold it
         runner._parked.clear()
     _runners.clear()
 

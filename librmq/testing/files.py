@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, SupportsIndex
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 from librmq.errors import StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, FileLock, Files, FolderEntry
+from librmq.runtime.locks import Lock
 
 __all__ = ["Event", "FailingFiles", "RecordingFiles"]
 
@@ -118,7 +118,7 @@ class FailingFiles:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._due: dict[tuple[str, int], int] = {}
         self.calls: Counter[str] = Counter()
         """Number of calls by name."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from librmq.runtime.locks import Lock
+
 __all__ = ["Baton", "end_threads"]
 
 PATIENCE_S: Final = 0.05
@@ -23,7 +25,7 @@ class _Thread:
     """A thread that waits for a call to run."""
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
+        self.turn = Lock()
         self.turn.acquire()
         self.call: Callable[[], None] | None = None
         self.thread = threading.Thread(target=self._run, name="librmq-listener", daemon=True)

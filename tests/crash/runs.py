@@ -14,6 +14,7 @@ from librmq.config import StoreConfig
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
+from librmq.runtime.locks import Lock
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.group_commit import Acknowledgement
@@ -123,7 +124,7 @@ class Run:
             self.recorded.deleted = [(0, earlier.deleted_at(image.crash_point))]
         self.waiting: list[Acknowledgement[AppendResult]] = []
         self.without_keys = rng.random() < 0.1
-        self.guard = threading.Lock()
+        self.guard = Lock()
         self.open(thorough=before is not None and rng.random() < 0.2)
         (self.recorded.opened_at,) = self.recorded.opened
         self.recorded.records = {m.physical_offset: bytes(m.raw) for m in self.store}

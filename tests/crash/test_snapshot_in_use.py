@@ -21,6 +21,7 @@ from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import FolderEntry
 from librmq.listener import ReconsumeLater
+from librmq.runtime.locks import Lock
 from librmq.scheduling.timer import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
@@ -146,7 +147,7 @@ class Load:
 
     def __init__(self, folder: Path) -> None:
         self.broker = Broker.open(folder, store_config=CONFIG)
-        self.lock, self.seen, self.acknowledged = threading.Lock(), set[bytes](), set[bytes]()
+        self.lock, self.seen, self.acknowledged = Lock(), set[bytes](), set[bytes]()
         self._over = threading.Event()
         self._consumer = PushConsumer(self.broker, "g")
         self._consumer.subscribe("T")(self._listen)

@@ -14,6 +14,7 @@ import pytest
 from librmq.consumer import DeliveredMessage
 from librmq.errors import InputError
 from librmq.files.memory import MemoryFiles
+from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore
 from librmq.testing.exploration import (
     as_decided,
@@ -270,7 +271,7 @@ def test_a_failure_of_the_usual_schedule_is_named_as_such() -> None:
 
 
 def test_a_lock_held_over_a_pause_is_noticed() -> None:
-    lock = threading.Lock()
+    lock = Lock()
 
     def test(rmq: Kit) -> None:
         @rmq.consumer("billing").subscribe("orders")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Self
 
 from librmq.errors import MalformedError
+from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
@@ -24,7 +25,7 @@ class _Listener:
         self.connections = 0
         """Those that are open."""
         self.address = "{}:{}".format(*self._listening.getsockname())
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -12,6 +12,7 @@ import pytest
 import librmq
 from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
+from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
 from librmq.wire.remote.connections import Connections, is_held_here
@@ -88,7 +89,7 @@ def test_a_client_that_leaves_while_it_dials_is_closed() -> None:
 
 def test_no_lock_is_held_while_a_host_swallows_packets() -> None:
     """Steps of clients ask under the runner's lock. A host that accepts no connection must not stop other hosts."""
-    answers, lock, line = threading.Event(), threading.RLock(), Line()
+    answers, lock, line = threading.Event(), RLock(), Line()
 
     def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
         if address == "lost:1":

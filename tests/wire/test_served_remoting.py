@@ -10,6 +10,7 @@ import pytest
 
 import librmq
 from librmq.message.message import StoredMessage
+from librmq.runtime.locks import Lock
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
 from librmq.wire.remoting.codes import RequestCode as Code
@@ -25,7 +26,7 @@ class PushClient:
         self.seen: list[tuple[bytes, int]] = []
         self._topics = topic, f"%RETRY%{group}"
         self._ended = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> PushClient:

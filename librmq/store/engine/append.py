@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
@@ -27,6 +26,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.core import AppendState
 from librmq.runtime.critical import critical
+from librmq.runtime.locks import Lock
 from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.group_commit import GroupCommit
@@ -83,12 +83,12 @@ class Appender(AppendState):
         self.refusal = refusal
         self._wake = wake
         self._watchers: list[Callable[[], None]] = []
-        self._watching = threading.Lock()
+        self._watching = Lock()
 
     def forget(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
         self.parts, self.accepts = None, False
-        self._watchers, self._watching = [], threading.Lock()
+        self._watchers, self._watching = [], Lock()
         self.lock.forget()
         self.is_locked = self.lock.mutex.locked
 

@@ -10,6 +10,7 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.errors import StoreError
 from librmq.runtime.critical import critical
+from librmq.runtime.locks import Lock, RLock
 
 __all__ = ["AppendLock"]
 
@@ -32,8 +33,8 @@ class AppendLock:
 
     def forget(self) -> None:
         """Make new locks in a child process after a fork, because threads of the parent may hold the old ones."""
-        self.mutex = threading.Lock()
-        self.flushing = threading.RLock()
+        self.mutex = Lock()
+        self.flushing = RLock()
         """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
         self._deleting = False
         self._never = threading.Event()

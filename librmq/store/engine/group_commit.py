@@ -8,7 +8,6 @@ flush. So nothing is acknowledged until the store is reopened. Mirrors 4.9.4's `
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 from librmq.runtime.critical import critical
+from librmq.runtime.locks import Lock
 
 __all__ = ["Acknowledgement", "GroupCommit", "flush_all"]
 
@@ -78,8 +78,8 @@ class GroupCommit:
         """The first flush that failed; nothing unflushed is acknowledged after it."""
         self._flush = flush
         self._on_failure = on_failure
-        self._guard = threading.Lock()  # protects the following fields
-        self._row: deque[threading.Lock] = deque()  # the first has its turn, the others are held
+        self._guard = Lock()  # protects the following fields
+        self._row: deque[Lock] = deque()  # the first has its turn, the others are held
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -108,7 +108,7 @@ class GroupCommit:
 
     def _in_turn(self, act: Callable[[], None]) -> None:
         """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long."""
-        mine = threading.Lock()
+        mine = Lock()
         mine.acquire()
         with critical:
             with self._guard:

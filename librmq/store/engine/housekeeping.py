@@ -9,7 +9,6 @@ Mirrors 4.9.4's ``FlushRealTimeService``, ``FlushConsumeQueueService``, ``CleanC
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -21,6 +20,7 @@ from librmq.runtime.background import Background
 from librmq.runtime.core import AlarmState
 from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.store.engine.group_commit import GroupCommit
 
 __all__ = ["Housekeeping", "HousekeepingThread"]
@@ -170,7 +170,7 @@ class HousekeepingThread:
         self._path = path
         self._run_due = run_due
         self._clock = clock
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._background: Background | None = None
         self._may_start = False
         self._is_missed = False
@@ -216,4 +216,4 @@ class HousekeepingThread:
     def forget(self) -> None:
         """Leave the thread to the parent, in a forked child."""
         self._background, self._may_start = None, False
-        self._guard = threading.Lock()
+        self._guard = Lock()

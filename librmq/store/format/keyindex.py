@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from librmq.files.seam import Files, FolderEntry, make_folders
 from librmq.java.hashing import index_key_hash
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE
+from librmq.runtime.locks import Lock
 from librmq.store.format.index_layout import FRESH, check_geometry, file_length
 from librmq.store.format.indexfile import IndexFile
 
@@ -73,7 +73,7 @@ class KeyIndex:
         self._now_ms = now_ms
         self._closed = False
         self._folder_dirty = False
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._mapped: deque[IndexFile] = deque()
         self._list = self._open_all()  # replaced, never changed: readers take no lock
         self._tail: IndexFile | None = self._list[-1] if self._list and writable else None

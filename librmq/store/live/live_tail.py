@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.locks import RLock
 from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueName, QueueTable
@@ -183,7 +183,7 @@ class LiveQueues(QueueTable):
         self._files = files
         self._log = log
         self._pool = MappingPool(config.mapped_files)
-        self._guard = threading.RLock()  # held while a queue is opened or added to
+        self._guard = RLock()  # held while a queue is opened or added to
         self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._kept = 0
 

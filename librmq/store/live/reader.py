@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -26,6 +25,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
+from librmq.runtime.locks import Lock
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueName
@@ -67,7 +67,7 @@ class ReadOnlyView:
         self._clock = clock
         self._bitmap_of = bitmap_of
         self._opened = opened
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._holder: str | None = None
         self._live: LiveParts | None = None
         self._marks: tuple[object, ...] = ()

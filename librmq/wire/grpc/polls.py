@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
+
+from librmq.runtime.locks import Lock
 
 __all__ = ["Poll", "Polls"]
 
@@ -37,7 +38,7 @@ class Polls:
     """The receives of one server. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._open: set[Poll] = set()
         self._places: dict[str, set[Place]] = {}
 

@@ -5,7 +5,6 @@ Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
@@ -25,6 +24,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock, RLock
 from librmq.wire.grpc.calls import Endpoints
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.commands import Commands
@@ -107,8 +107,8 @@ class Sessions:
         self._broker = broker
         self._changed = changed
         self._endpoints = endpoints
-        self._lock = threading.Lock()
-        self._telling = threading.RLock()  # taken before the runner's lock
+        self._lock = Lock()
+        self._telling = RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}

@@ -34,6 +34,7 @@ from librmq.protocol import (
     SendMessage,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.wire.remote.forms import messages_of, offsets_of
 from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
@@ -81,7 +82,7 @@ class ClientRequests:
         self._client = client
         self._later = later
         self._name_servers = name_servers
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._waiting = 0
         self._answers: dict[int, Callable[[Heartbeat, Any, Frame, _Send], None]] = {
             RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: self._consumers_changed,

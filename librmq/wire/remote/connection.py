@@ -12,6 +12,7 @@ from typing import Final
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.wire.remote.host_names import split_address
 from librmq.wire.remote.signing import AccessKeys
 from librmq.wire.remote.transport import Dial, Ended, Requested, Transport
@@ -33,7 +34,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.outcome: Frame | RmqError | None = None
-        self._turn = threading.Lock()
+        self._turn = Lock()
         self._turn.acquire()
 
     def ended(self, outcome: Frame | RmqError) -> None:
@@ -63,7 +64,7 @@ class _Connection:
         self._keys = keys
         self._requested = requested
         self._lost = lost
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Ended] = {}
         self._received = 0

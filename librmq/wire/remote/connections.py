@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
+from librmq.runtime.locks import Lock, RLock
 from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
@@ -27,7 +28,7 @@ class _Line:
     __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while the connection is opened
+        self.lock = Lock()  # held while the connection is opened
         self.opening: Future[Transport] | None = None  # the last one in a thread of its own
         self.transport: Transport | None = None
         self.opened_at = 0.0
@@ -43,7 +44,7 @@ class _Rest(NamedTuple):
     why: BrokerUnreachableError
 
 
-def is_held_here(lock: threading.RLock) -> bool:
+def is_held_here(lock: RLock) -> bool:
     """Return whether this thread holds a lock."""
     try:
         threading.Condition(lock).notify(0)
@@ -83,7 +84,7 @@ class Connections:
         self._back_off_s = back_off_s
         self._is_hurried = is_hurried
         self._patience_s = patience_s
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
         self._is_closed = False

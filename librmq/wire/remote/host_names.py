@@ -9,6 +9,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError
+from librmq.runtime.locks import Lock
 
 __all__ = ["HostNames", "split_address"]
 
@@ -39,7 +40,7 @@ class HostNames:
         """Wait up to ``timeout_s`` for a look-up."""
         self._timeout_s = timeout_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._known: dict[str, _Known] = {}
 
     def prepare(self, address: str) -> None:

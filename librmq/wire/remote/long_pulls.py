@@ -10,12 +10,12 @@ So a step under the runner's lock never waits for a pull. Mirrors ``PullAPIWrapp
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Final
 
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.protocol import PullMessage, PullResponse, PullStatus
+from librmq.runtime.locks import Lock
 from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
 from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS, RequestCode
@@ -76,7 +76,7 @@ class LongPulls:
         self._connect = connect
         self._later = later
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._pulls: dict[_Key, _Pull] = {}
         self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
         self.suggested: dict[tuple[str, int], int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
@@ -31,6 +30,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connections import Connections
@@ -88,7 +88,7 @@ class RemoteBroker:
         self._later = later
         self._stored = stored
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._silent_until_ms = 0

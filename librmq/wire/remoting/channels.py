@@ -17,6 +17,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.message.hosts import Host
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.sockets import FrameSocket
 
@@ -40,7 +41,7 @@ class Channel:
         """The client ids in its heartbeats, usually one."""
         self.reader: threading.Thread | None = None
         self.is_open = True
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._asked: dict[int, Future[Frame]] = {}

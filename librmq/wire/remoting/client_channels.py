@@ -5,7 +5,6 @@ Mirrors ``ClientHousekeepingService`` and ``Broker2Client``.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar, cast
@@ -32,6 +31,7 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
@@ -139,7 +139,7 @@ class ClientChannels:
         """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
         self._broker = broker
         self._changed = changed
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._by_id: dict[str, tuple[ClientChannel, _Client]] = {}
 
     def __len__(self) -> int:

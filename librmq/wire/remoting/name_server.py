@@ -5,7 +5,6 @@ Mirrors ``DefaultRequestProcessor`` of the name server.
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -13,6 +12,7 @@ from librmq.errors import BrokerError, RmqError
 from librmq.message.hosts import format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
+from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
@@ -42,7 +42,7 @@ class NameServer:
         self._broker = broker
         self._advertise = advertise
         self._auto_create = auto_create
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._values: dict[tuple[str, str], str] = {}
         self.handlers: Handlers = {
             RequestCode.GET_ROUTEINFO_BY_TOPIC: self._route,

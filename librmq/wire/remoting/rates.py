@@ -6,10 +6,11 @@ totals before it, and a question subtracts them from the totals now.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
+
+from librmq.runtime.locks import Lock
 
 __all__ = ["Rates", "Window"]
 
@@ -84,7 +85,7 @@ class Rates:
     """The rates of one server. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._rates: dict[tuple[Kind, str], _Rate] = {}
 
     def add(self, kind: Kind, key: str, now_ms: int, messages: int = 1, size: int = 0, calls: int = 1) -> None:

@@ -14,6 +14,7 @@ from librmq.errors import ConfigError, MalformedError
 from librmq.message.hosts import Host, format_host
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
@@ -94,7 +95,7 @@ class RemotingServer:
             auto_create=auto_create,
             allows_admin=allows_admin,
         )
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._channels: set[Channel] = set()
         self._unfinished = 0
         self.refused = 0

@@ -6,9 +6,10 @@ import selectors
 import socket
 import ssl
 import struct
-import threading
 from contextlib import suppress
 from typing import Final
+
+from librmq.runtime.locks import Lock
 
 __all__ = ["FrameSocket", "limit_time"]
 
@@ -26,7 +27,7 @@ class FrameSocket:
         self._idle_s = idle_s
         self._send_s = send_s
         self._is_shut = False
-        self._write_lock = threading.Lock()
+        self._write_lock = Lock()
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
         """Begin TLS: as the client of ``server_name``, or as the server if that is None."""

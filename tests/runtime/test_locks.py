@@ -1,0 +1,113 @@
+"""Locks: what Ctrl-C at any moment leaves of them, and that they do what those of `threading` do."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import TypeAlias
+
+import pytest
+
+from librmq.runtime.locks import Lock, RLock
+
+Made: TypeAlias = "Lock | RLock"
+BOTH = pytest.mark.parametrize("make", [Lock, RLock])
+
+
+class Hit(Exception):
+    """Raised by the signal's handler."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def hit(number: int, frame: FrameType | None) -> None:
+        raise Hit
+
+    before = signal.signal(signal.SIGALRM, hit)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def take_and_release(lock: Made, seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    while True:
+        with lock:
+            pass
+
+
+def is_free(lock: Made) -> bool:
+    """Ask in another thread, because a reentrant lock is free for its holder."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@BOTH
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers that send signals")
+def test_no_signal_leaves_it_taken(make: Callable[[], Made], alarm: None) -> None:
+    lock = make()
+    for number in range(200):
+        with pytest.raises(Hit):
+            take_and_release(lock, seconds=5e-5 + number * 1e-7)
+        assert is_free(lock)
+
+
+@BOTH
+def test_a_block_holds_it(make: Callable[[], Made]) -> None:
+    lock = make()
+    with suppress(ValueError), lock:
+        assert not is_free(lock)
+        raise ValueError
+    assert is_free(lock)
+    assert lock.acquire(timeout=1)
+    assert not is_free(lock)
+    lock.release()
+    assert is_free(lock)
+
+
+def test_only_a_reentrant_lock_is_taken_twice() -> None:
+    lock, reentrant = Lock(), RLock()
+    with lock:
+        assert lock.locked()
+        assert not lock.acquire(blocking=False)
+    assert not lock.locked()
+    with reentrant, reentrant:
+        assert not is_free(reentrant)
+    assert is_free(reentrant)
+
+
+def test_a_condition_frees_a_lock_that_is_taken_twice() -> None:
+    lock = RLock()
+    condition = threading.Condition(lock)
+
+    def notify() -> None:
+        with lock:
+            condition.notify()
+
+    thread = threading.Thread(target=notify)
+    with lock, lock:
+        thread.start()
+        assert condition.wait(timeout=60)
+    thread.join()
+    assert is_free(lock)
+
+
+def test_a_condition_knows_who_holds_a_reentrant_lock() -> None:
+    lock = RLock()
+    condition = threading.Condition(lock)
+    with lock:
+        condition.notify(0)
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        condition.notify(0)
