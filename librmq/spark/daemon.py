@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from typing import Final
 
 from pyspark import daemon
 
 _work = daemon.worker
+_CLOSED: Final = (BrokenPipeError, ConnectionResetError)
 
 
 def worker(sock: socket.socket, authenticated: bool) -> int:
     """Serve the tasks of a connection; return 1, which ends the worker, if the JVM has closed it."""
+    sys.unraisablehook = _report
     try:
         status: int = _work(sock, authenticated)
         return status
-    except (BrokenPipeError, ConnectionResetError, EOFError):  # errors of user code go to the JVM instead
+    except (*_CLOSED, EOFError):  # errors of user code go to the JVM instead
         return 1
+
+
+def _report(problem: sys.UnraisableHookArgs) -> None:
+    """Print an error of an object's end, but for that of a writer to the closed JVM, which Python 3.14 reports."""
+    if not isinstance(problem.exc_value, _CLOSED):
+        sys.__unraisablehook__(problem)
 
 
 if __name__ == "__main__":
