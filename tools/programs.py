@@ -1,4 +1,9 @@
-"""Runs a program and watches its output, while a line of the screen shows the elapsed time, or beside another one."""
+"""Runs a program and watches its output, while a line of the screen shows the elapsed time, or beside another one.
+
+Each program ends with the command that runs it. One that has the terminal gets Ctrl-C from there. All others lead a
+group of their own, so that each ends together with the programs that it runs. A program that runs others in this way
+itself has groups outside its own: it gets time to end them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +25,59 @@ from screen import Screen, Step
 
 REDRAW_SECONDS = 0.2
 GRACE_SECONDS = 10
-"""After Ctrl-C a program has this time to end; one that waits for such a program has half as much more."""
+"""After Ctrl-C a program has this time to end."""
+GROUPS_SECONDS = 5
+"""A program that may run groups itself has this time more, and again after a second Ctrl-C, at which it kills them."""
+HAS_GROUPS = os.name == "posix"
+_signals: list[int] = []
+"""Signals that end the command. They interrupt the main thread; others that run programs look here."""
 
 Result = TypeVar("Result")
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that is not sent to the programs of the terminal, as Ctrl-C is, ends the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = 128 + number
+        """The exit status, as a shell gives it to a program that the signal has ended."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the programs of all threads at Ctrl-C, at SIGTERM, and at SIGHUP, which says that the terminal was closed."""
+
+    def interrupt(number: int, _: object) -> None:
+        if _signals and number != signal.SIGINT:
+            return  # `timeout` sends SIGTERM twice, and only a second Ctrl-C is impatient
+        _signals.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _signals.clear()
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Run a command with its programs; return its exit status, also if a signal ends it, which is then said."""
+    try:
+        with interruptible():
+            return command()
+    except Terminated as end:
+        print(f"{name}: terminated", file=sys.stderr)
+        return end.status
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def result_of(future: Future[Result], step: Step) -> Result:
@@ -34,22 +90,64 @@ def result_of(future: Future[Result], step: Step) -> Result:
 def run_here(command: Sequence[str | Path], *, folder: Path, variables: Mapping[str, str]) -> int:
     """Run a program on the caller's terminal; return its exit status."""
     process = subprocess.Popen([str(word) for word in command], cwd=folder, env=variables)
-    with ending(process):
+    with ending(process, in_group=False, runs_groups=True):
         return process.wait()
 
 
+def start(
+    command: Sequence[str | Path], *, variables: Mapping[str, str], folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program whose output is read, in a group of its own."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0 if HAS_GROUPS else None,
+    )
+
+
 @contextmanager
-def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Wait for the program's end after Ctrl-C, which has reached it too, so that it can clean up."""
+def ending(process: subprocess.Popen[bytes], *, in_group: bool, runs_groups: bool) -> Iterator[None]:
+    """End the program, or its group, if an exception leaves the block."""
     try:
         yield
     except BaseException:
-        try:
-            process.wait(GRACE_SECONDS)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatient
-            process.kill()
-            process.wait()
+        end(process, in_group=in_group, runs_groups=runs_groups)
         raise
+
+
+def end(process: subprocess.Popen[bytes], *, in_group: bool, runs_groups: bool) -> None:
+    """Interrupt the program, or its group, give it time to clean up, and kill what continues.
+
+    Ctrl-C has reached a program without a group already.
+    """
+
+    def send(number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # there is none left
+            os.killpg(process.pid, number) if in_group else process.send_signal(number)
+
+    # A shell lets programs in its background ignore Ctrl-C, and with them those that they start.
+    is_ignored = os.name != "posix" or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    interrupt = signal.SIGTERM if is_ignored else signal.SIGINT
+    more = GROUPS_SECONDS if runs_groups else 0
+    try:
+        if in_group or _signals[:1] != [signal.SIGINT]:
+            send(interrupt)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS + more)
+    except KeyboardInterrupt:  # a second Ctrl-C is impatient
+        if runs_groups:
+            if in_group:
+                send(interrupt)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(more)
+        raise
+    finally:
+        send(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
+        process.wait()
 
 
 def watch(
@@ -64,20 +162,17 @@ def watch(
 
     ``look`` is called with the output so far when it grows, and a few times a second. Without a step nothing is shown.
     """
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    if _signals:
+        raise CancelledError
+    process = start(command, folder=folder, variables=variables)
     pieces: queue.Queue[bytes] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process, pieces), daemon=True)
     reader.start()
     output = b""
-    with ending(process):
+    with ending(process, in_group=HAS_GROUPS, runs_groups=False):
         while True:
+            if _signals:
+                raise CancelledError
             try:
                 piece = pieces.get(timeout=REDRAW_SECONDS)
             except queue.Empty:
@@ -97,15 +192,7 @@ class Beside:
     def __init__(self, command: Sequence[str | Path], screen: Screen, variables: Mapping[str, str]) -> None:
         self._screen = screen
         self._pieces: queue.Queue[bytes] = queue.Queue()
-        # A group of its own, so that it ends together with the programs that it runs.
-        self._process = subprocess.Popen(
-            [str(word) for word in command],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0 if os.name == "posix" else None,
-        )
+        self._process = start(command, variables=variables)
         self._reader = threading.Thread(target=_read, args=(self._process, self._pieces), daemon=True)
         self._reader.start()
 
@@ -116,27 +203,10 @@ class Beside:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.poll() is None:
-            self._end()
+            end(self._process, in_group=HAS_GROUPS, runs_groups=True)
         self._reader.join(GRACE_SECONDS)
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-    def _end(self) -> None:
-        """Interrupt the program and those that it runs, and kill what continues."""
-        if os.name != "posix":
-            self._process.terminate()
-            self._process.wait()
-            return
-        # A shell lets programs in its background ignore Ctrl-C, and with them those that they start.
-        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        os.killpg(self._process.pid, signal.SIGTERM if is_ignored else signal.SIGINT)
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.5 * GRACE_SECONDS)  # it gives its own programs GRACE_SECONDS
-        finally:
-            with suppress(ProcessLookupError, PermissionError):  # there is none left
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
     def wait(self) -> int:
         """Show what the program has printed, and prints until its end; return its exit status."""

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
 
 from environment import CHECKOUT, Environment, Refused, project_table
-from programs import Beside, result_of, watch
+from programs import Beside, result_of, run_command, watch
 from screen import Screen, Step, seconds_text
 
 DEMO = CHECKOUT / "examples" / "demo_store.py"
@@ -81,9 +81,13 @@ def demo(arguments: Sequence[str]) -> int:
         if status := run_scripts(DEMO):
             return status
         screen.line()
-        if status := installing.wait():
-            return status
-    return run_scripts(DEMO_REPORT, DEMO_ON_SPARK)  # the report would import packages that are half installed
+        not_installed = installing.wait()  # before the report, which would import packages that are half installed
+    if not_installed:
+        if run_scripts(DEMO_REPORT):
+            screen.line(f"A package may be half installed: delete {place.folder}, and run this again.")
+        screen.line("The part on Spark is left out: its installation failed, for the reason printed before the report.")
+        return not_installed
+    return run_scripts(DEMO_REPORT, DEMO_ON_SPARK)
 
 
 def packages_command(extras: Iterable[str], screen: Screen) -> list[str | Path]:
@@ -340,13 +344,10 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: project.py {demo,check,site,release} …", file=sys.stderr)
         return 2
     try:
-        return commands[arguments[0]](arguments[1:])
+        return run_command("librmq", lambda: commands[arguments[0]](arguments[1:]))
     except Refused as refusal:
         print(f"librmq: {refusal}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("librmq: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        outcome = "ok" if not self.failed and kind is None else "interrupted" if kind is KeyboardInterrupt else "FAILED"
+        is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        outcome = "interrupted" if is_interrupted else "FAILED" if self.failed or kind else "ok"
         took = seconds_text(self._clock() - self._begin)
         detail = f"  {self._detail}" if self._detail else ""
         self.screen.line(f"{self.name:<{NAME_WIDTH}} {outcome:<6} {took:>9}{detail}")

@@ -57,6 +57,7 @@ class TestBeside:
         outer = f"{deaf}import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\n"
         programs, screen = tools("programs"), tools("screen").Screen(io.StringIO())
         monkeypatch.setattr(programs, "GRACE_SECONDS", 0)
+        monkeypatch.setattr(programs, "GROUPS_SECONDS", 0)
         with programs.Beside([sys.executable, "-c", outer], screen, dict(os.environ)):
             held = lives.open("rb", buffering=0)
             assert held.read(1) == b"x"
@@ -84,33 +85,143 @@ class TestBeside:
 
 
 @POSIX
-def test_a_program_has_time_to_end_after_ctrl_c(tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """It is sent to all programs of the terminal; the one that waits must not kill another that cleans up."""
+@pytest.mark.parametrize(
+    "way",
+    [
+        "environment.Environment(pathlib.Path('.')).run(command)",
+        "programs.HAS_GROUPS = False\n"
+        "    with ThreadPoolExecutor(1) as beside:\n"
+        "        words = {'folder': '.', 'variables': os.environ, 'look': lambda _: say(waits)}\n"
+        "        beside.submit(programs.watch, command, None, **words).result()",
+    ],
+    ids=["here", "in background without groups"],
+)
+def test_a_program_has_time_to_end_after_ctrl_c(tmp_path: Path, way: str) -> None:
+    """It is sent to all programs of the terminal; the one that waits must not disturb another that cleans up."""
     os.mkfifo(started := tmp_path / "started")
     os.mkfifo(waits := tmp_path / "waits")
     os.mkfifo(continues := tmp_path / "continues")
     inner = (
         "import pathlib, signal\n"
         f"try:\n    pathlib.Path({str(started)!r}).write_text('x'); signal.pause()\n"
-        f"except KeyboardInterrupt:\n    pathlib.Path({str(continues)!r}).read_text()\n"
+        f"except KeyboardInterrupt:\n    open({str(continues)!r}, 'rb', buffering=0).read(1)\n"
         f"    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
     )
     # The outer program lets the inner one continue only when Popen.wait has given up its own quarter of a second.
     outer = (
-        f"import pathlib, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\nimport environment, programs\n"
+        f"import os, pathlib, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\nimport environment, programs\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        f"waits, continues = {str(waits)!r}, {str(continues)!r}\n"
+        "def say(pipe):\n    os.write(os.open(pipe, os.O_RDWR), b'x')\n"
         "class Popen(programs.subprocess.Popen):\n"
         "    def wait(self, timeout=None):\n"
-        f"        pathlib.Path({str(continues)!r} if timeout else {str(waits)!r}).write_text('x')\n"
+        "        if self.returncode is None:\n"
+        "            say(continues if timeout else waits)\n"
         "        return super().wait(timeout)\n"
         "programs.subprocess.Popen = Popen\n"
-        f"environment.Environment(pathlib.Path({str(tmp_path)!r})).run([sys.executable, '-c', {inner!r}])\n"
+        f"with programs.interruptible():\n    command = [sys.executable, '-c', {inner!r}]\n    {way}\n"
     )
     process = subprocess.Popen([sys.executable, "-c", outer], stderr=subprocess.PIPE, text=True, process_group=0)
     started.read_text()
-    waits.read_text()
+    with waits.open("rb", buffering=0) as told:
+        assert told.read(1) == b"x"
     os.killpg(process.pid, signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate()[1]
+    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
     assert (tmp_path / "ended").exists()
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        ("programs.run_here(command, folder='.', variables=os.environ)", signal.SIGTERM),
+        ("programs.watch(command, None, folder='.', variables=os.environ)", signal.SIGTERM),
+        ("programs.watch(command, None, folder='.', variables=os.environ)", signal.SIGHUP),
+        (
+            "with ThreadPoolExecutor(1) as beside:\n"
+            "        beside.submit(programs.watch, command, None, folder='.', variables=os.environ).result()",
+            signal.SIGTERM,
+        ),
+        ("with programs.Beside(command, Screen(), os.environ) as installing: installing.wait()", signal.SIGTERM),
+    ],
+    ids=["here", "watched", "terminal closed", "in background", "beside"],
+)
+def test_a_command_that_is_terminated_ends_its_programs(tmp_path: Path, way: str, number: signal.Signals) -> None:
+    os.mkfifo(lives := tmp_path / "lives")
+    inner = f"held = open({str(lives)!r}, 'wb', buffering=0); held.write(b'x'); signal.pause()"
+    if "run_here" not in way:  # a group ends with the programs that it runs
+        deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {inner}"
+        inner = f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}]); signal.pause()"
+    inner = (
+        f"import pathlib, signal, subprocess, sys\ntry:\n    {inner}\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+    )
+    outer = (
+        f"import os, signal, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\n"
+        "from concurrent.futures import ThreadPoolExecutor\nimport programs, project\nfrom screen import Screen\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        f"def check(_):\n    command = [sys.executable, '-c', {inner!r}]\n    {way}\n"
+        "project.check = check\nsys.exit(project.main(['check']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], stderr=subprocess.PIPE, text=True)
+    with lives.open("rb", buffering=0) as held:
+        assert held.read(1) == b"x"
+        process.send_signal(number)
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("librmq: terminated\n", 128 + number)
+        assert select.select([held], [], [], 20)[0], "the inner program still holds its end"
+        assert held.read() == b""
+    assert (tmp_path / "ended").exists()
+
+
+@POSIX
+@pytest.mark.parametrize(
+    "way",
+    [
+        "programs.run_here(command, folder='.', variables=os.environ)",
+        "with programs.Beside(command, Screen(), os.environ) as installing: installing.wait()",
+    ],
+    ids=["here", "beside"],
+)
+def test_a_second_ctrl_c_kills_groups_within_groups(tmp_path: Path, way: str) -> None:
+    os.mkfifo(lives := tmp_path / "lives")
+    deaf = (
+        f"import os, signal\nheld = open({str(lives)!r}, 'wb', buffering=0)\n"
+        "signal.signal(signal.SIGINT, lambda *_: held.write(b'heard'))\n"
+        "held.write(b'begun')\nwhile True: signal.pause()\n"
+    )
+
+    def command(inner: str, way: str) -> str:
+        return (
+            f"import os, signal, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\n"
+            "import programs, project\nfrom screen import Screen\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            f"def packages(_):\n    command = [sys.executable, '-c', {inner!r}]\n    {way}\n"
+            "project.packages = packages\nsys.exit(project.main(['packages']))\n"
+        )
+
+    middle = command(deaf, "programs.watch(command, None, folder='.', variables=os.environ)")
+    process = subprocess.Popen([sys.executable, "-c", command(middle, way)], stderr=subprocess.PIPE, process_group=0)
+    with lives.open("rb", buffering=0) as held:
+        assert held.read(5) == b"begun"
+        os.killpg(process.pid, signal.SIGINT)
+        assert held.read(5) == b"heard"
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert select.select([held], [], [], 20)[0], "the deaf program still holds its end"
+        assert held.read() == b""
+
+
+def test_only_a_second_ctrl_c_is_impatient(tools: Callable[[str], ModuleType]) -> None:
+    programs, numbers = tools("programs"), (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    with programs.interruptible():
+        with pytest.raises(programs.Terminated):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_step_waits_for_a_result_and_shows_the_time(tools: Callable[[str], ModuleType]) -> None:
@@ -178,6 +289,13 @@ class TestScreen:
         with pytest.raises(KeyError), screen.Step(screen.Screen(out), "style"):
             raise KeyError
         assert "FAILED" in out.getvalue()
+
+    def test_a_signal_says_that_the_step_was_interrupted(self, tools: Callable[[str], ModuleType]) -> None:
+        screen, terminated = tools("screen"), tools("programs").Terminated
+        out = io.StringIO()
+        with pytest.raises(KeyboardInterrupt), screen.Step(screen.Screen(out), "style"):
+            raise terminated(signal.SIGTERM)
+        assert "interrupted" in out.getvalue()
 
     @pytest.mark.parametrize(
         ("printed", "told"),

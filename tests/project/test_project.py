@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -75,6 +76,25 @@ def test_commands_can_be_started() -> None:
 
 
 @POSIX
+@pytest.mark.parametrize("has_apt", [True, False])
+def test_ci_ends_if_database_servers_cannot_be_installed(tmp_path: Path, has_apt: bool) -> None:
+    """It continues where nothing can be installed at all, here up to the first other program that is missing."""
+    for name in ("bash", "chmod", "dirname", "mktemp", "rm", "tail"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    for name, line in {"id": "echo 0", **({"apt-get": "echo no network; exit 100"} if has_apt else {})}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([tmp_path / "bash", CHECKOUT / ".ci" / "run"], env=variables, capture_output=True, text=True)
+    ended = done.stdout.partition("== database servers")[2].partition(" s)\n")[2]
+    if has_apt:
+        assert (done.returncode, ended) == (1, "no network\n")
+    else:
+        assert ended.startswith("no way to install mariadb-server")
+        assert "== Node" in ended
+
+
+@POSIX
 @pytest.mark.platform
 def test_the_first_python_that_will_do_is_taken(tmp_path: Path) -> None:
     fake_python(tmp_path, "python3", "3.9.2", is_new=False, has_venv=True)
@@ -126,10 +146,16 @@ def test_a_small_demo_needs_no_spark(tools: Callable[[str], ModuleType], monkeyp
     assert "spark" not in project.SMALL_DEMO_EXTRAS
 
 
-@pytest.mark.parametrize(("small", "installed"), [(0, 0), (2, 0), (0, 1)])
+@pytest.mark.parametrize(("small", "installed", "report"), [(0, 0, 0), (2, 0, 0), (0, 3, 0), (0, 3, 1)])
 def test_spark_is_installed_beside_the_small_demo(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, small: int, installed: int
+    tools: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small: int,
+    installed: int,
+    report: int,
 ) -> None:
+    """If its installation fails, the report is shown still."""
     project = tools("project")
     done: list[object] = []
 
@@ -149,16 +175,19 @@ def test_spark_is_installed_beside_the_small_demo(
 
     def run(place: object, command: list[object], folder: object) -> int:
         done.append(command[1])
-        return small
+        return report if command[1] == project.DEMO_REPORT else small
 
     monkeypatch.setattr(project, "Beside", Beside)
     monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
     monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
     monkeypatch.setattr(project.Environment, "run", run)
-    assert project.demo([]) == small or installed
+    assert project.demo([]) == (small or installed)
     beside = [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, project.DEMO, "wait"]
     later = [project.DEMO_REPORT, project.DEMO_ON_SPARK]  # the report imports PyArrow if it finds a part of it
-    assert done == (beside[:3] if small else beside if installed else [*beside, *later])
+    assert done == (beside[:3] if small else [*beside, later[0]] if installed else [*beside, *later])
+    shown = capsys.readouterr().out
+    assert ("its installation failed" in shown) is bool(installed)
+    assert ("delete" in shown) is bool(report)
 
 
 def test_packages_of_an_unknown_extra_are_refused(
