@@ -15,8 +15,13 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
+
+from programs import run_command, watch
+from screen import Screen, Step
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CHANGELOG = CHECKOUT / "CHANGELOG.md"
@@ -142,39 +147,70 @@ def check_files(dist: Path) -> None:
     print(run([sys.executable, "-m", "twine", "check", "--strict", *files]).strip())
 
 
-def install(wheel: Path, extra: str, program: str | None = None) -> None:
-    """Install a wheel with one extra, or none, in a new environment, and use it there.
+def install_each(wheel: Path, programs: Mapping[str, str]) -> None:
+    """Install a wheel with one extra, or none, and run the program of the extra there, then with the next.
 
-    ``program`` is by default that of the extra. The folder of the wheel may hold that of `librmq-core`.
+    Raises:
+        ReleaseError: An installation or a program fails.
+    """
+    for number, (extra, program) in enumerate(programs.items(), 1):
+        with Step(Screen(), "install") as step:
+            step.show(f"{number} of {len(programs)}: {f'with the extra {extra}' if extra else 'without extras'}")
+            install(wheel, extra, program, step)
+
+
+def install(wheel: Path, extra: str, program: str, step: Step) -> None:
+    """Install a wheel with an extra in a new environment, and run a program there.
+
+    The folder of the wheel may hold that of `librmq-core`.
 
     Raises:
         ReleaseError: The installation or the program fails.
     """
+
+    def attempt(command: Sequence[str | Path], folder: Path = CHECKOUT) -> None:
+        status, printed = watch(command, step, folder=folder, variables=variables())
+        if status:
+            raise failure(command, printed)
+
     with tempfile.TemporaryDirectory() as folder:
-        run([getattr(sys, "_base_executable", sys.executable), "-m", "venv", folder])
+        attempt([getattr(sys, "_base_executable", sys.executable), "-m", "venv", folder])
         python = Path(folder) / ("Scripts" if os.name == "nt" else "bin") / "python"
         target = f"{wheel}[{extra}]" if extra else str(wheel)
         pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if extra == "fast":  # pip keeps what it built of the core, and goes by the name of the file alone
             pip.append("--no-cache-dir")
-        run([*pip, "--no-compile", "--find-links", wheel.parent, target])
-        run([python, "-c", program or USES[extra]], Path(folder))
-    print(f"installed and used {f'with the extra {extra}' if extra else 'without extras'}")
+        attempt([*pip, "--no-compile", "--find-links", wheel.parent, target])
+        attempt([python, "-c", program], Path(folder))
 
 
-def run(command: Sequence[str | Path], folder: Path = CHECKOUT) -> str:
-    """Run a program without settings of Python and librmq from the caller's environment; return what it prints.
+def run(command: Sequence[str | Path]) -> str:
+    """Run a program in the checkout; return what it prints.
 
     Raises:
         ReleaseError: It fails; the error has its output.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIBRMQ_"))}
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=variables, capture_output=True, text=True, encoding="utf-8"
+        [str(word) for word in command],
+        cwd=CHECKOUT,
+        env=variables(),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     if done.returncode:
-        raise ReleaseError(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+        raise failure(command, done.stdout + done.stderr)
     return done.stdout
+
+
+def variables() -> dict[str, str]:
+    """Return the caller's environment without settings of Python and librmq."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIBRMQ_"))}
+
+
+def failure(command: Sequence[str | Path], printed: str) -> ReleaseError:
+    """Return the error that a program has failed."""
+    return ReleaseError(f"{' '.join(map(str, command))}\n{printed}")
 
 
 def release(version: str, dist: Path) -> None:
@@ -198,8 +234,7 @@ def release(version: str, dist: Path) -> None:
         run([sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent])
         check_files(dist)
         (wheel,) = dist.glob("librmq-*.whl")
-        for extra in USES:
-            install(wheel, extra, USE_OF_CORE if extra == "fast" else None)
+        install_each(wheel, {**USES, "fast": USE_OF_CORE})
     except BaseException:
         for path, text in old.items():
             path.write_text(text, "utf-8")
@@ -220,7 +255,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     dist = options.dist.absolute()
-    try:
+
+    def command() -> int:
         if options.version:
             if dist.exists() and any(dist.iterdir()):
                 raise ReleaseError(f"{dist} is not empty: delete it, or name another folder with --dist.")
@@ -229,12 +265,14 @@ def main(arguments: Sequence[str]) -> int:
             check_files(dist)
         if options.install is not None:
             (wheel,) = dist.glob("librmq-*.whl")
-            for extra in options.install or [""]:
-                install(wheel, extra)
+            install_each(wheel, {extra: USES[extra] for extra in options.install or [""]})
+        return 0
+
+    try:
+        return run_command("release", command)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def extras() -> set[str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -12,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.programs import POSIX
 from tests.reference import CHECKOUT
 
 WHEEL = ["librmq/__init__.py", "librmq/py.typed", "pytest_librmq.py", "librmq-0.1.0.dist-info/licenses/LICENSE"]
@@ -66,6 +71,20 @@ def test_a_source_distribution_has_what_the_check_needs(release: ModuleType) -> 
 
 def test_every_extra_is_installed_and_used(release: ModuleType) -> None:
     assert set(release.USES) - {""} == release.extras()
+
+
+def test_each_installation_has_a_line(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def watch(command: list[object], step: object, **_: object) -> tuple[int, str]:
+        return int("import isal" in command), "no isal"
+
+    monkeypatch.setattr(release, "watch", watch)
+    with pytest.raises(release.ReleaseError, match="-c import isal\nno isal"):
+        release.install_each(tmp_path / "librmq.whl", {"": "import librmq", "fast": "import isal", "cli": ""})
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"install +ok +\d+ s  1 of 3: without extras", first)
+    assert re.fullmatch(r"install +FAILED +\d+ s  2 of 3: with the extra fast", second)
 
 
 def test_a_release_ignores_settings_of_the_caller(release: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +161,31 @@ def test_the_release_command_explains_itself() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "publishes nothing" in done.stdout
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("name", "said"), [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "terminated")]
+)
+def test_a_release_that_is_ended_ends_its_programs(tmp_path: Path, name: str, said: str) -> None:
+    number = signal.Signals[name]
+    os.mkfifo(lives := tmp_path / "lives")
+    (tmp_path / "librmq-9.8.7.whl").touch()
+    pip = f"import signal; held = open({str(lives)!r}, 'wb', buffering=0); held.write(b'x'); signal.pause()"
+    outer = (
+        f"import os, signal, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\nimport release\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        f"command = [sys.executable, '-c', {pip!r}]\n"
+        "release.install = lambda *_: release.watch(command, None, folder='.', variables=os.environ)\n"
+        f"sys.exit(release.main(['--install', '--dist', {str(tmp_path)!r}]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], stderr=subprocess.PIPE, text=True, process_group=0)
+    with lives.open("rb", buffering=0) as held:
+        assert held.read(1) == b"x"
+        os.killpg(process.pid, number)
+        assert (process.communicate(timeout=60)[1], process.returncode) == (f"release: {said}\n", 128 + number)
+        assert select.select([held], [], [], 20)[0], "the installer still holds its end"
+        assert held.read() == b""
 
 
 def test_the_lowest_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
