@@ -18,7 +18,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from demo_screen import CONSOLE, code, draw, run_part, say, step, table
-from librmq import MissingExtraError
 from librmq.diagnosis import render_page, report
 
 STORES = ("broker", "continued", "damaged")
@@ -34,14 +33,18 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     step(8, "A report on one page")
     code("found = report([broker, continued, damaged])", "render_page(found), found.to_json()")
-    found = report(stores, title="The stores of the demo")
     page = folder / "report.html"
     try:
+        found = report(stores, title="The stores of the demo")
         page.write_text(render_page(found), encoding="utf-8")
-    except MissingExtraError as error:
-        print(error, file=sys.stderr)
+    except (ImportError, OSError) as error:  # a package is missing or half installed, or the disk is full
+        print(f"There is no report: {error}", file=sys.stderr)
         return 2
-    page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    try:
+        page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    except OSError as error:
+        print(f"The report is in {page}, but report.json could not be written: {error}", file=sys.stderr)
+        return 2
     say("What to look at, worst first, as the page begins:")
     made = table("severity", "store", "finding")
     for one in found.findings:

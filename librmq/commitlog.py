@@ -2,9 +2,9 @@
 
 ::
 
-    file   | record | record | ... | record | blank | (left as it is) |        one record never crosses files
-    blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, if the next did not fit
-    mark   | number of bytes 4  | magic 756e646f 4 |                           8 bytes, while records are written there
+    file   | record | record | ... | blank | (left as it is) |  one record never crosses files
+    blank  | remaining length 4 | magic cbd43194 4 |            if the next did not fit
+    mark   | number of bytes 4  | magic 756e646f 4 |            while records are written there
 
 A record goes to the next file if its size + 8 is more than the rest of this one. The last file is zero after the log's
 end. `librmq.message.record` draws the record itself. Mirrors 4.9.4's ``CommitLog``.
@@ -40,10 +40,12 @@ _WORTH_UNMAPPING: Final = 1 << 20
 
 
 class LogEnd(NamedTuple):
-    """The end of a walk; ``damage`` describes the bytes there, None for zeros or the end of a file."""
+    """The end of a walk."""
 
     physical_offset: int
+    """Place where the walk ended."""
     damage: CorruptionError | None
+    """The fault of the bytes there; None for zeros or the end of a file."""
     last_record: int | None = None
     """Start of the last record of the walk."""
 
@@ -62,13 +64,13 @@ class CommitLog(LogState):
         self._sequence = sequence
         self._mapped = sequence.mapped
         self.file_size = sequence.file_size
-        self.end = sequence.begin
+        self.end: int = sequence.begin
         """Physical offset after the last record."""
         self._file_start = -1
         self._file_end = -1  # end of the file that is written
-        self.fits = -1
+        self.fits: int = -1
         """Physical offset up to which records go to `end`; longer ones need a `claim`."""
-        self.sure = -1
+        self.sure: int = -1
         """Physical offset up to which blocks are allocated too, so that `append` only copies."""
         self._reserved = -1
         self._buffer: Buffer | None = None
@@ -224,8 +226,8 @@ class CommitLog(LogState):
         ``is_checked`` says that they are whole records, without a blank, because another open log has them.
 
         Raises:
-            CorruptionError: they are no whole records of one file; nothing is appended.
-            StoreIOError: there is no space; nothing is appended.
+            CorruptionError: The bytes are not whole records of one file; nothing is appended.
+            StoreIOError: There is no space; nothing is appended.
         """
         size = len(data)
         if self._file_start < 0 or self.end == self._file_end:

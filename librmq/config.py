@@ -66,7 +66,9 @@ class Between:
     """Limits of a number, both inclusive, for the field's `Annotated` type."""
 
     least: float
+    """The smallest allowed value."""
     most: float = math.inf
+    """The largest allowed value."""
 
     def __str__(self) -> str:
         return f" of at least {self.least}" if self.most == math.inf else f" from {self.least} to {self.most}"
@@ -89,7 +91,7 @@ class Config:
 
     The supported types are ``int``, ``float`` (which includes whole numbers), ``bool``, ``str``, `Literal`, functions
     and classes, each with ``| None``, and `Annotated` with `Between` or `Seconds`. Subclasses check combinations of
-    fields in ``_check_together``. The module's docstring has an example.
+    fields in ``_check_together``; `librmq.config` begins with an example.
 
     Raises:
         ConfigError: A value is of a wrong type or out of range; the message names the setting.
@@ -351,8 +353,7 @@ class StoreConfig(NamedConfig):
     The defaults suit an application that embeds a store: small files that grow in number, bounded by their total size.
     `broker` has the sizes and the retention of a RocketMQ 4.9 broker, `tiny` those of tests. Frozen and hashable.
 
-    The fields that shape files have the names used in the ``config`` row of the command line contract, so a JSON file
-    with such a row is a configuration.
+    `from_row` reads them from a JSON object, such as the file given to the option ``--config`` of the command line.
 
     ``named`` contains the names of the settings that the caller passed. An existing store keeps its own sizes, delay
     levels and retention for all others. The sizes of a preset count as passed, its retention does not.
@@ -364,7 +365,7 @@ class StoreConfig(NamedConfig):
     commitlog_file_size: Annotated[int, Between(256, _MOST)] = 64 * MIB
     """Length of a file of the log in bytes. A record must fit into one."""
     consumequeue_file_size: Annotated[int, Between(ENTRY_SIZE, _MOST)] = 20_000 * ENTRY_SIZE
-    """A multiple of 20."""
+    """Length of a file of a queue in bytes, a multiple of 20."""
     enable_consumequeue_ext: bool = False
     """Whether queues have extension files, which hold the bitmaps of filters."""
     consumequeue_ext_file_size: Annotated[int, Between(64, _MOST)] = 4 * MIB
@@ -471,7 +472,7 @@ class StoreConfig(NamedConfig):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], base: StoreConfig | None = None) -> StoreConfig:
-        """Return the settings in a ``config`` row, over those of ``base`` (by default a 4.9 broker's).
+        """Return the settings in a JSON object, over those of ``base`` (by default a 4.9 broker's).
 
         Raises:
             ConfigError: A setting is unknown, or its value out of range.

@@ -4,7 +4,7 @@
 
     entry  physicalOffset  8   start of the message in the log
            size            4   its length there
-           tagsCode        8   hash of its tags; or the address of an extension unit (`consumequeueext`);
+           tagsCode        8   hash of its tags; or the address of an extension unit (consumequeueext);
                                or, on the schedule topic, the delivery time
 
 Entry n of the queue is at position 20 · n of its files. The queue ends at the first entry with size 0. If a queue

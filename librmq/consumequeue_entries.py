@@ -74,8 +74,12 @@ class QueueEntry(NamedTuple):
     """Place of a message in the log, and a code to filter it by."""
 
     physical_offset: int
+    """Start of the record in the log."""
     size: int
+    """Bytes of the record."""
     tags_code: int
+    """Hash code of the tag, or the address of an extension unit; for a delayed message its delivery time, in
+    milliseconds since 1970."""
 
 
 def places_and_sizes(raw: bytes) -> tuple[list[int], list[int]]:

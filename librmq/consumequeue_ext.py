@@ -39,12 +39,16 @@ _BASE: Final = -(1 << 63)
 
 
 class ExtUnit(NamedTuple):
-    """The fields of a unit; ``size`` is its length in bytes."""
+    """The fields of a unit."""
 
     tags_code: int
+    """Hash code of the tag."""
     store_timestamp_ms: int
+    """Store time of the message, in milliseconds since 1970."""
     bitmap: bytes | None
+    """The groups whose filters select the message; None without one."""
     size: int
+    """Length of the unit in bytes."""
 
 
 def is_ext_address(tags_code: int) -> bool:

@@ -5,7 +5,7 @@
     none ──claim──▶ CONSUMING ──finish──▶ CONSUMED        found CONSUMED: acknowledged
       ▲                 │                     │           found CONSUMING: delivered again later
       ├────release──────┘                     │           expired, either: as none
-      └────────────────expiry────────────────-┘
+      └────────────────expiry─────────────────┘
 
 A record belongs to one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.
 Finishing and releasing check that token and that time, so an expired holder changes nothing of its successor's.
@@ -114,7 +114,7 @@ class DedupConfig(Config):
     consuming_timeout: Annotated[float, Seconds(0.001, LONGEST)] = 600.0
     """Time after which another consumer can take over an open claim; choose more than the listener ever takes."""
     keep_consumed: Annotated[float, Seconds(0.001, LONGEST)] = KEEP_CONSUMED
-    """Time for which a consumed message's record is kept."""
+    """Time for which a consumed message's record is kept, by default 72 hours."""
     when_store_fails: Literal["consume", "retry"] = "consume"
     """Treatment of messages while the store fails: consume them without a guard, or deliver them again later."""
     batch: bool = False
@@ -147,13 +147,13 @@ class DedupListener:
     def __init__(
         self, listener: Callable[..., object], store: DedupStore, *, group: str, **settings: Unpack[DedupKeywords]
     ) -> None:
-        """Put a guard in front of ``listener``.
+        """It is a listener too: subscribe it in place of ``listener``.
 
         Args:
             listener: Called for new messages.
             store: Keeps the records. Failures of the store are counted in `counts` and logged.
             group: The consumer group.
-            settings: Those of `DedupConfig`, and three more. ``key`` returns the key of a message, by default its
+            **settings: Those of `DedupConfig`, and three more. ``key`` returns the key of a message, by default its
                 unique id (a business key is better), None or "" for no guard. ``metrics`` counts results. Without
                 ``clock`` a thread purges the store; with one the caller calls `purge_step`.
 

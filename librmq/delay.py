@@ -178,7 +178,7 @@ class DelaySchedule:
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         aside: Aside | None = None,
     ) -> None:
-        """Begin at the saved progress.
+        """Delivery continues from the saved progress.
 
         Args:
             store: Open for writing.
@@ -186,8 +186,7 @@ class DelaySchedule:
             start_ms: Start of the grid of looks.
             config: Times of looks and saves.
             delivered: ``delivered(message, topic, queue_id, result)`` is called for each delivery with the waiting
-            message and
-                its new place. It must not raise.
+                message and its new place. It must not raise.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         config = config or DelayConfig()
@@ -244,7 +243,9 @@ class DelaySchedule:
         The look is the last one of the grid that is not after ``now_ms``.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
+            StoreClosedError: The store was closed.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            ReadOnlyError: The store is read-only.
         """
         check_now(now_ms)
         if now_ms < self._last_ms:  # the clock was set back, so find all due times again
@@ -414,8 +415,7 @@ class DelaySchedule:
 
         Raises:
             MessageIllegalError: It names no topic and queue, or the half topic, whose messages only a transaction ends,
-            or the
-                schedule topic.
+                or the schedule topic.
         """
         raw = waiting.properties_raw
         layout = self._layouts.current

@@ -3,46 +3,52 @@
 ::
 
     RmqError
-    ├── ConfigError                 a setting is out of range, or contradicts the files         (ValueError)
-    ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
-    ├── MalformedError              a text (id, address, JSON) is malformed; says where         (ValueError)
-    ├── InputError                  a line of input is invalid; names the line                  (ValueError)
-    ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
-    ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
+    ├── ConfigError                   a setting is out of range, or contradicts the files (ValueError)
+    ├── MessageIllegalError           a message is refused; nothing was written (ValueError)
+    │   └── TimerRefusedError         a timed message is refused: its time is wrong, or already due
+    ├── MalformedError                a text (id, address, JSON) is malformed; says where (ValueError)
+    ├── InputError                    a line of input is invalid; names the line (ValueError)
+    ├── TransactionRefusedError       the end of a transaction is refused; nothing was written
+    ├── MissingExtraError             an optional dependency is not installed; names the extra (ImportError)
     ├── ClientError
-    │   ├── ClientStateError        the state of a producer or consumer forbids the call; names the state
-    │   ├── NoRouteError            no broker is known for a topic
-    │   ├── BrokerUnreachableError  a broker cannot be reached, or its answer was lost          (ConnectionError)
-    │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
-    │   ├── GroupBehindError        groups have not consumed all in time                         (TimeoutError)
-    │   └── BrokerError             a broker refused a request; ``code`` says why
-    │       └── BrokerBusyError     it cannot keep up; the producer does not try again
+    │   ├── ClientStateError          the state of a client forbids the call; names the state
+    │   ├── NoRouteError              no broker is known for a topic
+    │   ├── BrokerUnreachableError    a broker cannot be reached, or its answer was lost (ConnectionError)
+    │   ├── SendTimeoutError          the time for all tries of a send is over (TimeoutError)
+    │   ├── GroupBehindError          groups have not consumed all in time (TimeoutError)
+    │   └── BrokerError               a broker refused a request; its code says why
+    │       ├── ReceiptError          the receipt of a message is no longer valid
+    │       └── BrokerBusyError       it cannot keep up; the producer does not try again
     ├── RunnerError
-    │   ├── RunnerClosedError       nothing runs any more: the broker was closed
-    │   ├── EndlessLoopError        turns follow each other without end; names their causes
-    │   └── NotIdleError            user code has not ended when everything should rest
-    ├── CapacityError               a cluster cannot take the load of a site; nothing was switched
-    ├── AllocationError             queues cannot be allocated, or none can be selected         (ValueError)
-    ├── GroupMismatchError          instances of one consumer group have different subscriptions
-    ├── LargeBodyError              parts of a large body, or a body kept outside, are invalid  (ValueError)
-    ├── DedupStoreError             a dedup store cannot be reached, or refuses; the record's state is unknown
+    │   ├── RunnerClosedError         nothing runs any more: the broker was closed
+    │   ├── EndlessLoopError          turns follow each other without end; names their causes
+    │   └── NotIdleError              user code has not ended when everything should rest
+    ├── CapacityError                 a cluster cannot take the load of a site; nothing was switched
+    ├── AllocationError               queues cannot be allocated, or none can be selected (ValueError)
+    ├── GroupMismatchError            instances of one consumer group have different subscriptions
+    ├── LargeBodyError                a large body is invalid, in parts or kept outside (ValueError)
+    ├── DedupStoreError               a dedup store fails; the state of the record is unknown
     ├── FilterError
-    │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
-    │   └── FilterEvaluationError   an expression compiled, but a term of it raised
+    │   ├── FilterSyntaxError         an expression does not compile; points at the place (ValueError)
+    │   └── FilterEvaluationError     an expression compiled, but a term of it raised
     └── StoreError
-        ├── RecordError             bytes that should be a log record are not one               (ValueError)
-        │   ├── BodyChecksumError   its frame is sound, its body is not
+        ├── RecordError               bytes that should be a log record are not one (ValueError)
+        │   ├── BodyChecksumError     its frame is sound, its body is not
         │   └── BodyCompressionError  its compressed body cannot be restored within its bound
-        ├── CorruptionError         a file of a store is damaged; says which, where, what
-        ├── NotAStoreError          the path holds no store, or one that librmq cannot read
-        ├── StoreLockedError        another writer has the store open
-        ├── DiskFullError           the disk is too full for more messages; nothing was written
-        ├── StoreFullError          messages that are not consumed yet take all the room; nothing was written
-        ├── StoreClosedError        a handle was used after it was closed, or after a fork
-        ├── ReadOnlyError           a read-only handle, or a replica, was asked to write
-        ├── ReplicaError            a folder can't copy this master; nothing was changed
-        ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is reopened
-        └── StoreIOError            the operating system refused a call; names call and file    (OSError)
+        ├── CorruptionError           a file of a store is damaged; says which, where, what
+        ├── NotAStoreError            the path holds no store, or one that librmq cannot read
+        ├── StoreLockedError          another writer has the store open
+        ├── DiskFullError             the disk is too full for more messages; nothing was written
+        ├── StoreFullError            unconsumed messages take all the room; nothing was written
+        ├── StoreClosedError          a handle was used after it was closed, or after a fork
+        ├── ReadOnlyError             a read-only handle, or a replica, was asked to write
+        ├── ReplicaError              a folder can't copy this master; nothing was changed
+        ├── FlushFailedError          a flush has failed; the store must be reopened
+        ├── DataLossError             messages to read were deleted, by retention for example
+        ├── ReadingProcessError       a process that reads a part of a store ended too early
+        └── StoreIOError              the operating system refused a call; names call and file (OSError)
+
+`librmq.columns` exports `DataLossError` and `ReadingProcessError`; catch `TimerRefusedError` by its base.
 """
 
 from __future__ import annotations
@@ -119,7 +125,10 @@ class InputError(RmqError, ValueError):
 
 
 class TransactionRefusedError(RmqError):
-    """The end of a transaction is refused; nothing was written. ``code`` is the broker's response code."""
+    """The end of a transaction is refused; nothing was written."""
+
+    code: int
+    """The broker's response code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -128,6 +137,9 @@ class TransactionRefusedError(RmqError):
 
 class MissingExtraError(RmqError, ImportError):
     """A feature needs an optional dependency that is not installed."""
+
+    extra: str
+    """Extra of librmq that installs the dependency, such as ``spark``."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
@@ -139,7 +151,10 @@ class CapacityError(RmqError):
 
 
 class AllocationError(RmqError, ValueError):
-    """Queues cannot be allocated, or none can be selected; ``java_name`` is RocketMQ's exception."""
+    """Queues cannot be allocated, or none can be selected."""
+
+    java_name: str
+    """RocketMQ's exception."""
 
     def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
         super().__init__(reason)
@@ -163,10 +178,14 @@ class FilterError(RmqError):
 
 
 class FilterSyntaxError(FilterError, ValueError):
-    """A filter expression does not compile.
+    """A filter expression does not compile."""
 
-    ``position`` counts characters of ``expression`` from 0; ``reason`` says what was found and expected.
-    """
+    expression: str
+    """The whole expression."""
+    position: int
+    """Place of the fault in the expression, in characters from 0."""
+    reason: str
+    """What was found, and what was expected."""
 
     def __init__(self, expression: str, position: int, reason: str) -> None:
         self.expression = expression
@@ -191,7 +210,14 @@ def _blanks(text: str) -> str:
 
 
 class FilterEvaluationError(FilterError):
-    """An expression compiled, but evaluating ``term`` raised; ``java_name`` is the exception in a broker's log."""
+    """An expression compiled, but evaluating a term of it raised."""
+
+    term: str
+    """The term that raised."""
+    java_name: str
+    """The exception in a broker's log."""
+    reason: str
+    """Why it raised."""
 
     def __init__(self, term: str, java_name: str, reason: str) -> None:
         super().__init__(f"{term}: {reason} ({java_name})")
@@ -225,7 +251,12 @@ class GroupBehindError(ClientError, TimeoutError):
 
 
 class BrokerError(ClientError):
-    """A broker refused a request: ``code`` is a `librmq.protocol.ResponseCode`, ``remark`` is for people."""
+    """A broker refused a request; its code says why."""
+
+    code: int
+    """A `librmq.protocol.ResponseCode`."""
+    remark: str
+    """The broker's text, for people."""
 
     def __init__(self, code: int, remark: str) -> None:
         super().__init__(remark)
@@ -262,7 +293,12 @@ class StoreError(RmqError):
 
 
 class RecordError(StoreError, ValueError):
-    """Bytes that should be a log record are not one: ``reason`` at byte ``position`` of the record."""
+    """Bytes that should be a log record are not one; the error says which byte is wrong."""
+
+    reason: str
+    """What is wrong with the bytes."""
+    position: int
+    """Place of the fault in the record, in bytes from 0."""
 
     def __init__(self, reason: str, position: int = 0) -> None:
         super().__init__(f"{reason} (at byte {position} of the record)")
@@ -279,11 +315,16 @@ class BodyCompressionError(RecordError):
 
 
 class CorruptionError(StoreError):
-    """A file of a store is damaged.
+    """A file of a store is damaged; the error says which, where, what."""
 
-    ``file`` is its path; ``offset`` is physical for the log, within the file elsewhere; ``kind`` is one word for
-    programs (``size``, ``record``, ``checksum``, ``header``, ``entry``, ``name``, …); ``what`` is for people.
-    """
+    file: str
+    """Path of the file."""
+    offset: int
+    """Place of the damage in bytes: physical for the log, within the file elsewhere."""
+    kind: str
+    """One word for programs: ``size``, ``record``, ``checksum``, ``header``, ``entry``, ``name``, …"""
+    what: str
+    """What is damaged, for people."""
 
     def __init__(self, file: str | PathLike[str], offset: int, kind: str, what: str) -> None:
         self.file = fspath(file)
@@ -325,8 +366,11 @@ class FlushFailedError(StoreError):
     """A flush of the log has failed: messages that were not flushed before may not survive the machine.
 
     The kernel can drop unwritten pages and report success for the next flush. So the store acknowledges and accepts
-    nothing until it is reopened. ``cause`` is the operating system's error.
+    nothing until it is reopened.
     """
+
+    cause: Exception
+    """The operating system's error."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(f"a flush has failed ({cause}); close the store and open it again")
@@ -335,6 +379,9 @@ class FlushFailedError(StoreError):
 
 class StoreIOError(StoreError, OSError):
     """The operating system refused a call on a file of the store; ``errno`` and ``filename`` are set."""
+
+    call: str
+    """What was refused, such as ``create``."""
 
     def __init__(self, call: str, file: str | PathLike[str], cause: OSError) -> None:
         OSError.__init__(self, cause.errno, cause.strerror or str(cause), fspath(file))

@@ -2,11 +2,11 @@
 
 ::
 
-    half    RMQ_SYS_TRANS_HALF_TOPIC/0      the message, its own topic and queue in REAL_TOPIC and REAL_QID
-    final   its own topic and queue         sys flag COMMIT, prepared offset = the half's physical offset
-    op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0   tag "d", body = the half's queue offset in decimal digits
-    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half again, appended by a check and counted by TRANSACTION_CHECK_TIMES
-    discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
+    half    RMQ_SYS_TRANS_HALF_TOPIC/0     message with its topic and queue in REAL_TOPIC, REAL_QID
+    final   its own topic and queue        sys flag COMMIT, prepared offset = physical offset of half
+    op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0  tag "d", body = queue offset of half, in decimal digits
+    copy    RMQ_SYS_TRANS_HALF_TOPIC/0     half after a check, counted by TRANSACTION_CHECK_TIMES
+    discard TRANS_CHECK_MAX_TIME_TOPIC/0   the half, given up
 
 A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
 (`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) continues through the halves
@@ -57,8 +57,11 @@ class FinalMessage(NamedTuple):
     topic: str
     """Its destination; a delayed one is in the schedule topic first."""
     queue_id: int
+    """Number of the queue of its destination."""
     properties: Mapping[str, str]
+    """Its properties."""
     result: AppendResult
+    """Where it was appended."""
 
 
 class _Recent(NamedTuple):
@@ -105,7 +108,7 @@ class Transactions:
         waits: bool = True,
         aside: Aside | None = None,
     ) -> None:
-        """Begin at the saved progress. The given functions must not raise, nor call this object.
+        """Checks continue from the saved progress. The given functions must not raise, nor call this object.
 
         Args:
             store: Open for writing.
@@ -398,7 +401,9 @@ class Transactions:
         soon after preparing a half.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
+            StoreClosedError: The store was closed.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            ReadOnlyError: The store is read-only.
         """
         check_now(now_ms)
         return self._checks.run_due(now_ms)

@@ -169,7 +169,7 @@ def test_the_documentation_lists_every_name() -> None:
     text = (CHECKOUT / "docs" / "metrics.md").read_text("utf-8")
     listed = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| (.*) \|$", text, re.MULTILINE)
     assert listed == [
-        (name, metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
+        (name, metric.kind, ", ".join(f"`{label}`" for label in metric.labels) or "–", metric.meaning)
         for name, metric in METRICS.items()
     ]
 

@@ -15,6 +15,7 @@ class ConnectedClient:
     """A client that the broker knows from its heartbeats."""
 
     client_id: str
+    """Id of the client."""
     producer_groups: tuple[str, ...]
     """Sorted."""
     consumer_groups: tuple[str, ...]
@@ -26,10 +27,13 @@ class GroupConnections:
     """The running instances of a consumer group."""
 
     group: str
+    """Name of the group."""
     kind: str
     """``push`` or ``pull``."""
     model: MessageModel
+    """Whether the instances share the messages, or each gets all."""
     consume_from: ConsumeFrom
+    """Where a queue without progress begins."""
     subscriptions: Mapping[str, Subscription]
     """The group's subscriptions by topic."""
     client_ids: tuple[str, ...]

@@ -29,7 +29,7 @@ from librmq.broker.life import BrokerLife
 from librmq.broker.parts import BrokerParts
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
-from librmq.config import StoreConfig, check_kind, check_path, to_seconds
+from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (
     BrokerError,
     ConfigError,
@@ -200,7 +200,8 @@ class Broker:
         """Answer a request.
 
         Raises:
-            BrokerError, MessageIllegalError: The request is refused.
+            BrokerError: The request is refused; ``code`` says why.
+            MessageIllegalError: A message of the request is refused.
             BrokerUnreachableError: The broker is closed.
         """
         handler = self._by_request.get(type(request))
@@ -228,7 +229,7 @@ class Broker:
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return this broker; `NoRouteError` for another name."""
         if broker_name != self.name:
-            raise NoRouteError(f"there is no broker {broker_name!r}: this is {self.name!r}")
+            raise NoRouteError(f"unknown broker {broker_name!r}; expected {self.name!r}")
         return self
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
@@ -289,7 +290,7 @@ class Broker:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
 
         Raises:
-            BrokerError: there is no such group.
+            BrokerError: There is no such group.
         """
         self.call(DeleteGroup(group, not keep_progress))
 
@@ -412,22 +413,29 @@ class Broker:
         await self.runner.offload(lambda: self.join(timeout))
 
     def consume(
-        self, topic: str, *, group: str, tags: str | None = None, sql: str | None = None
+        self,
+        topic: str,
+        *,
+        group: str,
+        tags: str | None = None,
+        sql: str | None = None,
+        timeout: float | timedelta = 5,
     ) -> Iterator[StoredMessage]:
-        """Iterate over a topic as an instance of a consumer group, until a poll finds no message in time.
+        """Iterate over a topic as an instance of a consumer group, until no message arrives for ``timeout`` seconds.
 
         A message counts as consumed when the loop asks for the next one. If the loop ends early, its last message is
         delivered to the group again. `librmq.PullConsumer` offers more control.
 
         Raises:
             BrokerUnreachableError: The broker is closed.
-            ConfigError: Both ``tags`` and ``sql`` are given.
+            ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is no time span of a year at most.
             FilterSyntaxError: The expression does not compile.
             MessageIllegalError: The name of the topic or the group is invalid.
         """
         with self._life.errors():
             self._life.check_open()
-        return consume_topic(self, topic, group, tags, sql)
+        seconds = to_seconds("timeout", timeout, most=Seconds().most)
+        return consume_topic(self, topic, group, tags, sql, seconds)
 
     def forget(self, client_id: str) -> None:
         """Remove a lost client from all its groups. Its queue locks expire by themselves."""

@@ -14,7 +14,7 @@ from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
 from librmq.store.format.broker_tables import ConfigTable, group_row
 
-__all__ = ["Group", "Groups"]
+__all__ = ["Group", "Groups", "consumption_is_off"]
 
 _BROKERS_OWN: Final = (
     "TOOLS_CONSUMER",
@@ -42,6 +42,14 @@ class Group:
     """False: pulls of broadcasting instances are refused."""
     is_ordered: bool
     """True: receives hand out each queue's messages in order. Pulls are not concerned."""
+
+
+def consumption_is_off(name: str) -> BrokerError:
+    """Return the error of a pull or receive by a group that may not consume."""
+    return BrokerError(
+        ResponseCode.NO_PERMISSION,
+        f"group {name!r} has consumption switched off: consumeEnable of its settings is false",
+    )
 
 
 class Groups:
@@ -121,7 +129,7 @@ class Groups:
     def delete(self, name: str) -> None:
         """Delete a group; `BrokerError` if it does not exist or is the broker's own."""
         if name in _BROKERS_OWN:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {name!r} is the broker's own")
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {name!r} is the broker's own: it can't be deleted")
         if self.known.pop(name, None) is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
         self._table.remove(name)

@@ -14,7 +14,7 @@ __all__ = ["consume_topic"]
 
 
 class _Consumer(Protocol):
-    """The part of a pull consumer that `consumed` needs."""
+    """The part of a pull consumer that `consume_topic` needs."""
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
 
@@ -25,10 +25,12 @@ class _Consumer(Protocol):
     def __iter__(self) -> Iterator[StoredMessage]: ...
 
 
-def consume_topic(route: Route, topic: str, group: str, tags: str | None, sql: str | None) -> Iterator[StoredMessage]:
-    """Subscribe immediately; yield messages until a poll times out."""
-    make = cast("Callable[[Route, str], _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
-    consumer = make(route, group)
+def consume_topic(
+    route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
+) -> Iterator[StoredMessage]:
+    """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
+    make = cast("Callable[..., _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
+    consumer = make(route, group, poll_timeout=timeout)
     consumer.subscribe(topic, tags=tags, sql=sql)
 
     def handed_out() -> Iterator[StoredMessage]:

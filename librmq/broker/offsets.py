@@ -61,7 +61,9 @@ class GroupOffsets:
             return
         if queue_offset < 0 or queue_id < 0:
             raise BrokerError(
-                ResponseCode.SYSTEM_ERROR, f"group {group!r}, {topic!r}/{queue_id}: queue offset {queue_offset}"
+                ResponseCode.SYSTEM_ERROR,
+                f"group {group!r}, topic {topic!r}: expected a queue id and a queue offset of 0 or more, "
+                f"found {queue_id} and {queue_offset}",
             )
         if queue_offset < old:
             _log.info(

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.context import BrokerContext
+from librmq.broker.groups import consumption_is_off
 from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
+from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OFFSET_MOVED_TOPIC
@@ -147,12 +149,12 @@ class PullHandler:
         name = request.topic
         group = self._groups.known.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} has consumption switched off")
+            raise consumption_is_off(group.name)
         topic = self._topics.known.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         if not topic.permission & PERM_READ:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} is not readable")
+            raise not_readable(name)
         if not 0 <= request.queue_id < topic.read_queues:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
@@ -165,7 +167,10 @@ class PullHandler:
         if members is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
         if members.model is MessageModel.BROADCASTING and not group.broadcasts:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} has broadcasting switched off")
+            raise BrokerError(
+                ResponseCode.NO_PERMISSION,
+                f"group {group.name!r} has broadcasting switched off: consumeBroadcastEnable of its settings is false",
+            )
         subscription = members.subscriptions.get(name)
         if subscription is None:
             raise BrokerError(

@@ -21,13 +21,14 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.groups import Group
+from librmq.broker.groups import Group, consumption_is_off
 from librmq.broker.held_receives import HeldReceives
 from librmq.broker.in_flight import Flight, QueueFlights, Receipt, RetryOwners, is_receive_retry, receive_retry_topic
 from librmq.broker.progress import Progress
 from librmq.broker.saved_flights import QueueKey, SavedFlights
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.subscription_filter import ALL, Selection, selection_of
+from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import parse_host
@@ -191,12 +192,12 @@ class ReceiveHandler:
         validate_topic(retries)
         group = self._groups.get(request.group)
         if not group.consumes:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
+            raise consumption_is_off(group.name)
         topic = self._topics.known.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         if not topic.permission & PERM_READ or not topic.read_queues:
-            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} may not be read")
+            raise not_readable(name)
         selection = ALL
         if request.subscription is not None:
             self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))

@@ -19,6 +19,7 @@ from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, Messag
 from librmq.java.numbers import java_int
 from librmq.message import Message, record
 from librmq.message.hosts import Host
+from librmq.message.refusals import delayed_batch, delayed_transaction
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.protocol import (
     ResponseCode,
@@ -207,7 +208,7 @@ class SendHandler:
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
         if any(map(_is_timed, request.messages)):
-            raise MessageIllegalError(f"topic {first.topic!r}: a message of a batch can't name a time: send it alone")
+            raise delayed_batch(first.topic)
         if self._store.appender.lock.is_writing():
             self._check_busy(first.topic)
         results = self._store.append_batch(
@@ -281,7 +282,7 @@ class SendHandler:
         """Turn a message of a transaction into a half message; return its flags."""
         properties = message.properties
         if names_time(properties) and is_timed(properties):
-            raise MessageIllegalError(f"topic {message.topic!r}: a message of a transaction can't have a delivery time")
+            raise delayed_transaction(message.topic)
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # an undecided message can't be delayed

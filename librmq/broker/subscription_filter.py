@@ -68,7 +68,7 @@ def parse_selection(subscription: Subscription) -> Selection:
     if expression_type not in ("TAG", "SQL92"):
         raise BrokerError(
             ResponseCode.SUBSCRIPTION_PARSE_FAILED,
-            f"topic {subscription.topic!r}: filters of type {expression_type!r} are unknown",
+            f"topic {subscription.topic!r}: expected a filter of type TAG or SQL92, found {expression_type!r:.80}",
         )
     try:
         return selection_of(subscription.expression, expression_type, by_text=False)

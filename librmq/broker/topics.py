@@ -12,6 +12,7 @@ from typing import Any, Final
 from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.refusals import brokers_own
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
     NOT_FOR_SENDING,
@@ -27,7 +28,7 @@ from librmq.message.topics import (
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 from librmq.store.format.broker_tables import ConfigTable, topic_row, topic_type, with_topic_type
 
-__all__ = ["Topic", "Topics"]
+__all__ = ["Topic", "Topics", "not_readable"]
 
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _MOST_QUEUES: Final = 1 << 16
@@ -71,6 +72,14 @@ class Topic:
     def next_queue(self) -> int:
         """Return the next queue in turn, for a send that leaves it to the broker."""
         return next(self._turn) % max(self.write_queues, 1)
+
+
+def not_readable(name: str) -> BrokerError:
+    """Return the error of a pull or receive from a topic that may not be read."""
+    return BrokerError(
+        ResponseCode.NO_PERMISSION,
+        f"topic {name!r} is not readable: its permission forbids it, or it has no read queues (create_topic sets both)",
+    )
 
 
 class Topics:
@@ -136,20 +145,24 @@ class Topics:
         if topic is None:
             topic = self._make(name, default_queues)
         if not topic.is_sendable:
-            raise MessageIllegalError(f"topic {name!r} is the broker's own: clients can't send to it")
+            raise brokers_own(name)
         return topic
 
     def _make(self, name: str, default_queues: int) -> Topic:
         validate_client_topic(name)
         if name in self._own:
-            raise MessageIllegalError(f"topic {name!r} is the broker's own: clients can't send to it")
+            raise brokers_own(name)
         default = self.known.get(AUTO_CREATE_TOPIC)
         if self._config.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
             return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):
             return self._put(name, 1, 1, _READ_WRITE)
-        raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist, and a send does not create it")
+        raise BrokerError(
+            ResponseCode.TOPIC_NOT_EXIST,
+            f"topic {name!r} does not exist: create it with create_topic, or let sends do so with "
+            "BrokerConfig(auto_create_topic=True)",
+        )
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
         """Return a topic of the broker's own, such as that of a group's retries, made on demand."""
@@ -165,8 +178,7 @@ class Topics:
     ) -> None:
         """Make or change a topic for an administrator."""
         validate_client_topic(name)
-        if name in self._own or is_system_topic(name):
-            raise MessageIllegalError(f"topic {name!r} is the broker's own")
+        self._check_of_users(name)
         for what, value, most in (
             ("read_queues", read_queues, _MOST_QUEUES),
             ("write_queues", write_queues, _MOST_QUEUES),
@@ -183,13 +195,16 @@ class Topics:
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
-        if name in self._own or is_system_topic(name):
-            raise MessageIllegalError(f"topic {name!r} is the broker's own")
+        self._check_of_users(name)
         if self.known.pop(name, None) is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         self._table.remove(name)
         self._save(self._table, self._now_ms())
         self._changed()
+
+    def _check_of_users(self, name: str) -> None:
+        if name in self._own or is_system_topic(name):
+            raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
 
     def _put(
         self,

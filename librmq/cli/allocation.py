@@ -28,6 +28,10 @@ __all__ = ["allocate"]
 
 Row = dict[str, Any]
 
+_STRATEGIES: Final = (
+    "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH, CONFIG, MACHINE_ROOM and, around another one, MACHINE_ROOM_NEARBY"
+)
+_SELECTORS: Final = ("HASH", "MACHINE_ROOM")
 _INPUTS: Final = ("virtual_nodes", "consumer_idcs", "config", "inner", "cid", "mqs", "cids", "arg_type", "arg")
 
 
@@ -88,7 +92,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
         case "MACHINE_ROOM_NEARBY" if field(row, "inner", str) != name:
             inner = _strategy(row["inner"], row)
             return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
-    raise InputError(f"unknown strategy: {name!r:.80}")
+    raise InputError(f"unknown strategy {name!r:.80}; known are {_STRATEGIES}")
 
 
 def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
@@ -113,8 +117,8 @@ def _room(name: str) -> str | None:
 def _selected(row: Row) -> list[Any] | None:
     queues = _queues(row, "mqs")
     name, kind, key = field(row, "selector", str), field(row, "arg_type", str), _required(row, "arg")
-    if name not in ("HASH", "MACHINE_ROOM"):
-        raise InputError(f"unknown selector: {name!r:.80}")
+    if name not in _SELECTORS:
+        raise InputError(f"unknown selector {name!r:.80}; known are {', '.join(_SELECTORS)}")
     key = _key(kind, row, key)
     if row["mqs"] is None and name == "HASH":
         raise AllocationError("null for queues", "NullPointerException")

@@ -8,7 +8,7 @@ from librmq.cli.changes import chosen_queues
 from librmq.cli.cluster_source import ClusterSource, open_cluster
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
-from librmq.cli.unknown_names import near
+from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.clock import SystemClock
 from librmq.errors import InputError
 from librmq.message.message import MessageQueue
@@ -67,10 +67,10 @@ def _queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[Messa
     """Return the queues to move in; refuse a group or a topic that the cluster does not know."""
     known = cluster.groups()
     if arguments.group not in known:
-        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, known)}")
+        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, known, GROUPS)}")
     found = cluster.bounds(arguments.topic)
     if not found:
-        raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics())}")
+        raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics(), TOPICS)}")
     ids = {queue.queue_id for queue in found}
     chosen = chosen_queues(arguments.topic, arguments.queue, ids)
     return {queue: one for queue, one in found.items() if queue.queue_id in chosen}

@@ -9,7 +9,7 @@ from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
 from librmq.cli.input import parse_duration, parse_time
 from librmq.cli.output import Output, whole_number
 from librmq.cli.selection import first_at
-from librmq.cli.unknown_names import near
+from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.view import StoreView
@@ -139,8 +139,8 @@ def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Na
     group, topic = arguments.group, arguments.topic
     known = StoreView.over(store, tables).groups
     if group not in known:
-        raise InputError(f"there is no group {group!r}{near(group, known)}")
+        raise InputError(f"there is no group {group!r}{near(group, known, GROUPS)}")
     ids = sorted(number for name, number in store.queues if name == topic)
     if not ids:
-        raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues})}")
+        raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues}, TOPICS)}")
     return chosen_queues(topic, arguments.queue, ids)

@@ -8,7 +8,7 @@ import dataclasses
 from librmq.cli.input import files_and_config, refuse_leftovers
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.cli.unknown_names import near
+from librmq.cli.unknown_names import TOPICS, near
 from librmq.diagnosis.findings import named
 from librmq.errors import InputError
 from librmq.store import MessageStore
@@ -55,9 +55,7 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
         if found is None:
             topics = {name for name, _ in store.queues}
             ids = [number for name, number in store.queues if name == topic]
-            known = (
-                f"; its queues are {named(ids)}" if ids else near(topic, topics) or "; librmq topics lists the topics"
-            )
+            known = f"; its queues are {named(ids)}" if ids else near(topic, topics, TOPICS)
             raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{known}")
         for row in entry_rows(topic, queue_id, found):
             output.row(row)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from librmq.cli.changes import opened_to_change
 from librmq.cli.output import Output
-from librmq.cli.unknown_names import near
+from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.diagnosis.view import StoreView
 from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError
@@ -28,7 +28,7 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     """Create a topic, add queues, change its permission, or delete it."""
     name = arguments.topic
     if is_system_topic(name):
-        raise InputError(f"topic {name!r} is the broker's own")
+        raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
     with opened_to_change(arguments) as (store, tables):
         old = tables.topics.rows.get(name)
         change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
@@ -88,17 +88,15 @@ def _delete(
     store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     if old is None:
-        raise InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows)}")
+        raise _missing(name, tables, TOPICS)
     tables.topics.remove(name)
     left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
     groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
     return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
 
 
-def _missing(name: str, tables: BrokerTables) -> InputError:
-    return InputError(
-        f"topic {name!r} does not exist{near(name, tables.topics.rows) or ': create it by `topic create`'}"
-    )
+def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `topic create`") -> InputError:
+    return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
 
 
 def _queues(name: str, text: str | None, usual: int | None) -> int:
@@ -119,7 +117,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     with opened_to_change(arguments) as (store, tables):
         known = StoreView.over(store, tables).groups
         if action != "create" and name not in known:
-            raise InputError(f"there is no group {name!r}{near(name, known)}")
+            raise InputError(f"there is no group {name!r}{near(name, known, GROUPS)}")
         row: dict[str, Any] = {"group": name, "action": action}
         if action == "create":
             old = tables.groups.rows.get(name) or group_row(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from librmq.cli.output import Output, complain
 from librmq.errors import StoreError
@@ -11,21 +11,26 @@ from librmq.errors import StoreError
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-__all__ = ["near", "note_group", "note_part", "note_topic", "note_topic_of"]
+__all__ = ["GROUPS", "TOPICS", "near", "note_group", "note_part", "note_topic", "note_topic_of"]
+
+
+GROUPS: Final = "; librmq groups lists the groups"
+TOPICS: Final = "; librmq topics lists the topics"
+"""What to do about an unknown name, for `near`."""
 
 
 def note_group(group: str | None, known: Collection[str], output: Output) -> None:
     """Tell a person that there is no such group, and which one is near."""
     if group is not None and group not in known:
         output.says_nothing_found = False
-        complain(f"note: there is no group {group!r}{near(group, known)}")
+        complain(f"note: there is no group {group!r}{near(group, known, GROUPS)}")
 
 
 def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:
     """Tell a person that a topic has no queue, and which one is near."""
     if topic is not None and topic not in known:
         output.says_nothing_found = False
-        complain(f"note: topic {topic!r} has no queue{near(topic, known)}")
+        complain(f"note: topic {topic!r} has no queue{near(topic, known, TOPICS)}")
 
 
 def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> None:
@@ -70,9 +75,9 @@ def _groups(path: str) -> Iterable[str]:
         return view.groups
 
 
-def near(name: str, known: Collection[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that is nearest, if one is near."""
+def near(name: str, known: Collection[str], otherwise: str) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, ``otherwise`` if none is near."""
     from difflib import get_close_matches
 
     found = get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; did you mean {found[0]!r}?" if found else otherwise

@@ -214,7 +214,7 @@ class Client:
         # The ids of a test are the same in each run; all others are random.
         maker, first = (None, None) if identity is None else (string_hash(f"{host[0]}@{maker_name}"), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
-        self.random = Random() if identity is None else None
+        self.random: Random | None = Random() if identity is None else None
         """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}

@@ -106,7 +106,7 @@ class DeliveredBody(Protocol):
 def split_body(message: Message, body_id: str, part_size: int = PART_SIZE) -> list[Message]:
     """Return the messages to send in place of ``message``: itself if its body is small, else parts in order.
 
-    Parts have the topic, flag and properties of the message, except its unique key: each part gets one. ``body_id`` is
+    Parts have the topic, flag and properties of the message, except its unique id: each part gets one. ``body_id`` is
     a text that no other body has, such as a unique id. Send parts with a selector by its hash to put them all into one
     queue.
 
@@ -204,8 +204,7 @@ class BodyAssembler:
 
         Raises:
             LargeBodyError: A part is invalid, differs from an earlier copy or exceeds a limit, or the joined body does
-            not match
-                its checksum (all its parts are then dropped).
+                not match its checksum (all its parts are then dropped).
         """
         properties = message.properties
         if PART not in properties:
@@ -226,7 +225,7 @@ class BodyAssembler:
                 if self._held_size + cost > self._held_limit:
                     raise LargeBodyError(
                         f"part {number} of {claim.body_id!r}: {len(self._waiting)} incomplete bodies hold "
-                        f"{self._held_size} bytes, and this part would exceed the limit of {self._held_limit}"
+                        f"{self._held_size} bytes, and this part would exceed held_limit, {self._held_limit}"
                     )
                 self._held_size += cost
                 pieces.held[number] = _Held(body, message.topic, message.queue_id, message.queue_offset)
@@ -377,7 +376,7 @@ class FolderBodies:
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Files | None = None, *, limit: int = BODY_LIMIT) -> None:
-        """Use the folder ``path``; ``limit`` is the size of the largest body to read, in bytes."""
+        """``path`` is the folder; ``limit`` is the size of the largest body to read, in bytes."""
         self._path = os.fspath(path)
         self._files = files or DiskFiles()
         self._limit = limit

@@ -28,8 +28,9 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.message import record
-from librmq.message.batch import check_batch, encoded_size
+from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import Message, MessageQueue, SendKeywords, StoredMessage, validate_client_topic
+from librmq.message.refusals import body_too_large, brokers_own
 from librmq.message.topics import NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -61,8 +62,7 @@ Body = bytes | bytearray | memoryview | str
 class Producer(Startable):
     """A sender of messages, which starts with its first send or with `start`. Thread-safe.
 
-    ``route`` is a `Broker` or a `RouteTable`. Producers of one group have different clients; each creates its own
-    unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts sends.
+    Producers of one group have different clients.
     """
 
     def __init__(
@@ -77,16 +77,17 @@ class Producer(Startable):
         metrics: Metrics | None = None,
         **settings: Unpack[ProducerKeywords],
     ) -> None:
-        """Make a producer that its first send, `start` or a ``with`` block lets join its group.
+        """It joins its group at its first send, at `start` or in a ``with`` block.
 
         Args:
             route: A `Broker`, or several in a `RouteTable`.
             group: The producer group.
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
-            config: Settings; ``settings`` replace single ones.
+            config: Settings.
             hooks: Called before and after each try.
             metrics: Counts sends.
+            **settings: Single settings of `ProducerConfig`, in place of those in ``config``.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
@@ -386,13 +387,11 @@ class Producer(Startable):
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
             if message.topic in NOT_FOR_SENDING:
-                raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
+                raise brokers_own(message.topic)
         if not message.body:
             raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
         if len(message.body) > self.config.max_message_size:
-            raise MessageIllegalError(
-                f"the body has {len(message.body):,} bytes, {self.config.max_message_size:,} at most"
-            )
+            raise body_too_large(len(message.body), self.config.max_message_size)
         properties = dict(message.properties)
         made = Message._of(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:
@@ -431,7 +430,5 @@ def _both_queue_and_selector(topic: str) -> MessageIllegalError:
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:
     check_batch(batch)
     if batch[0].topic.startswith("%RETRY%"):
-        raise MessageIllegalError("a batch cannot be sent to a retry topic")
-    size = sum(map(encoded_size, batch))
-    if size > max_size:
-        raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")
+        raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
+    check_batch_size(sum(map(encoded_size, batch)), max_size)

@@ -74,9 +74,15 @@ class PublishRoutes:
             data = self._route.topic_route(AUTO_CREATE_TOPIC)
         queues = _writable(topic, data, self.default_topic_queues if is_new else None)
         if not queues:
-            known = ", ".join(self._route.broker_names()) or "none"
-            why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
-            raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why} (brokers: {known})")
+            brokers = ", ".join(self._route.broker_names())
+            if not brokers:
+                why = "the route has no broker: start one, or look at the address of the name server"
+            elif is_new:
+                why = "no broker has it, and none makes it at the first send; create it, as by Broker.create_topic"
+            else:
+                why = "none lets it be written"
+            known = f" (brokers: {brokers})" if brokers else ""
+            raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why}{known}")
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == queues:
             found = before  # another topic has changed, so this one keeps its turn
@@ -132,7 +138,9 @@ class PublishRoutes:
             queues = tuple(queue for queue in queues if queue.broker_name not in tried) or queues
         chosen = selector(queues, message, arg)
         if chosen not in queues:
-            raise MessageIllegalError(f"the selector chose {chosen!r}, which is not one of the {len(queues)} queues")
+            raise MessageIllegalError(
+                f"topic {topic!r}: the selector chose {chosen!r:.200}, which is not one of the {len(queues)} queues"
+            )
         return chosen
 
 

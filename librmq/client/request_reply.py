@@ -113,7 +113,9 @@ def reply(client: Client, group: str, message: Message, first_broker: str | None
     route, runner = client.route, client.runner
     names = sorted(route.broker_names(), key=lambda name: (name != first_broker, name))
     begin_ms = runner.now_ms()
-    failure: BrokerError | BrokerUnreachableError = BrokerUnreachableError("the route has no broker for a reply")
+    failure: BrokerError | BrokerUnreachableError = BrokerUnreachableError(
+        f"topic {message.topic!r}: the route has no broker, so the reply was not sent"
+    )
     for name in names:
         now_ms = runner.now_ms()
         left_ms = begin_ms + timeout_ms - now_ms

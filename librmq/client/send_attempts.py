@@ -115,6 +115,7 @@ class SendAttempts:
                 if rest_ms < 0:
                     raise SendTimeoutError(
                         f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
+                        f"{'' if failure is None else f'; the last error: {failure}'}"
                     ) from failure
             queue = choose(tried)
             tried.append(queue.broker_name)

@@ -15,14 +15,17 @@ class SendResult(NamedTuple):
     """Where a sent message or batch is stored."""
 
     status: SendStatus
+    """How durable the message is."""
     message_id: str
     """The unique id; for a batch the unique ids, joined by commas."""
     offset_id: str
     """The broker's id; for a batch the ids, joined by commas."""
     queue: MessageQueue
+    """The queue that has it."""
     queue_offset: int
     """The queue offset of the first message."""
     transaction_id: str | None = None
+    """The id of the transaction; None outside of one."""
 
 
 class SendContext(NamedTuple):

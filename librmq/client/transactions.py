@@ -23,6 +23,7 @@ from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, S
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
+from librmq.message.refusals import delayed_transaction
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,
@@ -50,6 +51,7 @@ class CheckedMessage:
     half: StoredMessage
     """The half message as stored."""
     properties: Mapping[str, str]
+    """The properties as sent."""
 
     @property
     def body(self) -> bytes:
@@ -88,7 +90,9 @@ class TransactionResult(NamedTuple):
     """Where a half message is stored, and the reported state of its transaction."""
 
     sent: SendResult
+    """The result of sending the half message."""
     state: TransactionState
+    """What the local transaction returned, as it was reported to the broker."""
 
 
 class OpenTransaction:
@@ -107,7 +111,9 @@ class OpenTransaction:
         self.state = TransactionState.UNKNOWN
 
 
-class _Keywords(ProducerKeywords, total=False):
+class TransactionProducerKeywords(ProducerKeywords, total=False):
+    """Keywords of a `TransactionProducer`: those of `Producer`, for type checkers."""
+
     client: Client | None
     instance_name: str | None
     config: ProducerConfig | None
@@ -133,7 +139,7 @@ class TransactionProducer(Producer):
         *,
         execute: Execute | None = None,
         check_pool: Executor | None = None,
-        **settings: Unpack[_Keywords],
+        **settings: Unpack[TransactionProducerKeywords],
     ) -> None:
         super().__init__(route, group, **settings)
         if not callable(check):
@@ -193,7 +199,10 @@ class TransactionProducer(Producer):
         opened = OpenTransaction(sent)
         if sent.status is not SendStatus.SEND_OK:
             self._end(sent, TransactionState.ROLLBACK)
-            raise ClientError(f"the half message was not stored as requested ({sent.status.value}); nothing ran")
+            raise ClientError(
+                f"topic {message.topic!r}: the half message was not stored as requested ({sent.status.value}); "
+                "nothing ran: try again"
+            )
         self._runner.point(f"local transaction {message.topic}")
         try:
             yield opened
@@ -206,7 +215,7 @@ class TransactionProducer(Producer):
         if not isinstance(message, Message):
             raise MessageIllegalError(f"message: expected Message(topic, body), found {message!r:.80}")
         if message.delay_level > 0 or message._delays is not None:
-            raise MessageIllegalError("a message in a transaction can't be delayed: send it without delay=")
+            raise delayed_transaction(message.topic)
         made = self._prepare(message, None, {})
         made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
         made.properties[record.PROPERTY_PRODUCER_GROUP] = self.group

@@ -92,10 +92,10 @@ class Replica:
             metrics: Gets the gauges of the copy.
 
         Raises:
-            ReplicaError: the folder can't copy this master: it is the master's, has an independent store or the copy of
+            ReplicaError: The folder can't copy this master: it is the master's, has an independent store or the copy of
                 another one, or is ahead of the master. Nothing was changed.
-            BrokerUnreachableError: the master is closed.
-            StoreLockedError: another process has the copy open for writing.
+            BrokerUnreachableError: The master is closed.
+            StoreLockedError: Another process has the copy open for writing.
         """
         check_kind("config", config, ReplicaConfig)
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
@@ -203,7 +203,7 @@ class Replica:
         """Copy everything that the master has now, including its tables; return whether the master was reachable.
 
         Raises:
-            ReplicaError: the replica has stopped following.
+            ReplicaError: The replica has stopped following.
         """
         reached = self._copy_log(None) and self._copy_tables()
         if self.failure is not None:
@@ -214,8 +214,8 @@ class Replica:
         """Follow a master that was reopened.
 
         Raises:
-            ReplicaError: it is another store, or has lost messages that the replica has. The replica stays as it is.
-            BrokerUnreachableError: it is closed.
+            ReplicaError: It is another store, or has lost messages that the replica has. The replica stays as it is.
+            BrokerUnreachableError: It is closed.
         """
         with self._following:
             self._admit(of)
@@ -531,8 +531,8 @@ def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None)
     """Make the closed replica in ``path`` an independent store, which takes writes and follows no master.
 
     Raises:
-        ReplicaError: it is not a replica.
-        StoreLockedError: it is open.
+        ReplicaError: It is not a replica.
+        StoreLockedError: It is open.
     """
     folder, files = os.fspath(path), files or DiskFiles()
     if read_mark(folder, files) is None:

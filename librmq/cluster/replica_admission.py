@@ -31,8 +31,8 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
     """Check that the folder is new or has a replica of this master; return whether that replica was killed.
 
     Raises:
-        ReplicaError: it is the master's own folder, has an independent store or the copy of another one, or is ahead.
-        NotAStoreError: it has other content.
+        ReplicaError: It is the master's own folder, has an independent store or the copy of another one, or is ahead.
+        NotAStoreError: It has other content.
     """
     own = None if files.is_shared else files
     other, place = described.place
@@ -66,7 +66,7 @@ def check_origin(path: str, mark: ReplicaMark | None, log: CommitLog, described:
     """Check the mark of a copy whose bytes can't be compared, because its master has deleted them.
 
     Raises:
-        ReplicaError: it is the copy of another store, and would be deleted.
+        ReplicaError: It is the copy of another store, and would be deleted.
     """
     folder = described.place[1]
     if mark is not None and log.begin < log.end <= described.begin and not mark.is_of(described.name, folder):
@@ -86,7 +86,7 @@ def check_bytes(
     the record covers them. Return the physical offset of the first such record; None if there is none.
 
     Raises:
-        ReplicaError: it is not; the error says whether the copy is ahead or belongs to another store.
+        ReplicaError: The master's log lacks it; the error says whether the copy is ahead or belongs to another store.
     """
     end = log.end
     if end > described.end:

@@ -119,10 +119,10 @@ class ReplicaRoute:
     """
 
     def __init__(self, route: Route, *replicas: Replica) -> None:
-        """Add ``replicas`` to a route, a broker or a `RouteTable`.
+        """``route`` leads to the masters: a broker or a `RouteTable`.
 
         Raises:
-            ConfigError: two replicas have the same master, or a different runner.
+            ConfigError: Two replicas have the same master, or a different runner.
         """
         self._route = route
         self._replicas: dict[str, Replica] = {}
@@ -134,7 +134,7 @@ class ReplicaRoute:
             if replica.runner is not route.runner:
                 raise ConfigError(f"the replica of broker {name!r} has another runner: open both with one runner")
             self._replicas[name] = replica
-        self.end = route.watch(self._changed)
+        self.end: Callable[[], None] = route.watch(self._changed)
         """Stop switching between masters and replicas."""
 
     @property

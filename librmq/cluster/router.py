@@ -49,10 +49,15 @@ class Switch:
     """One change of a site's cluster."""
 
     at_ms: int
+    """Time of the change, in milliseconds since 1970."""
     site: str
+    """The site of the clients."""
     before: str
+    """The name of its earlier cluster."""
     after: str
+    """The name of its new cluster."""
     why: str
+    """The reason: ``by hand``, or what the router found."""
 
 
 class RoutedClient(Generic[C]):

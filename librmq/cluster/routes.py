@@ -67,9 +67,7 @@ class RouteTable:
     """A `Route` over several brokers that share a runner. Thread-safe."""
 
     def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
-        """Make a route over ``brokers``.
-
-        Clients look at the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
+        """Clients look at the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
 
         Raises:
             ConfigError: There is no broker, two have one name, or they have different runners.

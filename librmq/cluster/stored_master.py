@@ -40,8 +40,8 @@ class StoredMaster:
         """Open the store in ``path`` for reading.
 
         Raises:
-            NotAStoreError: the folder has no store.
-            CorruptionError: the store is damaged.
+            NotAStoreError: The folder has no store.
+            CorruptionError: The store is damaged.
         """
         self.path = os.fspath(path)
         self._files = files or DiskFiles()
@@ -51,7 +51,7 @@ class StoredMaster:
         """Answer a replica's request.
 
         Raises:
-            BrokerUnreachableError: the files can't be read at the moment.
+            BrokerUnreachableError: The files can't be read at the moment.
         """
         try:
             return cast(R, self._answer(request))

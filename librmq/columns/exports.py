@@ -59,8 +59,11 @@ class Exported:
     """The result of a call of `export`: the file or folder, the number of rows added, and their files."""
 
     path: str
+    """The file or folder."""
     rows: int
+    """Rows that this call has added."""
     files: int
+    """Files that this call has written."""
     damaged: int = 0
     """Number of damaged places that this call met: in mode ``PERMISSIVE`` each is reported once, by a row of this or an
     earlier call; in ``DROPMALFORMED`` they are left out."""
@@ -91,7 +94,7 @@ def export(
     Raises:
         ConfigError: A setting is wrong, or an earlier export to ``out`` has other columns or conditions.
         DataLossError: Retention deleted messages that were not exported. With ``fail_on_data_loss=False`` the export
-        continues after them.
+            continues after them.
         StoreLockedError: Another process exports to ``out``.
         StoreIOError: ``out`` cannot be written.
     """

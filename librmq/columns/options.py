@@ -61,14 +61,21 @@ class Wanted:
     """The messages that options and pushed-down filters select by topic, queue, offset, time and tag."""
 
     topics: frozenset[str] | None = None
+    """Names of topics; None for all."""
     topic_pattern: re.Pattern[str] | None = None
+    """Pattern that the whole name of a topic matches; None for all."""
     queue_ids: frozenset[int] | None = None
+    """Numbers of queues; None for all."""
     begin_offset: int = 0
+    """First queue offset."""
     end_offset: int = LARGEST_OFFSET
+    """Exclusive end of the queue offsets."""
     begin_ms: int | None = None
+    """First store time, in milliseconds since 1970; None without a limit."""
     end_ms: int | None = None
     """Exclusive end of the store times."""
     tags: str | None = None
+    """Expression of tags, separated by ``||``; None for all."""
     queues: frozenset[tuple[str, int]] | None = None
     """The only wanted queues; None for all queues of the topics."""
     internal: bool = False
@@ -112,20 +119,31 @@ class ReadOptions:
     """The checked options of a read."""
 
     paths: tuple[str, ...]
+    """Folders or URLs of the stores."""
     view: View = "messages"
+    """What a row is: ``messages``, ``queues`` or ``log``."""
     wanted: Wanted = field(default_factory=Wanted)
+    """The messages to read."""
     selector: str | None = None
+    """SQL92 expression that messages match; None for all."""
     predicate: Predicate | None = None
+    """Condition on the columns of rows; None for all."""
     reports_all_damage: bool = False
     """Whether rows about damage pass the predicate, whose columns they mostly lack."""
     starting: OffsetBounds = "earliest"
+    """First queue offsets to read."""
     ending: OffsetBounds = "latest"
+    """Queue offsets at which to end."""
     offset_settings: tuple[str, str] = ("option startingOffsets", "option endingOffsets")
     """What the caller calls ``starting`` and ``ending``, for errors."""
     fail_on_data_loss: bool = True
+    """Whether deleted messages raise an error."""
     mode: Mode = "FAILFAST"
+    """What a read does about damage: raises, reports it by a row, or leaves it out."""
     min_partitions: int = 1
+    """Least number of parts to plan."""
     checksums: bool = True
+    """Whether to check the bodies of messages."""
     several: bool = False
     """Whether several stores can be read, so that each row needs its store."""
     storage_options: Mapping[str, Any] | None = None

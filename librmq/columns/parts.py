@@ -58,10 +58,15 @@ class Part:
     """The work of one task: entries of queues, or a section of the log with its entries."""
 
     path: str
+    """Folder of the store."""
     log_file_size: int
+    """Size of a file of the log, in bytes."""
     queue_file_size: int
+    """Size of a file of a queue, in bytes."""
     slices: tuple[Slice, ...]
+    """Entries to read, by queue."""
     walk: tuple[int, int] | None = None
+    """Section of the log to read, as physical offsets of begin and end; None without one."""
     damage: tuple[Damage, ...] = ()
     """Damage that planning found and that does not raise."""
     remote: RemoteLog | None = None

@@ -62,7 +62,7 @@ class RemoteStore:
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Name a store; nothing is fetched yet.
+        """Nothing is fetched before the first read.
 
         Args:
             url: The URL of the store's folder, of a scheme that fsspec knows.

@@ -265,7 +265,8 @@ class ConcurrentDelivery(Delivery):
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
                 self.consumer.log.warning(
-                    "%(consumer)s: timeout of %(queue)s at %(queue_offset)d",
+                    "%(consumer)s: the listener exceeds consume_timeout on %(queue)s at %(queue_offset)d: "
+                    "the message goes back",
                     queue=assigned.queue,
                     queue_offset=first.queue_offset,
                 )

@@ -40,7 +40,7 @@ class DeliveredMessage(StoredMessage):
     _shown: dict[str, str]
 
     def __init__(self, raw: bytes, queue: MessageQueue, queue_offset: int, bounds: tuple[int, int]) -> None:
-        """Take a record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
+        """``raw`` is a whole record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
         self.raw = raw
         self.queue = queue
         """The pulled queue; for a redelivery a queue of the group's retry topic."""

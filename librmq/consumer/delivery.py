@@ -33,9 +33,13 @@ class BlockedQueue(NamedTuple):
     """An orderly queue whose first message keeps failing."""
 
     queue: MessageQueue
+    """The queue."""
     queue_offset: int
+    """The offset of the message."""
     message_id: str
+    """Id of the message."""
     reconsume_times: int
+    """Failed attempts at the message."""
 
 
 @dataclass(slots=True)
@@ -43,9 +47,13 @@ class ConsumerCounts:
     """A consumer's counts of messages."""
 
     delivered: int = 0
+    """Passed to a listener, each attempt counted."""
     consumed: int = 0
+    """Consumed successfully."""
     failed: int = 0
+    """Attempts that failed."""
     sent_back: int = 0
+    """Sent to the group's retry or dead-letter topic after a failure."""
     dropped: int = 0
     """Failures in broadcasting, which has no retries."""
 
@@ -304,6 +312,8 @@ async def _after(result: Awaitable[object], after: list[Callable[[object, Except
 
 def _unknown(topic: str) -> Listener:
     def fail(messages: object) -> None:
-        raise LookupError(f"this instance has no listener for topic {topic!r}")
+        raise LookupError(
+            f"this instance has no listener for topic {topic!r}: subscribe all instances of a group to the same topics"
+        )
 
     return Listener(fail, False, False, False)

@@ -27,8 +27,11 @@ class ConsumeContext(NamedTuple):
     """A delivery, as passed to a hook."""
 
     group: str
+    """The consumer group."""
     queue: MessageQueue
+    """The queue of the messages."""
     messages: Sequence[DeliveredMessage]
+    """What the listener is called with."""
 
 
 ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]

@@ -48,7 +48,9 @@ class MessageTrack(NamedTuple):
     """A group, and whether it has consumed a message."""
 
     group: str
+    """The consumer group."""
     type: TrackType
+    """Whether the group has consumed the message."""
 
 
 def message_tracks(route: Route, message: StoredMessage, broker_name: str | None = None) -> list[MessageTrack]:

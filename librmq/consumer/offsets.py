@@ -139,7 +139,9 @@ class LocalOffsets:
                     return _table(loads(self._files.read(path)))
                 except MalformedError as error:
                     _log.warning("%(path)s: %(error)s", path=path, error=error)
-                    problem = problem or MalformedError(f"{path}: {error}")
+                    problem = problem or MalformedError(
+                        f"{path}: {error}: correct the file, or delete it to start by consume_from"
+                    )
         if problem is not None:
             raise problem
         return {}

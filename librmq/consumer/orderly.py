@@ -139,7 +139,10 @@ class OrderlyDelivery(Delivery):
     def _judge_lock(self, assigned: AssignedQueue, got: bool, now_ms: int) -> None:
         if not got:
             if assigned.locked:
-                self.consumer.log.warning("%(consumer)s: the lock of %(queue)s is lost", queue=assigned.queue)
+                self.consumer.log.warning(
+                    "%(consumer)s: the lock of %(queue)s is lost, so consumption stops until it is back",
+                    queue=assigned.queue,
+                )
             assigned.locked = False
             return
         assigned.owned_timestamp_ms = now_ms

@@ -71,7 +71,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     """A consumer that polls. Thread-safe, but only one thread or coroutine can poll at a time.
 
     Either call `subscribe`, which divides the queues among the group's instances, or `assign` queues. A message counts
-    as consumed at the next poll or `commit` after its poll. ``settings`` are those of `PullConsumerConfig`.
+    as consumed at the next poll or `commit` after its poll.
     """
 
     kind = "pull"
@@ -86,14 +86,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         config: PullConsumerConfig | None = None,
         **settings: Unpack[PullConsumerKeywords],
     ) -> None:
-        """Make an instance that `start`, or a ``with`` block, lets join its group.
+        """It joins its group at `start` or in a ``with`` block.
 
         Args:
             route: A `Broker`, or several in a `RouteTable`.
             group: The consumer group.
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
-            config: Settings; ``settings`` replace single ones.
+            config: Settings.
+            **settings: Single settings of `PullConsumerConfig`, in place of those in ``config``.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
@@ -114,7 +115,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
         """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression."""
         if self._assigned is not None:
-            raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
+            raise ClientStateError(
+                f"{self._life.what} has queues assigned: subscribe and assign exclude each other; make another consumer"
+            )
         subscription, tag_filter = self._subscription(topic, tags, sql)
         with self.runner.lock:
             before = self.subscriptions.get(topic)
@@ -131,7 +134,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
         """Read exactly these queues, even if other instances read them; this replaces the queues assigned before."""
         if self._assigned is None and self.subscriptions:
-            raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
+            raise ClientStateError(
+                f"{self._life.what} has subscribed: subscribe and assign exclude each other; make another consumer"
+            )
         wanted = tuple(dict.fromkeys(_checked(queues)))
         self._assigned = wanted
         for topic in dict.fromkeys(queue.topic for queue in wanted):
@@ -445,7 +450,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _assigned_queue(self, queue: MessageQueue) -> AssignedQueue:
         assigned = self.assigned.get(queue)
         if assigned is None or assigned.released:
-            raise ClientStateError(f"{self._life.what} does not read {queue} at the moment")
+            raise ClientStateError(
+                f"{self._life.what} does not read {queue} now: assign it, or poll until a rebalance gives it"
+            )
         return assigned
 
     def _go_to(self, assigned: AssignedQueue, queue_offset: int) -> None:
@@ -521,7 +528,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             for assigned, queue_offset in chosen.items():
                 assigned.progress = queue_offset
             if not self.offsets.save(chosen):
-                raise ClientStateError(f"{self._life.what}: a broker has not stored the progress")
+                raise ClientStateError(
+                    f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
+                )
 
     def committed(self, queue: MessageQueue) -> int | None:
         """Return the stored progress of the group in a queue; None if there is none."""

@@ -51,9 +51,8 @@ RESET_MS: Final = 10_000
 class PushConsumer(Consumer[ConsumerConfig]):
     """A consumer that pulls messages and calls the listeners of their topics, as an instance of a group. Thread-safe.
 
-    ``route`` is a `Broker` or a `RouteTable`; ``settings`` are those of `ConsumerConfig`. Instances of a group have
-    different clients; each creates its own unless ``client`` is given. Coroutines run on the event loop in which
-    `start` was called, or else on a loop of librmq.
+    Instances of a group have different clients. Coroutines run on the event loop in which `start` was called, or else
+    on a loop of librmq.
     """
 
     kind = "push"
@@ -71,17 +70,18 @@ class PushConsumer(Consumer[ConsumerConfig]):
         metrics: Metrics | None = None,
         **settings: Unpack[ConsumerKeywords],
     ) -> None:
-        """Make an instance that `start`, or a ``with`` block, lets join its group.
+        """It joins its group at `start` or in a ``with`` block.
 
         Args:
             route: A `Broker`, or several in a `RouteTable`.
             group: The consumer group; its instances share the messages.
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
-            config: Settings; ``settings`` replace single ones.
+            config: Settings.
             hooks: Called around each call of a listener.
             before_last_attempt: Called with a message that would become a dead letter if it failed once more.
             metrics: Counts pulls and consumed messages.
+            **settings: Single settings of `ConsumerConfig`, in place of those in ``config``.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.

@@ -64,11 +64,11 @@ class ReceivedMessage(DeliveredMessage):
         queue = MessageQueue(message.topic, broker_name, message.queue_id)
         super().__init__(message.raw, queue, message.queue_offset, (0, 0))
         self._topic = received.topic
-        self.receipt = received.receipt
+        self.receipt: str = received.receipt
         """Identifies this delivery at the broker."""
-        self.attempt = received.attempt
+        self.attempt: int = received.attempt
         """Number of this delivery, from 1."""
-        self.visible_timestamp_ms = received.visible_timestamp_ms
+        self.visible_timestamp_ms: int = received.visible_timestamp_ms
         """Time of the next delivery unless it is acknowledged, in ms since 1970."""
 
     @property
@@ -118,7 +118,7 @@ class SimpleConsumer(Startable):
     def __init__(
         self, route: Route, group: str, *, client: Client | None = None, instance_name: str | None = None
     ) -> None:
-        """Make an instance that `start`, or a ``with`` block, lets join its group.
+        """It joins its group at `start` or in a ``with`` block.
 
         Args:
             route: A `Broker`, or several in a `RouteTable`.

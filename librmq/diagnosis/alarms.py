@@ -33,8 +33,11 @@ class Alarm(NamedTuple):
     """A report of a watch."""
 
     at_ms: int
+    """Time on the broker's clock, in milliseconds since 1970."""
     state: Literal["raised", "cleared"]
+    """Whether the finding is new or gone."""
     finding: Finding
+    """The finding."""
 
 
 class Watch:

@@ -22,13 +22,24 @@ from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, na
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.store_times import store_times_at
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
-from librmq.errors import CorruptionError, StoreIOError
+from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.message.topics import RETRY_PREFIX
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = ["GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "TopicProgress", "is_uneven", "lag", "lag_findings"]
+__all__ = [
+    "GroupLag",
+    "GroupRate",
+    "Lag",
+    "QueueLag",
+    "TopicLag",
+    "TopicProgress",
+    "is_uneven",
+    "lag",
+    "lag_findings",
+    "no_progress",
+]
 
 _AT_ONCE: Final = 64  # entries
 
@@ -45,13 +56,19 @@ class QueueLag(NamedTuple):
     """The unconsumed messages of a group in one queue."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic of the queue."""
     queue_id: int
+    """Number of the queue."""
     min_offset: int
+    """The queue's first offset."""
     max_offset: int
+    """The offset of the queue's next message."""
     consumer_offset: int | None
     """The queue offset of the group's next message; None without progress there."""
     lag: int
+    """Number of unconsumed messages."""
     oldest_timestamp_ms: int | None
     """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
 
@@ -60,11 +77,17 @@ class TopicLag(NamedTuple):
     """The unconsumed messages of a group in one topic."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     queues: int
+    """Number of queues."""
     lag: int
+    """Number of unconsumed messages."""
     most_in_one_queue: int
+    """The largest lag of a queue."""
     oldest_timestamp_ms: int | None
+    """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
     without_progress: int
     """Queues without progress of the group, which count from their begin."""
     beyond_end: int
@@ -82,8 +105,11 @@ class GroupLag(NamedTuple):
     """All unconsumed messages of a group."""
 
     group: str
+    """The consumer group."""
     topics: int
+    """Number of topics."""
     queues: int
+    """Number of queues."""
     lag: int
     """All of it."""
     new: int
@@ -91,18 +117,24 @@ class GroupLag(NamedTuple):
     again: int
     """Retries, on which the group has failed before."""
     oldest_timestamp_ms: int | None
+    """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
 
 
 class GroupRate(NamedTuple):
     """How fast a topic grows and a group consumes it, between two measurements."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     seconds: float
+    """Time between the measurements."""
     stored_per_s: float
+    """New messages of the topic."""
     consumed_per_s: float | None
     """None if the group had no progress at either time."""
     lag: int
+    """Unconsumed messages at the second measurement."""
     drain_s: float | None
     """Time until the lag is 0 at these rates; None if never."""
 
@@ -111,13 +143,21 @@ class TopicProgress(NamedTuple):
     """The queues of a topic as a group sees them, sorted by queue id, as columns."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     queue_ids: Sequence[int]
+    """Numbers of the queues."""
     min_offsets: Sequence[int]
+    """First offset of each queue."""
     max_offsets: Sequence[int]
+    """Offset of each queue's next message."""
     consumer_offsets: Sequence[int | None]
+    """The queue offset of the group's next message; None without progress."""
     lags: Sequence[int]
+    """Numbers of unconsumed messages."""
     oldest_ms: Sequence[int | None]
+    """Store time of the oldest unconsumed message, in milliseconds since 1970."""
 
     def rows(self) -> Iterator[QueueLag]:
         """Yield a row for each queue."""
@@ -254,6 +294,11 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
                 wanted.setdefault(name, []).append(of)
         found = [each for name in wanted for each in _of_queues(view, name, wanted[name], queues.get(name), times)]
         return Lag(sorted(found, key=lambda each: each[:2]), view.now_ms)
+
+
+def no_progress(group: str, topic: str) -> ConfigError:
+    """Return the error of a group that never consumed a topic."""
+    return ConfigError(f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics")
 
 
 def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:

@@ -30,8 +30,11 @@ class TopicVolume(NamedTuple):
     """The content of a topic."""
 
     topic: str
+    """Name of the topic."""
     queues: int
+    """Number of its queues."""
     messages: int
+    """Number of its messages."""
     bytes: int
     """Size of whole records in bytes."""
     largest: int

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
-from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.backlog import lag, no_progress
 from librmq.diagnosis.stuck import instances
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError
@@ -51,15 +51,19 @@ class Consumption:
     handler_error: float = 0.0
     """Possible relative error of the mean itself."""
     clients: int = 1
+    """Running instances of the group."""
     threads: int = 20
     """Listeners that each client runs in parallel."""
     batch_size: int = 1
+    """Messages of one call of a listener."""
     is_orderly: bool = False
+    """Whether listeners take the messages of a queue in order."""
     stored_per_s: float = 0.0
     """New messages of the topic; each queue gets the same share."""
     downstream_per_s: float | None = None
     """Messages per second that the services behind all listeners can take; None without a limit."""
     strategy: AllocationStrategy = allocate_averagely
+    """How the group shares queues among its clients."""
 
     def check(self) -> None:
         """Check the values.
@@ -84,8 +88,9 @@ class Estimate(NamedTuple):
     drain_s: float | None
     """Time until nothing waits; None if never."""
     low_s: float | None
+    """Lower bound of the time in about 95 % of cases; None if it is never."""
     high_s: float | None
-    """Bounds of the time in about 95 % of cases; None if it is never, or has no upper bound."""
+    """Upper bound of the time in about 95 % of cases; None if it is never, or has no upper bound."""
     rate_per_s: float
     """Messages per second while all clients of the group work."""
     utilisation: float
@@ -93,22 +98,28 @@ class Estimate(NamedTuple):
     wait_s: float | None
     """Mean wait of a new message without backlog; None if the backlog grows."""
     bound_by: Literal["nothing", "clients", "one queue", "downstream", "inflow", "unowned queues"]
+    """What limits the rate."""
     idle_clients: int
     """Clients without a queue."""
     most_queues: int
     """The most queues of one client."""
     unowned_queues: int
+    """Queues that the strategy gives to no client."""
 
 
 class Scenario(NamedTuple):
     """A change, and the estimate with it."""
 
     name: str
+    """The change, in a few words."""
     consumption: Consumption
+    """Consumption after the change."""
     estimate: Estimate
+    """Estimate for that consumption."""
     speed_up: float | None
     """How many times faster the backlog drains than without the change; None if either never drains."""
     advice: str
+    """How to make the change, or what else to look at; empty without a change."""
 
 
 def estimate(consumption: Consumption) -> Estimate:
@@ -329,9 +340,7 @@ def consumption_of(
     with viewed(source) as view:
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
-            raise ConfigError(
-                f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics"
-            )
+            raise no_progress(group, topic)
         states = [state for state in instances(view, group).values() if state is not None]
         return Consumption(
             lags=[row.lag for row in rows],

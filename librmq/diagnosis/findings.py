@@ -19,6 +19,7 @@ class Finding(NamedTuple):
     kind: str
     """Its kind, the same word in each release, such as ``progress-beyond-end``."""
     severity: Severity
+    """``error``, ``warning`` or ``info``."""
     subject: str
     """Its subject, such as ``group billing, topic orders, queue 3``."""
     what: str

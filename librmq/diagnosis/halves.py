@@ -33,9 +33,13 @@ class GivenUpHalf(NamedTuple):
     topic: str
     """The topic of the message."""
     unique_key: str | None
+    """The unique id; None if the message has none."""
     checks: int
+    """Number of checks."""
     born_timestamp_ms: int
+    """Time of the send, in milliseconds since 1970."""
     given_up_timestamp_ms: int
+    """Time at which the last check discarded it."""
     physical_offset: int
     """The place of the record in the topic of discarded halves."""
     can_be_decided: bool
@@ -82,7 +86,9 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
     half = next((one for one in given_up_halves(store) if one.physical_offset == physical_offset), None)
     if half is None:
         raise TransactionRefusedError(
-            _SYSTEM_ERROR, f"physical offset {physical_offset}: expected an undecided half that was given up"
+            _SYSTEM_ERROR,
+            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
+            "`librmq pending --kind given_up` lists",
         )
     family = family_of_half(store, half)
     if not family:

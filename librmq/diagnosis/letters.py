@@ -36,9 +36,11 @@ class GivenUpMessage(NamedTuple):
     """A dead letter."""
 
     group: str
+    """The consumer group."""
     original_topic: str
     """The topic of the send."""
     unique_key: str | None
+    """The unique id; None if the message has none."""
     reconsume_times: int
     """Failed attempts."""
     store_timestamp_ms: int
@@ -46,17 +48,24 @@ class GivenUpMessage(NamedTuple):
     cause: str
     """The exception of the last attempt, if a consumer of librmq kept it, else the record's cause."""
     physical_offset: int
+    """The place of the dead letter in the log."""
 
 
 class DeadLetterCause(NamedTuple):
     """Dead letters of one cause; numbers in the text of an exception are ignored."""
 
     group: str
+    """The consumer group."""
     original_topic: str
+    """The topic of the sends."""
     cause: str
+    """As in `GivenUpMessage`, with numbers replaced by ``#``."""
     messages: int
+    """Number of dead letters."""
     first_timestamp_ms: int
+    """Time at which the group gave up the first of them."""
     last_timestamp_ms: int
+    """Time at which the group gave up the last of them."""
     most_times: int
     """The most failed attempts at one of them."""
     example: int

@@ -46,11 +46,15 @@ class StoryEvent(NamedTuple):
     at_ms: int | None
     """Store time of the record; None for a group's progress, whose time is unknown."""
     event: EventKind
+    """What happened."""
     topic: str
     """The topic of the record."""
     queue_id: int
+    """Number of the record's queue."""
     queue_offset: int
+    """Place of the record in its queue."""
     physical_offset: int
+    """Place of the record in the log."""
     group: str | None
     """The consumer group of a retry, a dead letter or a progress; the producer group of a half."""
     note: str = ""
@@ -106,7 +110,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
 
 def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
     events: list[StoryEvent] = []
-    waiting: dict[str | None, list[str]] = {}  # by unique key: the targets of undelivered delays
+    waiting: dict[str | None, list[str]] = {}  # by unique id: the targets of undelivered delays
     seen: set[tuple[str, str]] = set()
     for one in records:
         topic, key = one.topic, one.unique_key

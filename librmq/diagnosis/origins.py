@@ -19,11 +19,13 @@ class WaitingOrigins(NamedTuple):
     """The origins of the messages of a topic that a group has left to consume."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     lag: int
     """All of them."""
     looked_at: int
-    """Those whose origin was looked up; their sum is the next three."""
+    """Those whose origin was looked up; the next three add up to it."""
     new: int
     """Messages of producers, those of a committed transaction among them."""
     delayed: int

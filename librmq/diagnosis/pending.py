@@ -43,6 +43,7 @@ class PendingMessage(NamedTuple):
     """A waiting message."""
 
     kind: Kind
+    """What it is: ``half``, ``given_up`` (a discarded half), ``delay``, ``retry`` or ``timer``."""
     topic: str
     """The topic of the send."""
     target_topic: str
@@ -50,6 +51,7 @@ class PendingMessage(NamedTuple):
     due_ms: int | None
     """The time of its delivery; for a half, of the first check; None for a discarded one."""
     unique_key: str | None
+    """The unique id; None if the message has none."""
     physical_offset: int
     """The place of the waiting record."""
     checks: int

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 from librmq.broker import Broker
-from librmq.diagnosis.backlog import QueueLag, lag
+from librmq.diagnosis.backlog import QueueLag, lag, no_progress
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError
 from librmq.files.seam import make_folders
@@ -46,24 +46,30 @@ class SkippedQueue(NamedTuple):
     """The messages that a policy skips in one queue."""
 
     queue_id: int
+    """Number of the queue."""
     begin: int
     """The group's progress before."""
     end: int
     """The group's progress after."""
     first_timestamp_ms: int | None
+    """Store time of the first skipped message; None if it is unreadable."""
     last_timestamp_ms: int | None
-    """Store times of the first and the last skipped message; None if unreadable."""
+    """Store time of the last skipped message; None if it is unreadable."""
 
 
 class Skip(NamedTuple):
     """A plan of a policy, or the record of a skip."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     policy: str
+    """The text of the policy."""
     at_ms: int | None
     """Time of the skip; None for a plan."""
     queues: tuple[SkippedQueue, ...]
+    """The skipped messages, by queue."""
     aside: str | None = None
     """The topic that the messages were copied to."""
 
@@ -77,7 +83,9 @@ class Replay(NamedTuple):
     """A plan of `replay`."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic."""
     starts: dict[int, int]
     """The queue offset of the group's first message, by queue id."""
     messages: int
@@ -110,13 +118,11 @@ def plan_skip(
     if sum((older_than is not None, lag_above is not None, to_end)) != 1:
         raise ConfigError("plan_skip: expected one of older_than=, lag_above= and to_end=True")
     if (older_than or 0) < 0 or (lag_above or 0) < 0:
-        raise ConfigError(f"expected 0 or more, found older_than={older_than!r}, lag_above={lag_above!r}")
+        raise ConfigError(f"plan_skip: expected 0 or more, found older_than={older_than!r}, lag_above={lag_above!r}")
     with viewed(source) as view:
         rows = list(lag(view, group=group, topic=topic, times=False))
         if not rows:
-            raise ConfigError(
-                f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics"
-            )
+            raise no_progress(group, topic)
         queues = []
         for row in rows:
             begin = max(row.min_offset, row.consumer_offset or 0)
@@ -171,7 +177,7 @@ def skip(broker: Broker, plan: Skip) -> Skip:
 def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
     """Copy the messages of a plan to another topic, then skip them like `skip`.
 
-    Bodies, keys, tags, unique keys and the sender's properties are kept. If the call fails halfway, some messages are
+    Bodies, keys, tags, unique ids and the sender's properties are kept. If the call fails halfway, some messages are
     in both topics.
 
     Raises:
@@ -259,7 +265,7 @@ def plan_continue_as(source: Source, group: str, new_group: str, topic: str) -> 
     with viewed(source) as view:
         offsets = view.progress.get((group, topic))
         if not offsets:
-            raise ConfigError(f"group {group!r} has no progress in topic {topic!r}: there is nothing to continue")
+            raise no_progress(group, topic)
         if view.progress.get((new_group, topic)):
             raise ConfigError(f"group {new_group!r} already has progress in topic {topic!r}: choose another name")
         return dict(offsets)
@@ -299,7 +305,7 @@ def replay(broker: Broker, note: Skip, group: str) -> int:
     """Start a second group where a skip began; return the number of skipped messages that the store still has.
 
     The group also gets the later messages: shut it down after ``note.queues[…].end``, or let it continue. A consumer
-    that must not repeat effects needs a guard: see docs/dedup.md.
+    that must not repeat effects needs a guard, such as `librmq.dedup.DedupListener`.
 
     Raises:
         ConfigError: ``group`` is the group that skipped.

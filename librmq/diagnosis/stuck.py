@@ -29,9 +29,13 @@ class HeldProgress(NamedTuple):
     """A queue of a group with messages to consume, and what holds back its progress."""
 
     group: str
+    """The consumer group."""
     topic: str
+    """The topic of the queue."""
     queue_id: int
+    """Number of the queue."""
     lag: int
+    """Number of unconsumed messages."""
     stored_offset: int | None
     """The broker's progress; None without any."""
     consumed_offset: int | None
@@ -39,6 +43,7 @@ class HeldProgress(NamedTuple):
     message_id: str | None
     """The message at the progress; None if it can't be read."""
     oldest_timestamp_ms: int | None
+    """Store time of the oldest unconsumed message; None if it is unreadable."""
     failures: int | None
     """The group's failed attempts at that message; None if unknown."""
     client_id: str | None
@@ -46,6 +51,7 @@ class HeldProgress(NamedTuple):
     held_s: float | None
     """Seconds for which a listener has had the message; None without one, or if unknown."""
     thread: str | None
+    """The name of the listener's thread; None without one, or if unknown."""
     stack: tuple[str, ...]
     """The place of the listener, the outermost call first; empty if unknown."""
     behind: int | None

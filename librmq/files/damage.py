@@ -9,10 +9,15 @@ __all__ = ["Damage"]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A defect of ``bytes`` of ``file`` from ``offset`` on (physical for the log, else within the file)."""
+    """A defect of a file."""
 
     file: str
+    """Path of the file."""
     offset: int
+    """Place of the defect in bytes: physical for the log, within the file elsewhere."""
     kind: str
+    """One word for programs, as in `CorruptionError`."""
     what: str
+    """What is wrong, for people."""
     bytes: int = 0
+    """Number of damaged bytes."""

@@ -85,11 +85,14 @@ class File:
 
 
 class FolderEntry(NamedTuple):
-    """A name in a folder; ``size`` is 0 for a folder."""
+    """A name in a folder."""
 
     name: str
+    """Name within the folder."""
     size: int
+    """Size in bytes, 0 for a folder."""
     is_folder: bool
+    """Whether it is a folder."""
     is_file: bool = True
     """Whether it is a regular file, or a link to one, and no pipe, socket or device."""
 
@@ -168,7 +171,7 @@ class Files(Protocol):
         ...
 
     def flush_path(self, path: str) -> None:
-        """Flush a file that need not be mapped to the device."""
+        """Flush a file to the device, whether it is mapped or not."""
         ...
 
     def flush_folder(self, path: str) -> None:

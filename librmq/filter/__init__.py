@@ -1,6 +1,6 @@
 """Filters by tag, SQL92 expression, bloom bitmap or predicate, without a store or a broker.
 
-`registrations.py` makes the bitmap of a message, from the filters of all groups on its topic.
+`Registrations` makes the bitmap of a message, from the filters of all groups on its topic.
 """
 
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions

@@ -33,7 +33,9 @@ class BloomPositions:
     """The bits of one string in bitmaps of ``bit_count`` bits."""
 
     positions: tuple[int, ...]
+    """Numbers of the bits, from 0."""
     bit_count: int
+    """Number of bits of a bitmap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,13 @@ class BloomFilter:
     """
 
     error_percent: float
+    """Share of wrong hits, in percent."""
     expected: int
+    """Number of strings."""
     hash_count: int = field(init=False)
+    """Bits that each string sets."""
     bit_count: int = field(init=False)
+    """Bits of a bitmap."""
 
     def __post_init__(self) -> None:
         if not 0 < self.error_percent < 100:

@@ -32,9 +32,13 @@ class Lint:
     """One finding: from ``position`` to ``end`` (exclusive) in the expression, a short name, advice."""
 
     position: int
+    """Its first character, counting from 0."""
     end: int
+    """The character behind its last one."""
     rule: str
+    """The short name of the finding."""
     advice: str
+    """What to write instead."""
 
     def __str__(self) -> str:
         return f"at {self.position}: {self.advice} [{self.rule}]"

@@ -36,11 +36,17 @@ class PredicateCounts:
     """Counts of a predicate's calls; ``seconds`` is their total time, ``slowest`` the longest of them."""
 
     asked: int = 0
+    """Calls."""
     matched: int = 0
+    """Calls with a true answer."""
     failed: int = 0
+    """Calls that raised."""
     over_budget: int = 0
+    """Calls that took longer than the budget."""
     seconds: float = 0.0
+    """Total time of all calls."""
     slowest: float = 0.0
+    """Seconds of the longest call."""
 
 
 class WatchedPredicate(Generic[M]):

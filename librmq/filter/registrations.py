@@ -48,14 +48,21 @@ class Registration:
     """A group's filter on a topic."""
 
     topic: str
+    """The topic."""
     group: str
+    """The consumer group."""
     expression: str
+    """The expression as the client sent it."""
     expression_type: str
+    """``TAG`` or ``SQL92``."""
     born_timestamp_ms: int
+    """Time of the registration, in milliseconds since 1970."""
     dead_timestamp_ms: int
     """When its last client left; before ``born_timestamp_ms``, for example 0, while it lives."""
     client_version: int
+    """The version of the client's subscription; the largest is the newest."""
     bloom: BloomPositions | None
+    """The bits of the group in a message's bitmap; None if a file lacks them."""
     filter: Compiled | None
     """None if the expression comes from a file and does not compile."""
 

@@ -75,7 +75,7 @@ def _cached(expression: str, dialect: Dialect) -> Compiled:
 
 
 class SqlFilter:
-    """A SQL92 filter expression with exactly the decisions of RocketMQ's broker.
+    """An SQL92 filter expression with exactly the decisions of RocketMQ's broker.
 
     ``dialect`` is ``"4.9"`` or ``"5.3"``, which adds [NOT] CONTAINS, STARTSWITH, ENDSWITH. The broker ignores text
     after a complete expression (``a = 1 garbage``). `SqlFilter` does too and issues a `FilterWarning`; ``strict=True``

@@ -1,4 +1,4 @@
-"""The tree of a SQL92 filter expression, which the parser builds and all other modules read.
+"""The tree of an SQL92 filter expression, which the parser builds and all other modules read.
 
 It mirrors ``org.apache.rocketmq.filter.expression`` of 4.9.4, which already reduces the language to few forms: ``a <>
 b`` is NOT (a = b), BETWEEN is ``>= AND <=``, NOT BETWEEN is ``< OR >``, IS NOT NULL is NOT (IS NULL), and unary plus

@@ -28,15 +28,17 @@ def tags_code(tags: str | None) -> int:
 class TagFilter:
     """A subscription expression: tags separated by ``||``; ``*``, empty or None selects all messages.
 
-    Blanks around a tag have no meaning. As in the broker, only a bare ``*`` selects everything: `` * `` selects the tag
-    ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.
+    Blanks around a tag have no meaning. As in the broker, only a bare ``*`` selects everything: ``" * "`` selects the
+    tag ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.
 
     Raises:
         FilterSyntaxError: The expression is a lone ``||``.
     """
 
     expression: str
+    """The expression as given, ``*`` for an empty one."""
     tags: frozenset[str] = field(init=False)
+    """The selected tags; empty if all messages are."""
     codes: frozenset[int] = field(init=False)
     """The codes of the tags, as signed 32-bit numbers."""
 

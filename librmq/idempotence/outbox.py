@@ -35,6 +35,7 @@ from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
+from librmq.message.refusals import brokers_own
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
@@ -86,9 +87,11 @@ class Outbox:
                 "message with its time from a listener"
             )
         if message.topic in NOT_FOR_SENDING:
-            raise MessageIllegalError(f"topic {message.topic!r}: only the broker can write to this topic")
+            raise brokers_own(message.topic)
         if not 0 < len(message.body) <= _MAX_BODY:
-            raise MessageIllegalError(f"expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}")
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}"
+            )
         if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:
             raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
         message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
@@ -169,7 +172,7 @@ class OutboxSender:
         clock: Clock | None = None,
         **settings: Unpack[OutboxKeywords],
     ) -> None:
-        """Prepare a sender; it does not use the database yet.
+        """The database is not used before the first `run_due` or `start`.
 
         Args:
             database: A SQLAlchemy ``Engine``, or a function that opens a DB-API connection.
@@ -177,7 +180,7 @@ class OutboxSender:
             table: The outbox's table.
             send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
             clock: The time; the machine's by default.
-            settings: Those of `OutboxConfig`.
+            **settings: Those of `OutboxConfig`.
 
         Raises:
             ConfigError: A setting is refused, or an argument has a wrong type.
@@ -236,7 +239,7 @@ class OutboxSender:
         else:
             if self._is_out_of_reach:
                 self._is_out_of_reach = False
-                _log.warning("%(table)s: the database works again", table=self.table)
+                _log.info("%(table)s: the database works again", table=self.table)
         finally:
             self._let_go()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms

@@ -109,8 +109,11 @@ class DedupRecord(NamedTuple):
     """The record of a key."""
 
     consumed: bool
+    """False while a listener consumes the message."""
     owner: str
+    """The token of the claim."""
     expires_timestamp_ms: int
+    """From this time on the record counts as absent."""
 
 
 class DedupStore(Protocol):
@@ -264,7 +267,9 @@ class SqliteDedupStore:
         timeout: float = 5.0,
     ) -> None:
         if sqlite3.sqlite_version_info < (3, 35):
-            raise ConfigError(f"SQLite {sqlite3.sqlite_version} : expected at least 3.35, whose statements return rows")
+            raise ConfigError(
+                f"SQLite {sqlite3.sqlite_version}: expected at least 3.35: run a Python that was built with it"
+            )
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
         self._statements = DedupStatements(table)

@@ -17,11 +17,13 @@ from typing import Final, NamedTuple
 from librmq.errors import MessageIllegalError
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_DELAY, PROPERTY_WAIT, encode_properties
+from librmq.message.refusals import body_too_large, delayed_batch
 
 __all__ = [
     "BATCH_FIXED_SIZE",
     "BatchItem",
     "check_batch",
+    "check_batch_size",
     "decode_batch",
     "encode_batch",
     "encoded_size",
@@ -41,7 +43,7 @@ def check_batch(messages: Sequence[Message]) -> None:
         MessageIllegalError: The batch is empty or delayed, or its messages differ in topic or wait flag.
     """
     if not messages:
-        raise MessageIllegalError("a batch needs at least one message")
+        raise MessageIllegalError("expected at least one message in a batch")
     topic, waits = messages[0].topic, messages[0].wait_store_ok
     for message in messages:
         if message.topic != topic:
@@ -50,12 +52,18 @@ def check_batch(messages: Sequence[Message]) -> None:
         if not (waits and PROPERTY_WAIT not in properties) and message.wait_store_ok != waits:
             raise MessageIllegalError("expected one wait flag in a batch, found both values")
         if message._delays is not None or (PROPERTY_DELAY in properties and message.delay_level > 0):
-            raise MessageIllegalError("a batch can't be delayed")
+            raise delayed_batch(topic)
 
 
 def encoded_size(message: Message) -> int:
     """Return the size in bytes of a message in a batch as a client encodes it."""
     return BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
+
+
+def check_batch_size(size: int, max_size: int) -> None:
+    """Refuse a batch of more than ``max_size`` bytes as a client encodes it."""
+    if size > max_size:
+        raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")
 
 
 def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
@@ -68,8 +76,13 @@ def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterato
     total = 0
     for message in messages:
         size = encoded_size(message)
+        if len(message.body) > max_size:
+            raise body_too_large(len(message.body), max_size)
         if size > max_size:
-            raise MessageIllegalError(f"a message of {size} bytes does not fit into a batch of {max_size}")
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: a message of {size:,} bytes does not fit into a batch of {max_size:,}: "
+                "send it alone"
+            )
         if total + size > max_size:
             yield batch
             batch, total = [], 0

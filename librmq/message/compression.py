@@ -44,7 +44,7 @@ def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
     Raises:
         BodyCompressionError: The body is damaged or cut off, has bytes after its end, or decompresses to more than
             ``limit`` bytes, where decompression stops.
-        MissingExtraError: lz4 or zstd needs the extra.
+        MissingExtraError: The body is compressed by lz4 or zstd, and the extra ``compression`` is not installed.
     """
     if not sys_flag & COMPRESSED or not body:
         return body

@@ -26,6 +26,7 @@ class DelayLevels:
     """The delays of levels 1, 2, … in milliseconds. Immutable and thread-safe."""
 
     delays_ms: tuple[int, ...]
+    """Delays from level 1 on, in milliseconds."""
 
     @classmethod
     def parse(cls, text: str) -> DelayLevels:

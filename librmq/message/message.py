@@ -78,9 +78,13 @@ class Message:
     _delays: tuple[float | None, int | None] | None
     """`delay_s` and `deliver_at_ms`; None for the usual message, which has neither."""
     body: bytes
+    """Its body."""
     flag: int
+    """32 bits for the application."""
     properties: dict[str, str]
+    """Its properties as they are stored; tags and keys are among them."""
     topic: str
+    """Its topic."""
 
     def __init__(
         self,
@@ -92,16 +96,18 @@ class Message:
         properties: Mapping[str, str] | None = None,
         **options: Unpack[MessageKeywords],
     ) -> None:
-        """Make a message. The receiver checks its topic.
+        """The receiver checks the topic.
 
         Args:
-            topic: its topic.
-            body: bytes, or a text, which is stored as UTF-8.
-            tags: the tag, by which subscriptions select.
-            keys: business keys for searches: one text, or several, which are joined by spaces.
-            properties: the application's properties.
-            **options: ``json`` instead of a body, ``delay``, ``deliver_at``, ``delay_level``, ``wait_store_ok``,
-                ``flag`` and ``unique_key``, as `MessageKeywords` describes them.
+            topic: Its topic.
+            body: Bytes, or a text, which is stored as UTF-8.
+            tags: The tag, by which subscriptions select.
+            keys: Business keys for searches: one text, or several, which are joined by spaces.
+            properties: The application's properties.
+            **options: ``json``, a value to store as JSON instead of a body; ``delay`` in the broker, in seconds or as a
+                `timedelta`; ``deliver_at``, a time with a time zone, or ``delay_level``, counting from 1, instead;
+                ``wait_store_ok``, whether the answer waits until the broker's durability holds; ``flag``, 32 bits for
+                the application; ``unique_key``, which a producer makes if it is missing.
 
         Raises:
             MessageIllegalError: A part has a wrong type, a property is reserved, blank or can't be stored, body and

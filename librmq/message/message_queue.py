@@ -13,8 +13,11 @@ class MessageQueue(NamedTuple):
     """One queue of a topic on one broker. Sorts as in RocketMQ: strings by UTF-16 units."""
 
     topic: str
+    """The topic."""
     broker_name: str
+    """Name of the broker."""
     queue_id: int
+    """Number of the queue at its broker, from 0."""
 
     @property
     def java_hash(self) -> int:

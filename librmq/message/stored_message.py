@@ -75,7 +75,7 @@ class StoredMessage(StoredState):
     _properties: dict[str, str]
 
     def __init__(self, raw: bytes) -> None:
-        """Take a whole record.
+        """``raw`` is a whole record.
 
         Raises:
             RecordError: ``raw`` is too short for a record.
@@ -189,7 +189,7 @@ class StoredMessage(StoredState):
 
         Raises:
             BodyCompressionError: The body can't be decompressed.
-            MissingExtraError: lz4 or zstd needs the extra.
+            MissingExtraError: The body is compressed by lz4 or zstd, and the extra ``compression`` is not installed.
         """
         raw = self.raw
         flags, length = _unpack_body(raw)

@@ -47,13 +47,13 @@ def validate_topic(topic: str) -> None:
         MessageIllegalError: The store can't have such a topic.
     """
     if not isinstance(topic, str):
-        raise MessageIllegalError(f"topic: expected text, found {type(topic).__name__}")
+        raise MessageIllegalError(f"topic: expected text, found {topic!r:.80}")
     try:
         size = len(topic.encode())
     except UnicodeEncodeError:
         raise MessageIllegalError(f"topic {topic[:200]!r} cannot be written as UTF-8") from None
     if not size:
-        raise MessageIllegalError("topic is empty")
+        raise MessageIllegalError("topic: expected a name, found an empty text")
     if size > _MAX_SIZE:
         raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {_MAX_SIZE}")
     if topic in (".", "..") or "/" in topic or "\0" in topic:

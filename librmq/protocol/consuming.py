@@ -51,15 +51,20 @@ class MessageModel(enum.Enum):
     """How a group's instances share messages: each message to one instance, or every message to all."""
 
     CLUSTERING = "CLUSTERING"
+    """Each message goes to one instance."""
     BROADCASTING = "BROADCASTING"
+    """Every message goes to all instances."""
 
 
 class ConsumeFrom(enum.Enum):
     """Where a group starts in a queue without stored progress."""
 
     LAST = "CONSUME_FROM_LAST_OFFSET"
+    """At the end: messages that were sent before the group started are not consumed."""
     FIRST = "CONSUME_FROM_FIRST_OFFSET"
+    """At the first message that the queue still has."""
     TIMESTAMP = "CONSUME_FROM_TIMESTAMP"
+    """At the first message that was stored at ``consume_from_timestamp_ms`` or later."""
 
 
 @value

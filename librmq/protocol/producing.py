@@ -25,17 +25,24 @@ class SendStatus(enum.Enum):
     """How durable a stored message is."""
 
     SEND_OK = "SEND_OK"
+    """The message is as durable as the broker's settings require."""
     FLUSH_DISK_TIMEOUT = "FLUSH_DISK_TIMEOUT"
+    """The message is stored, but its flush to the disk failed or took too long."""
     FLUSH_SLAVE_TIMEOUT = "FLUSH_SLAVE_TIMEOUT"
+    """The message is stored, but no replica had it in time."""
     SLAVE_NOT_AVAILABLE = "SLAVE_NOT_AVAILABLE"
+    """The message is stored, but no replica can keep up."""
 
 
 class TransactionState(enum.Enum):
     """How a transaction ends; UNKNOWN leaves this to the check."""
 
     COMMIT = 8
+    """Consumers get the message."""
     ROLLBACK = 12
+    """The message is discarded."""
     UNKNOWN = 0
+    """The broker asks again later."""
 
 
 @value

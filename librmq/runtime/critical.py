@@ -135,7 +135,7 @@ class Critical:
 
 
 critical: Final = Critical()
-"""The critical block of this process."""
+"""The critical block of this process: within ``with critical:`` no signal handler runs."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -83,7 +83,9 @@ class FlushAside(Generic[_T]):
         """Save or begin to save if due; return the time of the next call (ms), None to wait for a change or ``aside``.
 
         Raises:
-            FlushFailedError, StoreClosedError, ReadOnlyError: The store no longer accepts messages.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            StoreClosedError: The store was closed.
+            ReadOnlyError: The store is read-only.
         """
         if self._every_ms is None or self._is_flushing:
             return None

@@ -71,7 +71,7 @@ class ManualRunner(Runner):
         self._take_turns(until)
         if self.running:
             labels = sorted(work.label for work in self.running)
-            raise NotIdleError(f"still running: {', '.join(labels[:5])}")
+            raise NotIdleError(f"still running: {', '.join(labels[:5])}: in an event loop, await advance_async")
         self.manual_clock.move_to(max(until, self.now_ms()))
 
     async def advance_async(self, ms: int = 0) -> None:

@@ -56,6 +56,7 @@ class CheckBack(NamedTuple):
     """A question to a producer group: how did the local transaction of this message end?"""
 
     group: str
+    """The producer group."""
     half: StoredMessage
     """The copy that the check has appended; the answer ends the transaction by the copy's offsets."""
     check_times: int
@@ -81,6 +82,7 @@ class Checked(NamedTuple):
     """Result of one check pass."""
 
     asked: list[CheckBack]
+    """The questions of the pass."""
     discarded: list[tuple[StoredMessage, int]]
     """The halves that were given up, with their numbers of checks."""
 
@@ -115,7 +117,7 @@ class CheckSchedule:
         hooks: CheckHooks,
         aside: Aside | None,
     ) -> None:
-        """Begin at the saved progress.
+        """The first pass continues from the saved progress.
 
         Args:
             store: Open for writing.
@@ -172,7 +174,9 @@ class CheckSchedule:
         soon after preparing a half.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
+            StoreClosedError: The store was closed.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            ReadOnlyError: The store is read-only.
         """
         if now_ms < self._last_ms:  # the clock was set back
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)

@@ -165,8 +165,7 @@ class HopProxy:
             offsets: Keeps the progress.
             delivered: ``delivered(message, result)`` is called for each message that reaches its topic.
             make_topic: ``make_topic(topic, queue_id)`` is called before a delivery, to make the queue available to
-            consumers;
-                `MessageIllegalError` drops the message.
+                consumers; `MessageIllegalError` drops the message.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         self._make_topic = make_topic
@@ -190,7 +189,9 @@ class HopProxy:
         """Send on all arrived messages; return the latest time of the next call (ms), None to wait for an arrival.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
+            StoreClosedError: The store was closed.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            ReadOnlyError: The store is read-only.
         """
         check_now(now_ms)
         try:

@@ -135,7 +135,10 @@ class Timers:
         self._emptying: _Emptying | None = None
         size = timer_log_size(store.path, self._files)
         if size is not None and size != config.timer_log_file_size:
-            raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {config.timer_log_file_size}")
+            raise ConfigError(
+                f"timer_log_file_size: expected {size}, as in the files of {store.path}, "
+                f"found {config.timer_log_file_size}: use TimerConfig.of_store"
+            )
         now_ms = store.clock.now_ms()
         found = TimerCheckpoint.read(store.path, self._files)
         self._write_ms = self._floor(now_ms)
@@ -233,7 +236,9 @@ class Timers:
         The result is None if nothing waits. Call this soon after storing into the timer topic.
 
         Raises:
-            StoreClosedError, FlushFailedError, ReadOnlyError: The store accepts no messages any more.
+            StoreClosedError: The store was closed.
+            FlushFailedError: A flush has failed; the store must be reopened.
+            ReadOnlyError: The store is read-only.
         """
         check_now(now_ms)
         write_ms = self._floor(now_ms)

@@ -41,7 +41,7 @@ class TimerRefusedError(MessageIllegalError):
 class TimerConfig(Config):
     """Settings of the timer wheel: its shape and its limits; the defaults are 5.3.3's.
 
-    The field names are those of a ``config`` row.
+    `from_row` reads them from a JSON object, such as the file given to the option ``--config`` of the command line.
     """
 
     timer_precision_ms: Annotated[int, Between(1, 86_400_000)] = 1000
@@ -49,6 +49,7 @@ class TimerConfig(Config):
     timer_roll_window_slot: Annotated[int, Between(2, _INT32 - 1)] = 2 * 86_400
     """A message at least this many slots away is put into an earlier slot."""
     timer_log_file_size: Annotated[int, Between(UNIT_SIZE + 16, _INT32)] = 100 << 20
+    """Bytes of a file of the timer's log."""
     timer_max_delay_sec: Annotated[int, Between(1, _INT32 - 1)] = 3 * 86_400
     """The timer refuses messages further away."""
     slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2)] = 7 * 86_400
@@ -76,7 +77,7 @@ class TimerConfig(Config):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self | None:
-        """Return the settings in a ``config`` row, with 5.3.3's defaults; None if it has none of a timer."""
+        """Return the settings in a JSON object, with 5.3.3's defaults; None if it has none of a timer."""
         known = cls.names()
         named = {name: value for name, value in row.items() if name in known}
         return cls(**named) if named else None

@@ -69,8 +69,7 @@ class CheckPass:
             discarded: ``discarded(half, check_times)`` is called for each discarded half.
             make_topic: ``make_topic(topic)`` is called before a topic is needed.
             is_reachable: ``is_reachable(group)`` returns whether a producer of the group can be asked. A check that
-            reaches none
-                does not count; with None each check counts, as in 4.9.
+                reaches none does not count; with None each check counts, as in 4.9.
             uncounted: Queue offsets of copies whose last check reached no producer.
         """
         self._is_reachable = is_reachable

@@ -93,7 +93,10 @@ def wait_until_free(path: str, wait_seconds: float) -> None:
     def ask() -> None:
         holder = DiskFiles().lock_holder(directory.lock_path(path))
         if holder is not None:
-            raise StoreLockedError(f"{path}: locked by {holder}: only one process at a time can write to a store")
+            raise StoreLockedError(
+                f"{path}: locked by {holder}; only one process can write to a store: close it there, "
+                "or raise the option wait"
+            )
 
     _when_free(ask, wait_seconds)
 

@@ -317,7 +317,7 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDAr
     for topic in names:
         validate_topic(topic)
         if is_system_topic(topic):
-            raise MessageIllegalError(f"topic {topic!r} belongs to the broker: write to a user topic")
+            raise MessageIllegalError(f"topic {topic!r} is the broker's own: write to a user topic")
     for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
         validate_queue("t", queue_id)
         if queue_id >= 1 << 31:
@@ -342,7 +342,7 @@ def _tags_codes(tags: pa.Array) -> Ints:
 
 
 def _key_hashes(lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
-    """Return the row of each key, ascending, and its hash in the index; the unique key first."""
+    """Return the row of each key, ascending, and its hash in the index; the unique id first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
     uniques, keys = own[record.PROPERTY_UNIQUE_KEY], own[record.PROPERTY_KEYS]
     rows = len(lane)

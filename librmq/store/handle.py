@@ -471,7 +471,7 @@ class StoreHandle:
             return StoreClosedError(f"{self.path}: this handle {self.closed}")
         if self.replica_of is not None:
             return ReadOnlyError(_no_writes(self.path, self.replica_of))
-        return ReadOnlyError(f"{self.path}: this handle is read-only")
+        return ReadOnlyError(f"{self.path}: this handle is read-only: open the store without read_only=True")
 
 
 def _no_writes(path: str, of: str) -> str:

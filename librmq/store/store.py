@@ -209,9 +209,11 @@ class MessageStore:
         The call returns when the record is in the log's page cache. With ``durability="sync"`` and ``wait`` it returns
         when the record is on the device; callers that wait at the same time share one flush.
 
-        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. `AppendFields` are
-        the fields that a broker fills in. By default both hosts are the store's, and the born time is now. With
-        ``properties_raw`` these bytes are stored; if the message has properties too, they must be the same.
+        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. ``fields`` are
+        those that a broker fills in: ``born_timestamp_ms`` (by default now), ``born_host`` and ``store_host`` as
+        (address, port) (by default the store's), ``sys_flag``, ``reconsume_times`` and ``prepared_transaction_offset``.
+        ``properties_raw`` are bytes to store as the properties; if the message has properties too, they must be the
+        same.
 
         Raises:
             MessageIllegalError: Topic, body, properties or record are too long, or a field is out of range. Nothing was
@@ -405,7 +407,7 @@ class MessageStore:
         *,
         exact: bool = True,
     ) -> list[StoredMessage]:
-        """Return the messages of ``topic`` with this key or unique key, in log order.
+        """Return the messages of ``topic`` with this key or unique id, in log order.
 
         The index contains only hashes and whole seconds. ``max_messages`` limits the number of its entries that are
         used. If ``exact`` is false, the messages of all of them are returned, including collisions and repetitions, as
@@ -417,14 +419,14 @@ class MessageStore:
         """Return the messages with an id, in log order.
 
         If an offset id (32 or 56 hexadecimal digits) leads to a record, only that one is returned. Otherwise the id is
-        a unique key, and all records with it, in all topics, are returned.
+        a unique id, and all records with it, in all topics, are returned.
 
         Raises:
             TypeError: The id is not a string.
         """
         if not isinstance(message_id, str):
             raise TypeError(
-                f"message_id: expected an offset id or a unique key as a str, found {message_id!r:.80}: "
+                f"message_id: expected an offset id or a unique id as a str, found {message_id!r:.80}: "
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
@@ -540,7 +542,7 @@ class MessageStore:
         """Copy everything appended before the call to a new store in ``target``, a new or empty folder.
 
         Appends, reads and retention continue. Full log files are hard-linked if the file system allows it, unless
-        ``copy`` is true. `librmq.store.snapshot` does the same without a handle; its docstring lists errors and costs.
+        ``copy`` is true. `librmq.store.snapshot` does the same without a handle, and lists errors and costs.
         """
         from librmq.store.upkeep.snapshot import snapshot
 

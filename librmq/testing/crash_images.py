@@ -36,17 +36,16 @@ _WORD: Final = 8
 
 @dataclass(frozen=True)
 class Image:
-    """Content of the disk after a crash between two events of the trace.
-
-    ``seed`` and ``crash_point`` reproduce it; ``choices`` has a line for each unflushed change that reached the disk.
-    """
+    """Content of the disk after a crash between two events of the trace; ``seed`` and ``crash_point`` reproduce it."""
 
     seed: int | str
+    """Seed of the random choices."""
     crash_point: int
     """Number of events that had ended; the next one may have been running."""
     contents: Mapping[str, bytes | None]
     """Bytes by path, None for a folder; parents come first."""
     choices: tuple[str, ...]
+    """A line for each unflushed change that reached the disk."""
 
     def __str__(self) -> str:
         told = "".join(f"\n  {choice}" for choice in self.choices)
@@ -325,7 +324,7 @@ class CrashImages:
     """Images of the disks that a crash during a trace can leave. Not thread-safe."""
 
     def __init__(self, trace: Sequence[Event], contents: Mapping[str, bytes | None] | None = None) -> None:
-        """Take a trace; ``contents`` is the device's content by path before the first event, by default empty."""
+        """``contents`` is the device's content by path before the first event of ``trace``, by default empty."""
         self._trace = list(trace)
         self._begin = dict(contents or {})
         self._disk = _Disk(self._begin)

@@ -30,6 +30,7 @@ class Elapsed(Awaitable["Elapsed"]):
     """The time that has passed. In an event loop, a test has to await it."""
 
     time: timedelta
+    """How far the clock has moved."""
     _rest: Callable[[], Awaitable[timedelta]] | None = None
     place: str = ""
     """The line of the test that has to await it; empty if nothing is left to await."""

@@ -113,7 +113,7 @@ class Evidence:
                 message = store.message_at(physical_offset)
                 if message is not None:
                     return message
-        raise LookupError(f"there is no message at {physical_offset} any more")
+        raise LookupError(f"broker {broker_name} no longer has the message at physical offset {physical_offset}")
 
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""

@@ -87,6 +87,7 @@ class Exploration:
     runs: int = 0
     """Number of runs to find a failure."""
     shrinking_runs: int = 0
+    """Number of runs to simplify the failure."""
     schedules: int = 0
     """Number of different schedules among the runs."""
     reached: Counter[str] = field(default_factory=Counter)
@@ -94,6 +95,7 @@ class Exploration:
     chosen: Counter[str] = field(default_factory=Counter)
     """Number of decisions that were not the usual ones, by kind."""
     found: Found | None = None
+    """The failure; None if no run failed."""
 
     def summary(self) -> str:
         """Return the numbers of runs, of schedules and of decisions by kind."""

@@ -28,9 +28,13 @@ class Event(NamedTuple):
     """
 
     call: str
+    """What was done."""
     path: str
+    """Path of the file or folder."""
     offset: int = 0
+    """Place of the data in the file, or the length of a created file, in bytes."""
     data: bytes = b""
+    """The written bytes, or the new name."""
 
 
 class _RecordingBuffer(mmap.mmap):

@@ -17,11 +17,14 @@ _FIRST_LINES, _LAST_LINES = 50, 150
 
 
 class HistoryLine(NamedTuple):
-    """One line of a history: when (milliseconds since the start of the test), who, and what."""
+    """One line of a history: when, who, and what."""
 
     at_ms: int
+    """Milliseconds since the start of the test."""
     who: str
+    """The process or part that did it."""
     what: str
+    """What it did."""
 
     def __str__(self) -> str:
         return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {printable(self.what)}"
@@ -51,11 +54,13 @@ class DeliveryAttempt:
     message: StoredMessage
     """The delivered record; for a redelivery, the one in the group's retry topic."""
     group: str
+    """The consumer group."""
     process: str
     """The process of the listener."""
     began_ms: int
-    """Milliseconds since the start of the test, like ``ended_ms``, which is None while the listener runs."""
+    """Begin, in milliseconds since the start of the test."""
     ended_ms: int | None
+    """End, in milliseconds since the start of the test; None while the listener runs."""
     outcome: str
     """``returned``, ``later`` or ``rests`` (the listener requested it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
@@ -84,9 +89,11 @@ class History:
     """Events in order. ``str()`` has a line for each, or only for the first and last ones if there are very many."""
 
     begin_ms: int
+    """Start of the test, in milliseconds since 1970."""
     shows_brokers: bool = False
     """Whether queues are shown with their broker, as in ``orders/broker-b/0``."""
     calls: list[Call] = field(default_factory=list)
+    """Calls of listeners, in order of their begin."""
     _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
     _open: dict[int, Call] = field(default_factory=dict)
 

@@ -74,19 +74,19 @@ class Kit:
         runner: KitRunner | None = None,
         check: bool = True,
     ) -> None:
-        """Open the broker.
+        """The broker is open from now on.
 
         With ``over_tcp`` requests of clients cross a TCP connection as frames of 4.x. With ``check`` False the store is
         not verified at the end.
         """
-        self.clock = runner.manual_clock if runner is not None else ManualClock(now_ms)
+        self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(now_ms)
         """The time, which `advance` moves."""
         self.runner = runner or KitRunner(self.clock)
         self.runner.kit = self
         self.files: Files = MemoryFiles() if path is None else DiskFiles()
-        self.path = os.path.join(os.sep, "rmq") if path is None else os.fspath(path)
+        self.path: str = os.path.join(os.sep, "rmq") if path is None else os.fspath(path)
         """The store's folder."""
-        self.faults = Faults(self)
+        self.faults: Faults = Faults(self)
         """Faults on request."""
         self._check = check
         self._history = History(self.clock.now_ms())
@@ -97,7 +97,7 @@ class Kit:
         self._closed = False
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
-        self.observer = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
+        self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
         """What runner, processes and replicas report to."""
         self.network = Network(
             self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came, over_tcp

@@ -76,6 +76,12 @@ class ProcessDied(BaseException):
     It is not an `Exception`, so no handler treats it as an error. ``finally`` blocks still run.
     """
 
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: the process has died in this test: its producers and consumers can't be used any more"
+
 
 Repeated = Literal["request", "answer"]
 """What comes twice."""
@@ -157,7 +163,7 @@ class Process:
         """Its site, with which ids of its clients begin."""
         self.generation = generation
         """1 for the first, one more after each restart."""
-        self.label = name if generation == 1 else f"{name}~{generation}"
+        self.label: str = name if generation == 1 else f"{name}~{generation}"
         """Name and generation, the same in each run."""
         self.dead = False
         """Whether it has died or was shut down."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from librmq.config import wrong_kind
 from librmq.runtime.runner import Work
 from librmq.testing.kit_runner import current_work, group_of
 from librmq.testing.process import Process, ProcessHost
@@ -52,7 +53,10 @@ class ProcessTable:
 
         Raises:
             ProcessStateError: It has ended without a successor.
+            TypeError: It is no process.
         """
+        if not isinstance(process, Process):
+            raise wrong_kind("process", process, "a Process, as rmq.app returns one")
         for one in reversed(self.processes):
             if one.name == process.name and not one.dead:
                 return one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.client.identity import Client
 from librmq.client.producer import Producer
 from librmq.client.transactions import TransactionProducer
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
@@ -278,6 +280,29 @@ def test_a_topic_is_iterated_as_a_group() -> None:
         assert broker.clients() == ()
 
 
+class Waits(ManualClock):
+    """Remembers how long it was asked to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        self.seconds.append(seconds)
+        return super().wait(event, seconds)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds"), [({}, 5), ({"timeout": 0.5}, 0.5), ({"timeout": timedelta(hours=1)}, 3600)]
+)
+def test_an_iteration_ends_after_its_timeout(timeout: dict[str, Any], seconds: float) -> None:
+    clock = Waits()
+    with Broker.temporary(runner=ManualRunner(clock)) as broker:
+        send(broker, "T", b"0")
+        assert [message.body for message in broker.consume("T", group="g", **timeout)] == [b"0"]
+        assert clock.seconds[-1] == seconds
+
+
 def test_a_stopped_group_is_reset(rmq: Kit, broker: Broker) -> None:
     times = []
     for _ in range(4):
@@ -363,6 +388,9 @@ def test_iterating_refuses_at_the_call() -> None:
         broker.consume("T", group="g g")
     with pytest.raises(ConfigError, match="either tags or sql"):
         broker.consume("T", group="g", tags="a", sql="a = 1")
+    for timeout in (-1, math.inf):
+        with pytest.raises(ConfigError, match=r"^timeout: expected seconds or a timedelta from 0 to 31536000, found"):
+            broker.consume("T", group="g", timeout=timeout)
     broker.close()
     with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
         broker.consume("T", group="g")

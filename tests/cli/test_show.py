@@ -245,6 +245,8 @@ def test_names_that_do_not_exist_are_reported(shell: Shell) -> None:
         answer = shell(*words)
         assert answer.status == 2
         assert answer.said.endswith("; did you mean 'OrderTopic'?\n")
+    assert shell("lag", "store", "--group", "Zzz").said.endswith("'Zzz'; librmq groups lists the groups\n")
+    assert shell("lag", "store", "--topic", "Zzz").said.endswith("has no queue; librmq topics lists the topics\n")
     pytest.importorskip("jinja2")
     answer = shell("report", "store", "--topic", "OrderTopic,OrderTopik", "--group", "CG_ordre", "-o", "page.html")
     assert answer.said.splitlines() == [f"note: {note}", "note: there is no group 'CG_ordre'; did you mean 'CG_order'?"]

@@ -245,7 +245,7 @@ def test_parts_of_different_bodies_of_one_id_do_not_mix() -> None:
 def test_incomplete_bodies_are_bounded_for_small_parts() -> None:
     assembler = BodyAssembler(held_limit=10_000)
     taken = 0
-    with pytest.raises(LargeBodyError, match="exceed the limit of 10000"):  # noqa: PT012 (which one is refused is open)
+    with pytest.raises(LargeBodyError, match="exceed held_limit, 10000"):  # noqa: PT012 (which one is refused is open)
         for number in range(1000):
             assembler.add(parts(b"ab", 1, f"id-{number}")[0])
             taken += 1

@@ -16,6 +16,7 @@ from librmq.client import queue_selectors
 from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendResult
 from librmq.clock import ManualClock
+from librmq.cluster import RouteTable
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -334,8 +335,8 @@ def test_a_batch_is_stored_contiguously(broker: Broker) -> None:
         ("", b"x", "empty"),
         ("bad topic!", b"x", "may only contain"),
         ("T" * 128, b"x", "127"),
-        ("SCHEDULE_TOPIC_XXXX", b"x", "only the broker"),
-        ("RMQ_SYS_TRANS_HALF_TOPIC", b"x", "only the broker"),
+        ("SCHEDULE_TOPIC_XXXX", b"x", "is the broker's own"),
+        ("RMQ_SYS_TRANS_HALF_TOPIC", b"x", "is the broker's own"),
         ("T", b"", "no body"),
         ("T", b"x" * ((4 << 20) + 1), "at most"),
     ],
@@ -344,6 +345,21 @@ def test_messages_refused_before_the_send(broker: Broker, topic: str, body: byte
     with pytest.raises(MessageIllegalError, match=why):
         Producer(broker, "shop").send(topic, body)
     assert bodies(broker) == []
+
+
+class NoBrokers(RouteTable):
+    """A route such as one over TCP whose name server knows no broker."""
+
+    def broker_names(self) -> tuple[str, ...]:
+        return ()
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        return ()
+
+
+def test_a_send_without_any_broker_says_so(broker: Broker) -> None:
+    with pytest.raises(NoRouteError, match="topic 'T', requested by producer group 'shop': the route has no broker"):
+        Producer(NoBrokers(broker), "shop").send("T", b"x")
 
 
 def test_topics_that_cannot_be_written(broker: Broker) -> None:

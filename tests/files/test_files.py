@@ -255,7 +255,7 @@ def test_a_flush_includes_changes_made_through_a_mapping(
     calls: list[str] = []
 
     class Mapping(mmap.mmap):
-        def flush(self, *place: int) -> None:
+        def flush(self, *place: int | None) -> None:
             calls.append("mapping")
 
     disk, path = DiskFiles(), tmp_path / "f"

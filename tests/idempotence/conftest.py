@@ -34,7 +34,7 @@ _numbers = itertools.count()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of one server in one process, so that each server starts once."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.nodeid.startswith("tests/idempotence/"):
             name = next((name for name in STARTERS if name in item.name), "memory")
             if name != "memory":
                 item.add_marker("servers")

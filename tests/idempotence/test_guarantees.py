@@ -25,7 +25,7 @@ def table() -> dict[str, dict[str, str]]:
         (CHECKOUT / "docs" / "dedup.md").read_text("utf-8").partition("## What is guaranteed")[2].partition("\n## ")[0]
     )
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    titles, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    titles, _, *rows = [[cell.strip(" *") for cell in line] for line in lines]
     return {row[0]: dict(zip(titles[1:], row[1:], strict=True)) for row in rows}
 
 

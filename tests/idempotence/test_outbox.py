@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -467,6 +468,7 @@ def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path:
 def test_a_database_out_of_reach_is_reported_once_and_retried(
     embedded: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "librmq.outbox")
     path = tmp_path / "later" / "shop.db"
     sender = OutboxSender(lambda: sqlite3.connect(path), embedded.producer, clock=embedded.clock, poll_interval=5)
     for _ in range(3):
@@ -480,4 +482,5 @@ def test_a_database_out_of_reach_is_reported_once_and_retried(
         connection.commit()
     embedded.run(sender)
     assert embedded.producer.bodies == ["x"]
-    assert "the database works again" in caplog.text
+    last = caplog.records[-1]
+    assert (last.levelname, last.getMessage()) == ("INFO", "rmq_outbox: the database works again")

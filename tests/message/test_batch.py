@@ -73,5 +73,7 @@ def test_messages_are_cut_into_batches_by_their_encoded_size() -> None:
         assert size == sum(map(encoded_size, part)) <= 500
         assert following is None or size + encoded_size(following[0]) > 500
     assert list(split_batch([])) == []
-    with pytest.raises(MessageIllegalError, match="does not fit"):
+    with pytest.raises(MessageIllegalError, match=r"does not fit .* send it alone"):
         list(split_batch([Message("T", bytes(500))], 500))
+    with pytest.raises(MessageIllegalError, match="has 501 bytes, at most 500 are taken: send it in parts"):
+        list(split_batch([Message("T", bytes(501))], 500))

@@ -20,9 +20,9 @@ from librmq import columns
 def recipe(name: str, folder: Path) -> Any:
     """Return a function of the page, whose tables are in ``folder``."""
     page = (CHECKOUT / "docs" / "spark.md").read_text("utf-8")
-    (block,) = (one for one in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "def to_delta(" in one)
+    (block,) = (one for one in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def to_delta(" in one)
     delta, iceberg = block.partition("from pyiceberg")[::2]
-    code = delta if name == "to_delta" else f"from pyiceberg{iceberg.partition('stream.')[0]}"
+    code = delta if name == "to_delta" else f"from pyiceberg{iceberg.partition('writer = ')[0]}"
     names: dict[str, Any] = {}
     exec(code.replace('"messages"', f'"{folder}/messages"').replace("/data/", f"{folder}/"), names)
     return names[name]

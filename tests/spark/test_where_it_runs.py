@@ -204,9 +204,13 @@ assert main(["spark", "run", "skew", path]) == 0
 """
 
 
+OF_JAVA_25 = re.compile(r"WARNING: package sun\.security\.action not in java\.base\r?\n")
+"""What it prints about an option that Spark gives it."""
+
+
 def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
     """The session finds the data source and prints nothing, even if a LIMIT ends a task, or in a command."""
-    assert run(tmp_path, QUIET, PATH=os.defpath) == ""
+    assert OF_JAVA_25.sub("", run(tmp_path, QUIET, PATH=os.defpath)) == ""
 
 
 CAUSE = """
@@ -247,7 +251,7 @@ def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
                 shown += more
         os.close(terminal)
     assert program.returncode == 1
-    first, second, *_ = re.sub(r"\r?\[Stage [^\r]*\r|\r +\r", "", shown.decode()).splitlines()
+    first, second, *_ = OF_JAVA_25.sub("", re.sub(r"\r?\[Stage [^\r]*\r|\r +\r", "", shown.decode())).splitlines()
     assert first == "librmq: unknown option 'topics' for format rocketmq: did you mean topic?"
     assert second.startswith("Traceback")
 

@@ -421,8 +421,8 @@ def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "text"),
     [
-        ("topic", ["A", "RMQ_SYS_TRANS_HALF_TOPIC"], "RMQ_SYS_TRANS_HALF_TOPIC' belongs to the broker"),
-        ("topic", ["SCHEDULE_TOPIC_XXXX", "A"], "belongs to the broker"),
+        ("topic", ["A", "RMQ_SYS_TRANS_HALF_TOPIC"], "RMQ_SYS_TRANS_HALF_TOPIC' is the broker's own"),
+        ("topic", ["SCHEDULE_TOPIC_XXXX", "A"], "is the broker's own"),
         ("body", [b"x", None], "row 6: body: expected bytes or text, found null"),
     ],
 )

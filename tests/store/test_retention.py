@@ -388,7 +388,10 @@ def test_the_refusal_says_why() -> None:
     kept.run(MIDNIGHT)
     error = kept.retention.refusal()
     assert isinstance(error, DiskFullError)
-    assert str(error) == "/store: message refused: the disk is 93.4% full, more than 90%"
+    assert (
+        str(error)
+        == "/store: message refused: the disk is 93.4% full, more than 90%: free space, or raise disk_refuse_ratio"
+    )
 
 
 def test_the_ratios_are_settings() -> None:

@@ -194,7 +194,7 @@ def test_a_large_batch_just_fits(files: MemoryFiles) -> None:
     with opened(files) as store:
         messages = [Message("T", bytes(978)) for _ in range(3)]  # each takes 22 more bytes as a client encodes it
         assert [result.queue_offset for result in store.append_batch(messages)] == [0, 1, 2]
-        with pytest.raises(MessageIllegalError, match="3001"):
+        with pytest.raises(MessageIllegalError, match="3,001"):
             store.append_batch([*messages[:2], Message("T", bytes(979))])
         assert [result.queue_offset for result in store.append_batch(messages)] == [3, 4, 5]
 

@@ -46,7 +46,7 @@ def test_a_queue_is_searched_by_a_time_with_a_zone(store: MessageStore) -> None:
 
 
 def test_an_id_that_is_not_a_string_is_refused(store: MessageStore) -> None:
-    with pytest.raises(TypeError, match="expected an offset id or a unique key as a str, found 3: use message_at"):
+    with pytest.raises(TypeError, match="expected an offset id or a unique id as a str, found 3: use message_at"):
         store.find_by_id(3)  # type: ignore[arg-type]
 
 

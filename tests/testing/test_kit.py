@@ -35,6 +35,7 @@ from librmq.testing import (
     Kit,
     NotAwaitedError,
     Process,
+    ProcessDied,
     ProcessStateError,
     UndeliveredWarning,
     UnknownGroupError,
@@ -396,6 +397,10 @@ def test_operations_that_a_process_refuses(rmq: Kit) -> None:
     rmq.crash(shop)  # kills the process that was started in its place
     rmq.crash(shop, restart=False)
     assert [process.label for process in rmq.processes] == ["test", "shop", "shop~2", "shop~3"]
+    with pytest.raises(TypeError, match=r"process: expected a Process, as rmq\.app returns one"):
+        rmq.crash(rmq.producer())  # type: ignore[arg-type]
+    with pytest.raises(ProcessDied, match="shop~3: the process has died in this test"):
+        rmq.processes[-1].producer("shop").send("orders", b"x")
     with pytest.raises(ProcessStateError, match="shop has ended and was not restarted"):
         rmq.lose(shop)
 

@@ -31,7 +31,7 @@ from librmq.cli.input import parse_object
 from librmq.cli.load import fields
 from librmq.cli.load.fields import Row
 from librmq.clock import ManualClock, SystemClock
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, suggest
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files.disk import DiskFiles
@@ -39,6 +39,7 @@ from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.message import Message
+from librmq.message.refusals import delayed_batch
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import TimerConfig, TimerRefusedError, Timers
@@ -180,7 +181,7 @@ class _Operations:
             name = fields.text(row, "op")
             apply = self._apply.get(name)
             if apply is None:
-                raise InputError(f"unknown operation {name!r:.80}")
+                raise InputError(f"unknown operation {name!r:.80}; {suggest(name, self._apply)}")
             if row.get("at_ms") is not None:
                 self._move_to(fields.whole(row, "at_ms", 0, _LAST_MS))
             return {"op": name, **apply(row)}
@@ -274,7 +275,7 @@ class _Operations:
             messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
             fields.check_separators(added)
             if parse_level(added.get(record.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
-                raise MessageIllegalError("a batch cannot be delayed")
+                raise delayed_batch(topic)
             encoded = encode_batch(
                 BatchItem(message.body, message.flag, record.encode_properties(message.properties))
                 for message in messages

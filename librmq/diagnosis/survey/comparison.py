@@ -14,8 +14,11 @@ class Comparison(NamedTuple):
     """The changes between two reports."""
 
     earlier: Report
+    """The report to compare with."""
     added: tuple[ReportedFinding, ...]
+    """Findings that the earlier report lacks."""
     removed: tuple[ReportedFinding, ...]
+    """Findings that only the earlier report has."""
     changed: tuple[tuple[ReportedFinding, ReportedFinding], ...]
     """The earlier and the current finding of one kind about one subject."""
     lags: tuple[GroupLagChange, ...]

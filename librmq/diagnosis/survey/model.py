@@ -273,6 +273,7 @@ class Report(ReportRows):
     """What a report says about one or several stores."""
 
     title: str
+    """Title of the page."""
     only: Mapping[str, str]
     """The settings that select the part to report about, such as ``topic``."""
     window_s: float
@@ -280,8 +281,11 @@ class Report(ReportRows):
     begin_ms: int | None
     """Begin of the first interval of `StoredTopic.stored`. None without messages."""
     interval_ms: int
+    """Length of an interval, in milliseconds."""
     stores: tuple[StoreSummary, ...]
+    """A summary of each store."""
     version: int = field(default=VERSION)
+    """Version of the report's format."""
 
     def to_json(self) -> str:
         """Return the report as JSON, for `from_json`."""

@@ -52,7 +52,7 @@ def dead_letters(messages: DataFrame) -> DataFrame:
 def replayable(messages: DataFrame) -> DataFrame:
     """Return dead letters for their own topics, without properties that the broker added.
 
-    ``messages`` has topic, body, properties. Body, keys, tag, unique key and the sender's properties are kept, so a
+    ``messages`` has topic, body, properties. Body, keys, tag, unique id and the sender's properties are kept, so a
     consumer with a guard recognises duplicates. The result has ``topic, body, properties``.
     """
     kept = F.map_filter("properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED)))

@@ -34,7 +34,7 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
     """Return messages that repeat the key of one at most ``window_seconds`` earlier, in the topic on any broker.
 
     Columns: those of ``messages``, key, before (when the earlier one was stored), secondsAfter, resend (true if both
-        have the same unique key, so that a client or a broker, not the application, sent it again).
+        have the same unique id, so that a client or a broker, not the application, sent it again).
     """
     order = Window.partitionBy("topic", "key").orderBy("storeTimestamp", "store", "physicalOffset")
     found = keyed(messages, key).withColumns(

@@ -62,7 +62,9 @@ def source_options(settings: Settings) -> dict[str, str]:
     """
     times = {name: parse_time(name, settings[name]) for name in TIMES if name in settings}
     if len(times) == len(TIMES) and times["since"] > times["until"]:
-        raise ConfigError(f"setting since: expected a time before until, found {settings['since']!r}")
+        raise ConfigError(
+            f"setting since: expected a time before until, found {settings['since']!r} and {settings['until']!r}"
+        )
     return {option: str(times.get(name, settings[name])) for name, option in _OPTIONS.items() if name in settings}
 
 

@@ -17,7 +17,7 @@ __all__ = ["Derivation", "Derived"]
 
 Derived = tuple[int, int, int, bytes, int, int, int | None, int, bytes, bytes | None, bytes | None]
 """Physical offset and size of a record, the physical offset that it names, its topic, queue id and queue offset, the
-tags code of its queue entry (None if it gets none), its store time in ms, its properties, and its unique key and keys
+tags code of its queue entry (None if it gets none), its store time in ms, its properties, and its unique id and keys
 (None if they are not indexed)."""
 
 _unpack_fields = record_format.header_struct(

@@ -68,7 +68,7 @@ def parse_level(text: str | None) -> int:
 
 
 def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Sequence[int]:
-    """Return the index hashes of a record, its unique key first; ``prefix_hash`` is that of ``topic#``."""
+    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is that of ``topic#``."""
     hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
     if keys:
         hashes += [_index_hash(hash_append(prefix_hash, key)) for key in record_format.split_keys(keys)]
@@ -109,7 +109,7 @@ class Lane(LaneState):
 
 
 Pending = tuple[int, int, int, str | None, str | None]
-"""The keys of a record that are not in the index yet: physical offset, store time, prefix hash, unique key, keys."""
+"""The keys of a record that are not in the index yet: physical offset, store time, prefix hash, unique id, keys."""
 
 RawPending = tuple[int, int, int, bytes | None, bytes | None]
 """The same, with texts in a record's form."""

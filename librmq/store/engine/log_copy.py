@@ -66,8 +66,8 @@ class LogCopier:
         block.
 
         Raises:
-            CorruptionError: the bytes are not records; nothing is appended.
-            StoreIOError: there is no space. If the log already has the records, a later call dispatches them.
+            CorruptionError: The bytes are not records; nothing is appended.
+            StoreIOError: There is no space. If the log already has the records, a later call dispatches them.
         """
         parts = self._parts
         log, dispatcher = parts.log, parts.dispatcher

@@ -112,7 +112,7 @@ def message_filter(
             predicate = WatchedPredicate(predicate, clock=clock, budget=0.01)
         return ByPredicate(predicate)
     if (sql is not None or registration is not None) and not sql_allowed:
-        raise ConfigError("SQL filters are switched off: set enable_property_filter")
+        raise ConfigError("SQL filters are switched off: open the store with StoreConfig(enable_property_filter=True)")
     if sql is not None:
         return BySql(sql if isinstance(sql, SqlFilter) else SqlFilter(sql))
     if registration is None:
@@ -123,5 +123,7 @@ def message_filter(
         raise wrong_kind("registration", registration, "(topic, group)") from None
     found = None if filters is None else filters.get(topic, group)
     if found is None:
-        raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
+        raise ConfigError(
+            f"group {group!r} has no filter on topic {topic!r}: register it first, in the store's filters"
+        )
     return BySql(found, filters)

@@ -13,9 +13,10 @@ from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
-from librmq.message.batch import BATCH_FIXED_SIZE
+from librmq.message.batch import BATCH_FIXED_SIZE, check_batch_size
 from librmq.message.checksum import crc32
 from librmq.message.message import Message, StoredMessage
+from librmq.message.refusals import body_too_large, delayed_batch
 from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
@@ -96,10 +97,13 @@ class AppendResult(NamedTuple):
     """Where an appended message is stored."""
 
     physical_offset: int
+    """Place of the record in the log."""
     size: int
     """Size of the record in bytes."""
     queue_offset: int
+    """Number of the message in its queue."""
     store_timestamp_ms: int
+    """Time of the append, in milliseconds since 1970."""
     store_host: bytes
     """Address and port, as in the record."""
 
@@ -272,7 +276,7 @@ def prepare_batch(
     batch as a client encodes it, may have.
     """
     if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
-        raise MessageIllegalError("a batch can't be delayed")
+        raise delayed_batch(messages[0].topic)
     found = [message.properties for message in messages]
     raws = list(map(record_format.encode_properties, found))
     bodies = [message.body for message in messages]
@@ -284,10 +288,7 @@ def prepare_batch(
         found = list(map(record_format.decode_properties, raws))
         raw_sizes = list(map(len, raws))
     check_sizes(max(body_sizes), max(raw_sizes), max_size)
-    if encoded_size > max_size:
-        raise MessageIllegalError(
-            f"the batch has {encoded_size} bytes as a client encodes it, at most {max_size} are taken: split it"
-        )
+    check_batch_size(encoded_size, max_size)
     tags = [each.get("TAGS") for each in found]
     code_of = {each: record_format.tags_code(each) for each in set(tags)}  # few in most batches
     return PreparedBatch(
@@ -307,10 +308,11 @@ def prepare_batch(
 def check_sizes(body_size: int, properties_size: int, max_size: int) -> None:
     """Refuse a body of more than ``max_size`` bytes, and properties that no record can hold."""
     if body_size > max_size:
-        raise MessageIllegalError(f"the body has {body_size} bytes, at most {max_size} are taken")
+        raise body_too_large(body_size, max_size)
     if properties_size > _MAX_PROPERTIES_SIZE:
         raise MessageIllegalError(
-            f"the properties have {properties_size} bytes, at most {_MAX_PROPERTIES_SIZE} are taken"
+            f"the properties have {properties_size:,} bytes, at most {_MAX_PROPERTIES_SIZE:,} are taken: "
+            "put large values into the body"
         )
 
 

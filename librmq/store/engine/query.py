@@ -72,7 +72,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         try:
             message = parts.log.message(physical_offset)
         except CorruptionError:
-            message = None  # 32 digits can also be a unique key
+            message = None  # 32 digits can also be a unique id
         if message is not None and message.offset_id == message_id.upper():
             return [message]
     found = {

@@ -59,13 +59,18 @@ class GetStatus(enum.Enum):
 
 @dataclass(slots=True)
 class ReadResult:
-    """Result of a read; ``next_offset`` is the offset of the next read, whatever the status."""
+    """Result of a read."""
 
     status: GetStatus
+    """Whether messages were found, and if not, why."""
     messages: list[StoredMessage]
+    """Messages in the order of the queue."""
     next_offset: int
+    """Queue offset of the next read, whatever the status."""
     min_offset: int
+    """The queue's first offset."""
     max_offset: int
+    """The offset of the queue's next message."""
     total_size: int = 0
     """Bytes of the returned records."""
 

@@ -73,7 +73,7 @@ class IndexFile:
         files: Files,
         on_map: Callable[[IndexFile], None] | None = None,
     ) -> None:
-        """Take a mapped file; call `create` or `open` instead. ``on_map`` is called with every mapping."""
+        """Call `create` or `open` instead. ``on_map`` is called with every mapping of the file."""
         if slots is None or entries is None:
             found = geometry(file.size)
             if found is None:

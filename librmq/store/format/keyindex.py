@@ -64,7 +64,7 @@ class KeyIndex:
         now_ms: Callable[[], int],
         writable: bool,
     ) -> None:
-        """Use `open`."""
+        """Call `open` instead, which finds the files."""
         self.folder = folder
         self.max_slots = slots
         self.max_entries = entries

@@ -41,7 +41,7 @@ def read_mark(path: str, files: Files) -> ReplicaMark | None:
     """Return the master that the store in ``path`` copies; None if it is an independent store.
 
     Raises:
-        CorruptionError: the mark is unreadable, or a later version of librmq wrote it.
+        CorruptionError: The mark is unreadable, or a later version of librmq wrote it.
     """
     place = os.path.join(path, FILE)
     if not files.size(place):

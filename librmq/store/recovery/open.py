@@ -126,8 +126,7 @@ def load(  # noqa: C901 (a step for each part of a store)
 
     Raises:
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
-        thorough. The
-            store is not changed.
+            thorough. The store is not changed.
     """
     clean = not has_abort(files, path)
     writable, thorough = mode is not None, mode is not None and mode.is_thorough

@@ -137,7 +137,7 @@ class Planner:
 
         Raises:
             CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
-            thorough.
+                thorough.
         """
         log = self._parts.log
         end, unvouched = log.found_end, log.end

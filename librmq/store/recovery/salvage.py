@@ -52,9 +52,13 @@ class Gap(NamedTuple):
     """Bytes of the log, or of a kept cut, that do not form a sound record."""
 
     physical_offset: int
+    """Place of the first byte."""
     size: int
+    """Bytes."""
     file: str
+    """The file of the gap, or the folder of the log for bytes in no file."""
     what: str
+    """What is wrong with the bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError, NotAStoreError
+from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
@@ -47,10 +47,12 @@ UNKNOWABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``damage`` makes a store unsound; ``notes`` are for people."""
+    """What a verification has found."""
 
     damage: tuple[Damage, ...]
+    """Defects; any of them makes the store unsound."""
     notes: tuple[str, ...]
+    """Remarks for people."""
 
     @property
     def sound(self) -> bool:
@@ -70,7 +72,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
     path, files = os.fspath(path), files or DiskFiles()
     kind = directory.recognise(path, files)
     if not kind.has_log:
-        raise NotAStoreError(f"{path}: expected a store, found no folder {directory.COMMITLOG}")
+        raise directory.no_store(path)
     holder = files.lock_holder(directory.lock_path(path))
     return verify_parts(path, config or directory.infer_config(path, files), files, holder)
 

@@ -190,7 +190,8 @@ class Retention:
                 f"the store by Broker.open, or raise max_total_size"
             )
         return DiskFullError(
-            f"{self._path}: message refused: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}"
+            f"{self._path}: message refused: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}: "
+            "free space, or raise disk_refuse_ratio"
         )
 
     def full_error(self) -> StoreFullError | None:

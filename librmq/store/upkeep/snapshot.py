@@ -69,18 +69,26 @@ class Snapshot(NamedTuple):
     """Content of a snapshot: the log from ``begin`` to ``end``, in copied files and in links to files of the store."""
 
     path: str
+    """The folder of the snapshot."""
     begin: int
+    """The physical offset of its first byte."""
     end: int
+    """The physical offset behind its last byte."""
     copied_files: int
+    """Number of log files."""
     linked_files: int
+    """Number of log files that the store and the snapshot share."""
 
 
 class Rescued(NamedTuple):
     """A new store with the sound records of a damaged one."""
 
     path: str
+    """The folder of the new store."""
     records: int
+    """Number of copied records."""
     gaps: int
+    """Number of gaps in the damaged log."""
 
 
 def snapshot(
@@ -293,7 +301,7 @@ def _growing(target: str, files: Files) -> Iterator[str]:
     """Make a folder that gets the name ``target`` on success, and is removed after an error."""
     target = target.rstrip(os.sep) or target
     if files.list(target) if files.is_folder(target) else files.size(target) is not None:
-        raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "it is not empty"))
+        raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "it is not empty: name a new folder"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
     make_folders(files, parent)
     files.make_folder(part)

@@ -11,7 +11,9 @@ from typing import Final, NamedTuple
 __all__ = ["DrillReport", "Minute", "TimelineRow"]
 
 _COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
-_WIDTH, _LEFT, _TOP, _LANE = 900, 60, 70, 110
+_WIDTH, _LEFT, _EDGE, _TOP, _LANE = 400, 44, 8, 76, 110  # little wider than a phone
+_SITES_IN_ROW: Final = 4
+_HALO: Final = 'stroke="white" stroke-width="4" paint-order="stroke"'
 
 
 class TimelineRow(NamedTuple):
@@ -85,8 +87,8 @@ class DrillReport:
     def table(reports: Sequence[DrillReport]) -> str:
         """Return a Markdown table that compares drills."""
         rows = [
-            "| deployment | sends refused | waited at most | longest wait | duplicates | sends to another site | "
-            "deliveries from another site | lost |",
+            "| deployment | sends refused | most messages waiting | longest wait | duplicates | "
+            "sends to another site | deliveries from another site | lost |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for one in reports:
@@ -103,29 +105,35 @@ class DrillReport:
     def svg(self) -> str:
         """Return a picture: what each site's consumers got from where, then lag and refused sends, with the events."""
         lanes = [*self.sites, "lag", "refused"]
-        bottom = _TOP + _LANE * len(lanes) + 30
-        height = bottom + 14 * -(-len(self.events) // 2) + 10
+        top = self._top()
+        bottom = top + _LANE * len(lanes) + 30
+        height = bottom + 17 * len(self.events) + 10
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-            f'font-size="11">',
+            f'width="{_WIDTH}" height="{height}" font-size="12">',
             f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-            f'<text x="{_LEFT}" y="18" font-size="15">{escape(self.name)}: messages per minute</text>',
+            f'<text x="{_EDGE}" y="18" font-size="15">{escape(self.name)}: messages per minute</text>',
         ]
         parts += self._legend()
-        for number, lane in enumerate(lanes):
-            parts += self._lane(lane, _TOP + _LANE * number)
         parts += self._marks(bottom)
+        for number, lane in enumerate(lanes):
+            parts += self._lane(lane, top + _LANE * number)
         return "\n".join([*parts, "</svg>"]) + "\n"
 
+    def _top(self) -> int:
+        """Return the place below the legend, which can have several rows, and the numbers of the events."""
+        return _TOP + 16 * ((len(self.sites) - 1) // _SITES_IN_ROW)
+
     def _x(self, minute: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - 20) * minute / max(1, len(self.minutes))
+        return _LEFT + (_WIDTH - _LEFT - _EDGE) * minute / max(1, len(self.minutes))
 
     def _legend(self) -> list[str]:
         parts = []
         for number, site in enumerate(self.sites):
-            x = _LEFT + 110 * number
-            parts.append(f'<rect x="{x}" y="26" width="10" height="10" fill="{_COLOURS[number % len(_COLOURS)]}"/>')
-            parts.append(f'<text x="{x + 14}" y="35">from {escape(site)}</text>')
+            row, column = divmod(number, _SITES_IN_ROW)
+            x, y = _EDGE + 96 * column, 28 + 16 * row
+            parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{_COLOURS[number % len(_COLOURS)]}"/>')
+            parts.append(f'<text x="{x + 14}" y="{y + 10}">from {escape(site)}</text>')
         return parts
 
     def _lane(self, lane: str, top: int) -> list[str]:
@@ -141,10 +149,10 @@ class DrillReport:
             stacks = [[minute.refused] for minute in self.minutes]
         most = max((sum(stack) for stack in stacks), default=0)
         high, base = _LANE - 40, top + _LANE - 14
-        width = (_WIDTH - _LEFT - 20) / max(1, len(stacks))
+        width = (_WIDTH - _LEFT - _EDGE) / max(1, len(stacks))
         parts = [
-            f'<text x="{_LEFT}" y="{top + 14}">{escape(title)}</text>',
-            f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - 20}" y2="{base}" stroke="#888"/>',
+            f'<text x="{_LEFT}" y="{top + 14}" {_HALO}>{escape(title)}</text>',
+            f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _EDGE}" y2="{base}" stroke="#888"/>',
             f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>',
         ]
         if most:
@@ -163,18 +171,16 @@ class DrillReport:
 
     def _marks(self, bottom: int) -> list[str]:
         """Return the numbered lines of the events, the list of events, and the axis."""
-        parts = []
+        parts, numbers = [], []
         for number, row in enumerate(self.events):
-            x, y = self._x(row.minute), 48 + 11 * (number % 2)
+            x, y = self._x(row.minute), self._top() - 22 + 11 * (number % 2)
             parts.append(f'<path d="M{x:.1f} {y + 2}V{bottom - 28}" stroke="#333" stroke-dasharray="2 3"/>')
-            parts.append(f'<text x="{x:.1f}" y="{y}" font-size="9" text-anchor="middle">{number + 1}</text>')
-            column, line = divmod(number, -(-len(self.events) // 2))
+            numbers.append(f'<text x="{x:.1f}" y="{y}" font-size="11" text-anchor="middle" {_HALO}>{number + 1}</text>')
             told = f"{number + 1}  minute {row.minute:g}, {row.what}"
-            at = _LEFT + column * (_WIDTH - _LEFT) // 2
-            parts.append(f'<text x="{at}" y="{bottom + 14 + 14 * line}">{escape(told)}</text>')
+            parts.append(f'<text x="{_EDGE}" y="{bottom + 14 + 17 * number}">{escape(told)}</text>')
         for minute in range(0, len(self.minutes) + 1, max(1, len(self.minutes) // 6)):
             parts.append(f'<text x="{self._x(minute):.1f}" y="{bottom - 12}" text-anchor="middle">{minute}</text>')
-        return parts
+        return parts + numbers  # after all lines, whose neighbours would strike them through
 
 
 def _part(count: int, of: int) -> str:

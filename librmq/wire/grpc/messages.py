@@ -138,7 +138,7 @@ def check_topic(name: str) -> str:
     except MessageIllegalError as error:
         raise Refusal(Code.ILLEGAL_TOPIC, str(error)) from error
     if is_system_topic(name) or name in NOT_FOR_SENDING:
-        raise Refusal(Code.ILLEGAL_TOPIC, f"topic {name!r} is the broker's own")
+        raise Refusal(Code.ILLEGAL_TOPIC, f"topic {name!r} is the broker's own: choose another name")
     return name
 
 
@@ -149,7 +149,7 @@ def check_group(name: str) -> str:
     except MessageIllegalError as error:
         raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, str(error)) from error
     if name.startswith(_SYSTEM_GROUP):
-        raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, f"group {name!r} is the broker's own")
+        raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, f"group {name!r} is the broker's own: choose another name")
     return name
 
 

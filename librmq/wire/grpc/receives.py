@@ -80,7 +80,11 @@ class Receives:
         except RmqError as error:
             refuse(status.status, error)
         except Exception as error:
-            _log.exception("a receive failed")
+            _log.exception(
+                "group %(group)s: a receive from topic %(topic)s failed",
+                group=request.group.name,
+                topic=request.message_queue.topic.name,
+            )
             refuse(status.status, error)
         sent = 0
         try:

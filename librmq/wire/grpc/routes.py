@@ -57,7 +57,9 @@ class Routes:
         if found:
             return found[0]
         if not self._auto_create:
-            raise Refusal(Code.TOPIC_NOT_FOUND, f"topic {topic!r} does not exist, and is not made by asking for it")
+            raise Refusal(
+                Code.TOPIC_NOT_FOUND, f"topic {topic!r} does not exist: create it first, because auto_create is off"
+            )
         queues = self._broker.config.default_topic_queues
         self._broker.call(CreateTopic(topic, queues, queues, unless_exists=True))
         return self._broker.topic_route(topic)[0]

@@ -139,7 +139,7 @@ class RemoteBroker:
         """Ask for something that consumers wait for under their lock: not again for a while, if it takes too long."""
         now_ms = self._runner.now_ms()
         if now_ms < self._silent_until_ms <= now_ms + _REST_MS:
-            raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago")
+            raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago: try again later")
         try:
             return transport.ask(frame, self._timeout_s)
         except BrokerUnreachableError:

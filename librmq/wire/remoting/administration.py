@@ -182,7 +182,7 @@ class AdminRequests:
         """Return a topic's queues.
 
         Raises:
-            BrokerError: there is no such topic.
+            BrokerError: There is no such topic.
         """
         found = self._broker.topic_route(topic)
         if not found:

@@ -61,7 +61,7 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
     """Return the object in a body.
 
     Raises:
-        MalformedError: there is no object; the error names ``what``.
+        MalformedError: There is no object; the error names ``what``.
     """
     try:
         found = java_json.loads(body)
@@ -89,7 +89,7 @@ def queues_of(rows: object) -> frozenset[MessageQueue]:
     """Return the queues in a list.
 
     Raises:
-        MalformedError: this is not a list of queues.
+        MalformedError: This is not a list of queues.
     """
     if not isinstance(rows, list):
         raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
@@ -111,7 +111,7 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     """Return the client id, the producer groups and the consumers that a heartbeat names.
 
     Raises:
-        MalformedError: this is not a heartbeat.
+        MalformedError: This is not a heartbeat.
     """
     found = read_body(body, "a heartbeat")
     client_id = found.get("clientID")
@@ -168,7 +168,7 @@ def subscription_of(row: object) -> Subscription:
     """Return the subscription in an object.
 
     Raises:
-        MalformedError: this is not a subscription.
+        MalformedError: This is not a subscription.
     """
     if not isinstance(row, dict) or not isinstance(row.get("topic"), str):
         raise MalformedError(f"expected a subscription with a topic, found {row!r:.80}")

@@ -99,7 +99,7 @@ class Channel:
         """Send a request and wait for its answer.
 
         Raises:
-            BrokerUnreachableError: no answer came in time, or the connection has ended.
+            BrokerUnreachableError: No answer came in time, or the connection has ended.
         """
         waiting: Future[Frame] = Future()
         with self._lock:

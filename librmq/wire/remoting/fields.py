@@ -92,7 +92,7 @@ def from_fields(header: type[H], found: Mapping[str, str], *, by_letters: bool =
     """Return the header that fields describe; unknown fields are ignored.
 
     Raises:
-        MalformedError: a required field is missing, or a field has the wrong type.
+        MalformedError: A required field is missing, or a field has the wrong type.
     """
     form = _forms.get((header, by_letters)) or _form_of(header, by_letters)
     try:

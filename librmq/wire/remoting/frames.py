@@ -94,7 +94,7 @@ def encode(frame: Frame) -> bytes:
     """Return the bytes of a frame, beginning with its length.
 
     Raises:
-        MalformedError: it is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
+        MalformedError: It is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
     if frame.is_binary:
         return _framed(_binary_header(frame), (frame.body,), 1)
@@ -109,7 +109,7 @@ def encode_answer(request: Frame, code: int, remark: str | None, fields: str, bo
     ``body`` has the body in parts.
 
     Raises:
-        MalformedError: it is longer than `MAX_FRAME`.
+        MalformedError: It is longer than `MAX_FRAME`.
     """
     return _framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
 
@@ -143,7 +143,7 @@ class FrameReader:
         """Yield the frames that ``received`` completes.
 
         Raises:
-            MalformedError: these bytes are not frames; the connection must be closed.
+            MalformedError: These bytes are not frames; the connection must be closed.
         """
         if self._held:
             self._held += received
