@@ -18,12 +18,15 @@ STYLE = """
 """
 
 
+WIDTH = 380
+"""Of every picture: little more than a phone has."""
+
+
 @dataclass
 class Picture:
-    """A picture of a width and height, to which boxes, arrows and notes are added."""
+    """A picture of a height, to which boxes, arrows and notes are added."""
 
     title: str
-    width: int
     height: int
     parts: list[str] = field(default_factory=list)
 
@@ -40,20 +43,21 @@ class Picture:
         self.parts.append(f'<path d="M{" L".join(f"{x} {y}" for x, y in points)}"/>')
 
     def note(self, x: int, y: int, text: str, anchor: str = "start") -> None:
-        """Add a line of small text that begins, ends or lies in the middle at a place."""
-        self._text(x, y, text, anchor, "note")
+        """Add lines of small text; the first begins, ends or lies in the middle at a place."""
+        for number, line in enumerate(text.split("\n")):
+            self._text(x, y + 16 * number, line, anchor, "note")
 
     def svg(self) -> str:
         """Return the picture as SVG."""
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-                f'width="{self.width}" height="{self.height}" role="img">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
+                f'width="{WIDTH}" height="{self.height}" role="img">',
                 f"<title>{html.escape(self.title)}</title>",
                 f"<style>{STYLE}</style>",
                 '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
                 'orient="auto"><path class="tip" style="marker-end:none" d="M0 0 L8 4 L0 8 z"/></marker></defs>',
-                f'<rect class="paper" width="{self.width}" height="{self.height}"/>',
+                f'<rect class="paper" width="{WIDTH}" height="{self.height}"/>',
                 *self.parts,
                 "</svg>\n",
             ]
@@ -65,134 +69,123 @@ class Picture:
 
 def log() -> Picture:
     """The log, its queues and its index."""
-    made = Picture("The log holds every message; queues and index point into it", 720, 270)
-    made.note(10, 20, "commit log: every message of every topic, one record after the other")
-    records = ("orders/0", "orders/1", "mails/0", "orders/0", "orders/1", "orders/0")
+    made = Picture("The log holds every message; queues and index point into it", 304)
+    made.note(8, 18, "commit log: every message, one record after another")
+    records = ("orders\n0", "orders\n1", "mails\n0", "orders\n0", "orders\n1", "orders\n0")
     for number, name in enumerate(records):
-        made.box(10 + 116 * number, 30, 110, name, "log")
-    made.note(562, 155, "consume queues: an")
-    made.note(562, 171, "entry of 20 bytes each")
-    for row, (name, places) in enumerate((("orders/0", (0, 3, 5)), ("orders/1", (1, 4)), ("mails/0", (2,)))):
-        x = 10 + 240 * row
-        made.note(x, 192, f"{name}: queue offset{f's 0 to {len(places) - 1}' if len(places) > 1 else ' 0'}")
+        made.box(8 + 61 * number, 28, 57, name, "log", 44)
+    for x, name, places in ((8, "orders/0", (0, 3, 5)), (148, "orders/1", (1, 4)), (250, "mails/0", (2,))):
         for entry, place in enumerate(places):
-            made.box(x + 62 * entry, 140, 56, str(entry))
-            made.arrow((x + 28 + 62 * entry, 140), (65 + 116 * place, 66))
-    made.note(10, 222, "key index: hash tables from keys and unique ids to places in the log")
-    made.box(10, 230, 220, "orders#o-17  →  1, 4", height=30)
-    made.note(245, 250, "Queues and index can always be rebuilt from the log.")
+            made.box(x + 38 * entry, 150, 34, str(entry))
+            made.arrow((x + 17 + 38 * entry, 150), (36 + 61 * place, 74))
+        made.note(x, 202, name)
+    made.note(8, 224, "consume queues: an entry of 20 bytes per queue offset")
+    made.note(8, 254, "key index: hash tables from keys to places in the log")
+    made.box(8, 262, 180, "orders#o-17  →  1, 4", height=30)
+    made.note(200, 274, "Queues and index can\nalways be rebuilt.")
     return made
 
 
 def way() -> Picture:
     """The way of a message from a producer to a listener."""
-    made = Picture("The way of a message", 720, 250)
-    made.box(10, 20, 130, "Producer\nchooses a queue", height=44)
-    made.box(200, 20, 130, "Broker\nchecks, appends", "log", 44)
-    made.box(390, 20, 130, "log, queue entry\nand keys", "log", 44)
-    made.arrow((140, 42), (200, 42))
-    made.arrow((330, 42), (390, 42))
-    made.arrow((265, 64), (265, 90), (75, 90), (75, 66))
-    made.note(85, 104, "SEND_OK: it survives the process, or the machine (sync)")
-    made.box(380, 130, 150, "Broker\nanswers a held pull", height=44)
-    made.box(200, 130, 130, "Consumer\nfilters, holds", height=44)
-    made.box(10, 130, 130, "your listener", "good", 44)
-    made.arrow((455, 64), (455, 130))
-    made.arrow((380, 152), (330, 152))
-    made.arrow((200, 152), (140, 152))
-    made.arrow((75, 174), (75, 210), (455, 210), (455, 176))
-    made.note(85, 228, "returned: the group's progress moves on.  raised: the message is sent back, see below")
-    made.note(540, 150, "tags by hash, SQL by")
-    made.note(540, 166, "properties: only what")
-    made.note(540, 182, "matches is sent on")
+    made = Picture("The way of a message", 366)
+    made.box(8, 20, 150, "Producer\nchooses a queue", height=44)
+    made.box(222, 20, 150, "Broker\nchecks, appends", "log", 44)
+    made.arrow((158, 34), (222, 34))
+    made.arrow((222, 52), (158, 52))
+    made.note(8, 84, "SEND_OK: it survives\nthe process, or the\nmachine (sync)")
+    made.box(222, 100, 150, "log, queue entry\nand keys", "log", 44)
+    made.arrow((297, 64), (297, 100))
+    made.box(222, 180, 150, "Broker\nanswers a held pull", height=44)
+    made.arrow((297, 144), (297, 180))
+    made.note(190, 246, "tags by hash, SQL by\nproperties: only what\nmatches is sent on")
+    made.box(8, 180, 150, "Consumer\nfilters, holds", height=44)
+    made.arrow((222, 202), (158, 202))
+    made.box(8, 268, 150, "your listener", "good", 44)
+    made.arrow((83, 224), (83, 268))
+    made.arrow((158, 298), (360, 298), (360, 226))
+    made.note(8, 336, "returned: the group's progress moves on\nraised: the message is sent back, see below")
     return made
 
 
 def retry() -> Picture:
     """Retries, delays and dead letters."""
-    made = Picture("Retries, delays and dead letters", 720, 230)
-    made.box(10, 20, 130, "your listener\nraises", "bad", 44)
-    made.box(210, 20, 200, "SCHEDULE_TOPIC_XXXX\nqueue of the delay level", "wait", 44)
-    made.box(490, 20, 200, "%RETRY%group\nonly this group reads it", "", 44)
-    made.arrow((140, 42), (210, 42))
-    made.note(146, 34, "sent back")
-    made.arrow((410, 42), (490, 42))
-    made.note(418, 34, "when due")
-    made.arrow((590, 64), (590, 110), (75, 110), (75, 66))
-    made.note(85, 126, "delivered again: after 10 s, 30 s, 1 min … 2 h, sixteen times")
-    made.box(210, 160, 200, "%DLQ%group\ndead letters", "bad", 44)
-    made.arrow((40, 64), (40, 182), (210, 182))
-    made.note(50, 174, "after the last attempt")
-    made.note(420, 178, "listed by librmq dead-letters,")
-    made.note(420, 194, "sent again with --resend")
+    made = Picture("Retries, delays and dead letters", 300)
+    made.box(8, 20, 108, "your listener\nraises", "bad", 44)
+    made.box(186, 20, 188, "SCHEDULE_TOPIC_XXXX\nqueue of the delay level", "wait", 44)
+    made.arrow((116, 42), (186, 42))
+    made.note(151, 34, "sent back", "middle")
+    made.box(186, 104, 188, "%RETRY%group\nonly this group reads it", "", 44)
+    made.arrow((280, 64), (280, 104))
+    made.note(288, 88, "when due")
+    made.arrow((186, 126), (66, 126), (66, 66))
+    made.note(66, 144, "delivered again:\nafter 10 s, 30 s,\n1 min … 2 h,\nsixteen times")
+    made.box(186, 220, 188, "%DLQ%group\ndead letters", "bad", 44)
+    made.arrow((28, 64), (28, 242), (186, 242))
+    made.note(36, 234, "after the last attempt")
+    made.note(8, 288, "librmq dead-letters lists them, --resend sends them")
     return made
 
 
 def transaction() -> Picture:
     """Half messages and op messages."""
-    made = Picture("A transaction: half message, op message, check", 720, 260)
-    made.box(10, 20, 150, "TransactionProducer", height=40)
-    made.box(270, 20, 200, "half topic\nno consumer sees it", "wait", 44)
-    made.arrow((160, 40), (270, 40))
-    made.note(175, 32, "1 half message")
-    made.box(10, 100, 150, "your local transaction", "good", 40)
-    made.arrow((85, 60), (85, 100))
-    made.note(95, 85, "2 only if it is stored")
-    made.box(270, 100, 200, "op topic\nthe half message is done", "", 44)
-    made.box(540, 20, 160, "the real topic", "good", 44)
-    made.arrow((160, 120), (270, 120))
-    made.note(168, 112, "3 its outcome")
-    made.arrow((470, 42), (540, 42))
-    made.note(478, 32, "commit")
-    made.box(270, 190, 200, "check: half messages\nwithout an op message", "wait", 44)
-    made.arrow((370, 190), (370, 146))
-    made.arrow((270, 212), (85, 212), (85, 142))
-    made.note(95, 204, "4 no answer? ask its check")
-    made.note(480, 208, "every minute, up to 15 times;")
-    made.note(480, 224, "then the half message is given up")
+    made = Picture("A transaction: half message, op message, check", 350)
+    made.note(190, 22, "1 half\nmessage", "middle")
+    made.box(8, 22, 150, "TransactionProducer", height=44)
+    made.box(222, 22, 150, "half topic\nno consumer sees it", "wait", 44)
+    made.arrow((158, 44), (222, 44))
+    made.box(8, 122, 150, "your local\ntransaction", "good", 44)
+    made.arrow((83, 66), (83, 122))
+    made.note(91, 90, "2 only if it\nis stored")
+    made.box(222, 100, 150, "the real topic", "good", 40)
+    made.arrow((297, 66), (297, 100))
+    made.note(305, 87, "commit")
+    made.box(206, 172, 166, "op topic\nthe half is done", "", 44)
+    made.arrow((100, 166), (100, 194), (206, 194))
+    made.note(108, 186, "3 its outcome")
+    made.box(206, 252, 166, "check: half messages\nwithout an op message", "wait", 44)
+    made.arrow((297, 252), (297, 216))
+    made.arrow((206, 274), (40, 274), (40, 166))
+    made.note(48, 250, "4 no answer?\nask its check")
+    made.note(8, 322, "every minute, up to 15 times;\nthen the half message is given up")
     return made
 
 
 def rebalance() -> Picture:
     """Queues allocated among the instances of a group."""
-    made = Picture("Rebalance: every instance computes the same allocation", 720, 210)
-    for number in range(4):
-        made.box(10, 20 + 44 * number, 120, f"orders/{number}", "log")
-    made.note(10, 204, "4 queues")
-    for number, name in enumerate(("instance A", "instance B")):
-        made.box(240, 40 + 88 * number, 120, name, "good")
-    for queue in range(4):
-        made.arrow((130, 37 + 44 * queue), (240, 57 + 88 * (queue // 2)))
-    made.note(226, 204, "before: two instances")
-    for number, name in enumerate(("instance A", "instance B", "instance C")):
-        made.box(560, 20 + 66 * number, 120, name, "good")
-    for queue, owner in enumerate((0, 0, 1, 2)):
-        made.box(430, 20 + 44 * queue, 80, f"orders/{queue}", "log")
-        made.arrow((510, 37 + 44 * queue), (560, 37 + 66 * owner))
-    made.note(430, 204, "after C has joined: at most 20 s later")
+    made = Picture("Rebalance: every instance computes the same allocation", 410)
+    for top, owners, centres, text in (
+        (0, (0, 0, 1, 1), (57, 137), "before: two instances"),
+        (206, (0, 0, 1, 2), (57, 117, 157), "after C has joined: at most 20 s later"),
+    ):
+        for number, centre in enumerate(centres):
+            made.box(252, top + centre - 17, 120, f"instance {'ABC'[number]}", "good")
+        for queue, owner in enumerate(owners):
+            made.box(8, top + 20 + 40 * queue, 120, f"orders/{queue}", "log")
+            made.arrow((128, top + 37 + 40 * queue), (252, top + centres[owner]))
+        made.note(8, top + 194, text)
     return made
 
 
 def recovery() -> Picture:
     """What recovery does with the end of the log."""
-    made = Picture("Recovery after a crash", 720, 220)
-    made.note(10, 20, "the log, as a crash of the machine left it")
+    made = Picture("Recovery after a crash", 332)
+    made.note(8, 18, "the log, as a crash of the machine left it")
     for number in range(4):
-        made.box(10 + 96 * number, 30, 90, "record", "log")
-    made.box(394, 30, 90, "torn record", "bad")
-    made.box(490, 30, 200, "zeros of the file", "")
-    made.note(10, 100, "1 the walk begins at the newest file that the checkpoint covers")
-    made.arrow((30, 84), (392, 84))
-    made.note(
-        10, 124, "2 the first record that cannot be read ends the log; what follows is kept in librmq/salvage, then cut"
+        made.box(8 + 60 * number, 28, 56, "record", "log")
+    made.box(248, 28, 56, "torn", "bad")
+    made.box(308, 28, 64, "zeros")
+    made.arrow((20, 78), (246, 78))
+    steps = (
+        "the walk begins at the newest file that the\ncheckpoint covers",
+        "the first record that cannot be read ends the log;\nwhat follows is kept in librmq/salvage, then cut",
+        "queues that are ahead of the log are cut; missing\nentries and keys are derived from the records",
+        "sound records after the damage? Then it was no\ncrash: opening refuses, and names librmq recover",
     )
-    made.note(
-        10, 148, "3 queues that are ahead of the log are cut; missing entries and keys are derived from the records"
-    )
-    made.note(
-        10, 172, "4 sound records after the damage? Then it was no crash: opening refuses, and names librmq recover"
-    )
-    made.note(10, 204, "Every acknowledged message of a killed process, and every flushed one, is before the cut.")
+    for number, text in enumerate(steps):
+        made.note(8, 102 + 46 * number, str(number + 1))
+        made.note(24, 102 + 46 * number, text)
+    made.note(8, 296, "Every acknowledged message of a killed process, and\nevery flushed one, is before the cut.")
     return made
 
 

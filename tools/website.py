@@ -1,12 +1,14 @@
 """Builds the site of the documentation: stages ``docs/`` with a reference made from docstrings, then checks the pages.
 
 The staged copy differs from ``docs/`` in its links. A link to a file of the checkout (a test, an example) leads
-to a page that shows the file, and a link that names a test leads to the line of the test.
+to a page that shows the file, and a link that names a test leads to the line of the test. The built pages say where
+their lines may break: long names in tables at their dots and underscores, options and quantities nowhere.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import functools
 import html.parser
@@ -19,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -34,15 +37,21 @@ ROOMS = (
 """Packages with a page in the reference."""
 WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 """What leaves the width of the window to a page of wide tables."""
-WITHOUT_NAVIGATION = "---\nhide:\n  - navigation\n---\n\n"
-WIDE_PAGES = {"guarantees.md": WIDE, "formats.md": WITHOUT_NAVIGATION, "logging.md": WITHOUT_NAVIGATION}
+WIDE_PAGES = {"guarantees.md"}
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 WHOLE = ("    options:", "      show_if_no_docstring: true")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
-_SHORT_CODE = re.compile(r"(?<!`)(`[^`\n]{1,24}`)(?!`)")
+_MARKUP = re.compile(r"(<(?:script|style|title|pre|svg)\b.*?</(?:script|style|title|pre|svg)>|<[^>]*>)", re.DOTALL)
+_OPENED = re.compile(r"<(/?)(code|td|th)\b")
+_JOINT = re.compile(r"(?<=[A-Za-z0-9)}\]])(?!\.[a-z]{1,4}$)(?:[._,=(](?=[A-Za-z{%&\"'])|/(?=\w))|(?<=[a-z])(?=[A-Z])")
+_BLANK_BEFORE_BRACKET = re.compile(r"(?<=</code>)\s+(?=\)\s)")
+"""What the generator leaves after the default of an argument."""
+_OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:ns|µs|ms|s|min|h|%|KiB|MiB|GiB|kB|MB|GB)(?!\w))")
 _LITERAL = re.compile(r"^ *::\n|(?<=:):$", re.MULTILINE)
+_PAGE = re.compile(r"``(docs/\S+\.md)``")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -60,9 +69,9 @@ class Stage:
         shutil.copytree(DOCS, self.pages)
         for page in sorted(DOCS.rglob("*.md")):
             name = page.relative_to(DOCS).as_posix()
-            self._write(name, WIDE_PAGES.get(name, "") + page.read_text("utf-8"), page)
+            self._write(name, (WIDE if name in WIDE_PAGES else "") + page.read_text("utf-8"), page)
         for page in (CHECKOUT / name for name in PROJECT_PAGES):
-            self._write(self.place_of(page), page.read_text("utf-8"), page)
+            self._write(self.place_of(page), with_bare_versions(page.read_text("utf-8")), page)
         for page in RESULTS.glob("*.md"):
             self._write(self.place_of(page), f"{WIDE}{page.read_text('utf-8')}", page)
         for name, text in reference_pages():
@@ -98,13 +107,10 @@ class Stage:
     def _write(self, name: str, text: str, origin: Path | None = None) -> None:
         if origin is not None:
             parts = _FENCE.split(_ROW.sub(lambda row: _CODE.sub(with_bars, row[0]), text))
-            text = "".join(part if part.startswith("```") else self._prose(part, name, origin) for part in parts)
+            text = "".join(part if part.startswith("```") else self._relinked(part, name, origin) for part in parts)
         target = self.pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, "utf-8")
-
-    def _prose(self, text: str, name: str, origin: Path) -> str:
-        return _SHORT_CODE.sub(unbroken, self._relinked(text, name, origin))
 
     def _relinked(self, text: str, name: str, origin: Path) -> str:
         def relink(found: re.Match[str]) -> str:
@@ -117,7 +123,7 @@ class Stage:
             if place.startswith("source/") and (line := definitions(path).get(label.strip("`"))):
                 anchor = f"__codelineno-0-{line}"
             if label.endswith(".md"):  # where the page's name stands for it, the site shows its title
-                label = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+                label = title_of(path)
             relative = os.path.relpath(place, str(PurePosixPath(name).parent)).replace(os.sep, "/")
             return f"[{label}]({relative}{'#' + anchor if anchor else ''})"
 
@@ -129,9 +135,43 @@ def with_bars(code: re.Match[str]) -> str:
     return code[0].replace("\\|", "|")
 
 
-def unbroken(code: re.Match[str]) -> str:
-    """Return short code with a hyphen with a class: a browser would cut ``--until`` after its hyphens."""
-    return f"{code[1]}{{.whole}}" if "-" in code[1] else code[1]
+def with_bare_versions(text: str) -> str:
+    """Return a changelog without the brackets of its versions, and without the heading of an empty section."""
+    return re.sub(r"^## \[(.+?)\]", r"## \1", re.sub(r"^## \[Unreleased\]\s+(?=## )", "", text, flags=re.M), flags=re.M)
+
+
+def with_breaks(page: str) -> str:
+    """Return HTML that says where lines may break.
+
+    A browser would cut ``--until`` after its hyphens, ``20 s`` at its space, and a long name in a narrow cell anywhere.
+    """
+    inside: set[str] = set()
+    parts = _MARKUP.split(_BLANK_BEFORE_BRACKET.sub("", page))
+    for place, part in enumerate(parts):
+        if tag := _OPENED.match(part):
+            (inside.discard if tag[1] else inside.add)("code" if tag[2] == "code" else "cell")
+        elif not part.startswith("<") and "code" not in inside:
+            part = _OPTION.sub(r'<span class="whole">\g<0></span>', part)
+            parts[place] = _QUANTITY.sub("\N{NO-BREAK SPACE}", part)
+        elif not part.startswith("<"):
+            parts[place] = re.sub(r"\S+", lambda word: breakable(word[0], "cell" in inside), part)
+    return "".join(parts)
+
+
+def breakable(word: str, in_cell: bool) -> str:
+    """Return a word of code as HTML: whole if it is short and has a hyphen, a long name with breaks at its joints.
+
+    In a cell, a word that can break is marked: where there is room, the style sheet keeps it whole, or lets a long one
+    break only if it is wider than the cell.
+    """
+    if "-" in word and len(word) <= (16 if in_cell else 24):
+        return f'<span class="whole">{word}</span>'
+    if len(word) <= (12 if in_cell else 36):
+        return word
+    broken = _JOINT.sub(r"\g<0><wbr>", word)
+    if not in_cell or (broken == word and "-" not in word):
+        return broken
+    return f'<span class="{"name" if len(word) <= 29 else "long"}">{broken}</span>'
 
 
 @functools.cache
@@ -148,10 +188,12 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     rendered: dict[int, str] = {}
     for room in ROOMS:
         module = importlib.import_module(f"librmq.{room}")
-        lines = [f"# librmq.{room}", "", *_LITERAL.sub("", module.__doc__ or "").splitlines(), ""]
+        text = _PAGE.sub(page_link, _LITERAL.sub("", module.__doc__ or ""))
+        lines = [f"# librmq.{room}", "", *text.splitlines(), ""]
         for name in module.__all__:
-            value = getattr(module, name)
-            path = path_of(f"librmq.{room}.{name}", value)
+            value, path = getattr(module, name), path_of(f"librmq.{room}.{name}")
+            if isinstance(value, ModuleType):  # whose import came before the first use of the lazy name
+                value = getattr(value, name)
             if callable(value) and value.__doc__:
                 rendered.setdefault(id(value), f"{room}.md#{path}")
             lines += [f"::: {path}", *(WHOLE if is_shown_whole(value) else ()), ""]
@@ -159,15 +201,26 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     yield "reference/librmq.md", "\n".join(names_of_the_top(rendered))
 
 
-def path_of(path: str, value: object) -> str:
+def title_of(page: Path) -> str:
+    """Return the heading of a page."""
+    return page.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def page_link(found: re.Match[str]) -> str:
+    """Return the link of a page of the reference to a page that a docstring names by its file."""
+    return f"[{title_of(CHECKOUT / found[1])}](../{found[1].removeprefix('docs/')})"
+
+
+def path_of(path: str) -> str:
     """Return the path by which the reference finds a value, also if a module has the same one."""
-    return path if sys.modules.get(path, value) is value else f"{path}.{path.rpartition('.')[2]}"
+    return f"{path}.{path.rpartition('.')[2]}" if path in sys.modules else path
 
 
 def is_shown_whole(value: object) -> bool:
     """Return whether the reference shows members without a docstring too: of settings, of enums, and constants."""
-    settings: type = importlib.import_module("librmq.config").Config
-    return issubclass(value, (settings, enum.Enum)) if isinstance(value, type) else not callable(value)
+    if not isinstance(value, type):
+        return not callable(value)
+    return dataclasses.is_dataclass(value) or hasattr(value, "_fields") or issubclass(value, enum.Enum)
 
 
 def names_of_the_top(rendered: dict[int, str]) -> list[str]:
@@ -181,7 +234,7 @@ def names_of_the_top(rendered: dict[int, str]) -> list[str]:
             described += [f"::: librmq.{name}", *(WHOLE if is_shown_whole(value) else ()), ""]
         rows.append(f"| [`{name}`]({rendered.get(id(value), f'#librmq.{name}')}) | {first} |")
     head = ["# librmq", "", "What applications use: `from librmq import Broker, Producer`.", ""]
-    return [*head, "| name | |", "|---|---|", *rows, "", *described]
+    return [*head, "| name | what it is |", "|---|---|", *rows, "", *described]
 
 
 class Page(html.parser.HTMLParser):
@@ -210,10 +263,12 @@ class Page(html.parser.HTMLParser):
 
 def check(site: Path) -> tuple[list[str], list[str]]:
     """Return what is wrong with the pages of a site, and its links to elsewhere."""
-    pages = {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     wrong, elsewhere = [], set()
     for path, page in pages.items():
         name = path.relative_to(site).as_posix()
+        # A server sends 404.html for addresses of any depth, so its links begin at the root.
+        root, folder = (site, site / "any") if name == "404.html" else (Path("/"), path.parent)
         for target in sorted(page.links | page.loads):
             parts = urlsplit(target)
             if parts.scheme in ("data", "mailto"):
@@ -223,7 +278,8 @@ def check(site: Path) -> tuple[list[str], list[str]]:
                 if target in page.loads:
                     wrong.append(f"{name}: a browser would load {target}: bundle it")
                 continue
-            other = Path(os.path.normpath(path.parent / unquote(parts.path))) if parts.path else path
+            link = unquote(parts.path)
+            other = Path(os.path.normpath(root / link[1:] if link[:1] == "/" else folder / link)) if link else path
             other = other / "index.html" if other.is_dir() else other
             if not other.is_file():
                 wrong.append(f"{name}: there is no {target}")
@@ -251,6 +307,8 @@ def build(target: Path) -> int:
             return 1
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(Path(scratch) / "site", target)
+    for page in target.rglob("*.html"):
+        page.write_text(with_breaks(page.read_text("utf-8")), "utf-8")
     wrong, elsewhere = check(target)
     for fault in wrong:
         print(fault)

@@ -22,6 +22,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import librmq
+from librmq import MessageStore
 from librmq.cli import main
 from librmq.cli.arguments import parser_of
 from librmq.cli.commands import COMMANDS
@@ -164,7 +165,7 @@ def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.Captur
         if block.kind == "python" and block.file is None:
             place = "\n" * (block.line - 1)  # so that errors name the line in the document
             exec(compile(place + block.text, str(document), "exec"), names)
-    if "sqlite3" in names or "SqliteDedupStore" in names:  # as at the end of a program, which closes its connections
+    if names.keys() & {"sqlite3", "SqliteDedupStore", "create_engine"}:  # a program's end closes its connections
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             names.clear()
@@ -241,7 +242,7 @@ def test_the_readme_sets_up_by_two_commands() -> None:
 def test_the_map_is_that_of_the_folder() -> None:
     """Each room is in one row, and the rows follow the order of the layers that import-linter checks."""
     text = (DOCS / "design.md").read_text("utf-8")
-    table = text.partition("| room |")[2].partition("\n\n")[0]
+    table = text.partition("| package |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in row]
     assert librmq.__file__ is not None
@@ -301,6 +302,11 @@ def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytes
     assert "damaged place" in child.stdout
     assert {path.name for path in (folder / "demo-output").glob("report.*")} == {"report.html", "report.json"}
     assert run(sys.executable, EXAMPLES / "demo_report.py", folder).returncode == 2
+    (folder / "pyarrow").mkdir()
+    (folder / "pyarrow" / "__init__.py").write_text("import pyarrow.lib", "utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    child = run(sys.executable, EXAMPLES / "demo_report.py")
+    assert (child.returncode, child.stdout.splitlines()[-1]) == (2, "There is no report: No module named 'pyarrow.lib'")
     from librmq.store.recovery.verify import verify
 
     assert [verify(str(folder / "demo-output" / name)).sound for name in ("broker", "continued", "damaged")] == [
@@ -308,6 +314,16 @@ def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytes
         True,
         False,
     ]
+
+
+def test_the_demo_says_which_part_of_its_report_is_missing(folder: Path) -> None:
+    for name in ("broker", "continued", "damaged"):
+        MessageStore.open(folder / name).close()
+    (folder / "report.json").mkdir()
+    child = run(sys.executable, EXAMPLES / "demo_report.py", folder)
+    said = f"The report is in {folder / 'report.html'}, but report.json could not be written: "
+    assert (child.returncode, child.stdout.splitlines()[-1].startswith(said)) == (2, True), child.stdout
+    assert (folder / "report.html").exists()
 
 
 def mark_of_the_demo() -> str:

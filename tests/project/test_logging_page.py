@@ -72,9 +72,10 @@ def _rows() -> Iterator[Line]:
         if line.startswith("### `"):
             logger = line.strip("# `")
         cells = [cell.strip() for cell in line.split(" | ")]
-        if logger and line.startswith("| ") and len(cells) == 4 and cells[1].startswith("`"):
+        if logger and line.startswith("| ") and len(cells) == 3 and cells[1].startswith("`"):
             text = cells[1].strip("` ").replace("%", "%%")
-            yield Line(logger, cells[0].strip("| "), text, frozenset(re.findall(r"`(\w+)`", cells[2])))
+            also = cells[2].partition(" Also: ")[2]
+            yield Line(logger, cells[0].strip("| "), text, frozenset(re.findall(r"`(\w+)`", also)))
 
 
 def test_the_page_lists_every_line() -> None:

@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 
 import librmq
+from librmq import errors
 from librmq.config import Config
-from librmq.consumer import TrackType
-from librmq.store import GetStatus
 from tests.reference import CHECKOUT
 
 
@@ -45,10 +44,13 @@ def test_the_reference_describes_what_is_exported(website: ModuleType) -> None:
     assert [name for name in vars(librmq)["__all__"] if f"[`{name}`]" not in pages["reference/librmq.md"]] == []
 
 
-def test_a_function_in_a_module_of_its_name_is_shown(website: ModuleType) -> None:
-    lines = dict(website.reference_pages())["reference/spark.md"].splitlines()
-    assert "::: librmq.spark.session.session" in lines
-    assert "::: librmq.spark.session" not in lines
+@pytest.mark.parametrize("name", ["spark.session", "runtime.critical"])
+def test_a_name_in_a_module_of_its_name_is_shown(website: ModuleType, name: str) -> None:
+    importlib.import_module(f"librmq.{name}")
+    room, _, last = name.partition(".")
+    lines = dict(website.reference_pages())[f"reference/{room}.md"].splitlines()
+    assert f"::: librmq.{name}.{last}" in lines
+    assert f"::: librmq.{name}" not in lines
 
 
 def subclasses(of: type) -> set[type]:
@@ -59,9 +61,11 @@ def subclasses(of: type) -> set[type]:
 def test_the_reference_shows_every_name_and_setting(website: ModuleType) -> None:
     """Settings of classes that no package exports are keywords, and stand on a page."""
     lines = "\n".join(text for _, text in website.reference_pages()).splitlines()
-    shown = {line.removeprefix("::: ") for line in lines if line.startswith("::: ")}
+    listed = [line.removeprefix("::: ") for line in lines if line.startswith("::: ")]
+    shown = set(listed)
+    assert len(listed) == len(shown)
     rooms = [importlib.import_module(f"librmq.{room}") for room in website.ROOMS]
-    paths = {website.path_of(f"{room.__name__}.{name}", getattr(room, name)) for room in rooms for name in room.__all__}
+    paths = {website.path_of(f"{room.__name__}.{name}") for room in rooms for name in room.__all__}
     assert paths <= shown
     whole = lines[lines.index("::: librmq.config.StoreConfig") + 1 :][:2]
     assert whole == ["    options:", "      show_if_no_docstring: true"]
@@ -84,12 +88,25 @@ def undescribed(kind: type) -> list[str]:
     return found
 
 
-def test_the_reference_says_what_each_setting_and_status_means(website: ModuleType) -> None:
+def test_the_reference_describes_settings_statuses_and_fields(website: ModuleType) -> None:
     rooms = [importlib.import_module(f"librmq.{room}") for room in website.ROOMS]
-    exported = [getattr(room, name) for room in rooms for name in room.__all__]
-    settings = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, Config)}
-    kinds: list[type] = [*settings, GetStatus, TrackType]
-    assert [name for kind in kinds for name in undescribed(kind) if "__" not in name] == []
+    exported = [getattr(room, name) for room in (librmq, *rooms) for name in room.__all__]
+    kinds = {kind for kind in exported if isinstance(kind, type) and website.is_shown_whole(kind)}
+    assert [name for kind in kinds for name in undescribed(kind) if "._" not in name] == []
+
+
+def test_the_tree_of_errors_has_every_error(website: ModuleType) -> None:
+    """Each row has its place below its base, and names the base outside of librmq."""
+    dict(website.reference_pages())  # imports what defines errors
+    drawn, above = {}, dict[int, str]()
+    for line in (errors.__doc__ or "").splitlines():
+        if row := re.match(r"    ([ │├└─]*)([A-Z]\w+Error)\b(?:.* \((\w+)\)$)?", line):
+            depth = len(row[1]) // 4
+            above[depth] = row[2]
+            drawn[row[2]] = {name for name in (above.get(depth - 1), row[3]) if name}
+    kinds = {kind for kind in subclasses(errors.RmqError) if kind.__module__.startswith("librmq.")}
+    bases = {kind.__name__: {base.__name__ for base in kind.__bases__} - {"Exception"} for kind in kinds}
+    assert drawn == {name: of for name, of in bases.items() if re.fullmatch("[A-Z].*Error", name)}
 
 
 def test_members_of_enums_are_shown_with_the_names_of_librmq(website: ModuleType) -> None:
@@ -97,9 +114,100 @@ def test_members_of_enums_are_shown_with_the_names_of_librmq(website: ModuleType
     assert "::: librmq.ConsumeFrom\n    options:\n      show_if_no_docstring: true" in text
 
 
+def test_fields_of_results_are_shown(website: ModuleType) -> None:
+    pages = dict(website.reference_pages())
+    whole = "\n    options:\n      show_if_no_docstring: true"
+    assert f"::: librmq.client.TransactionResult{whole}" in pages["reference/client.md"]
+    assert f"::: librmq.files.Damage{whole}" in pages["reference/files.md"]
+
+
+def test_pages_named_in_docstrings_become_links(website: ModuleType) -> None:
+    pages = dict(website.reference_pages())
+    assert "[Duplicates](../dedup.md)" in pages["reference/dedup.md"]
+    assert [name for name, text in pages.items() if "docs/" in text] == []
+
+
+PACKAGE = '''
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Annotated
+_LONGEST_S = 60.0
+def _made(): ...
+ALL = {"a": _made()}
+class Opened:
+    size: int = 3
+    def __init__(self, *_: object) -> None: ...
+    def read(self, timeout: float = _LONGEST_S) -> None:
+        """Read.
+
+        Raises:
+            SomeError: It fails.
+        """
+class Made:
+    def __init__(self, topic: str, **settings: int) -> None:
+        self.topic = topic
+        self.failed = 0
+@dataclass
+class Result:
+    place: Annotated[int, "from 0"] = field(init=False)
+    found: Counter[str] = field(default_factory=Counter)
+'''
+
+
+@pytest.mark.slow  # the quick check has no griffe
+def test_the_reference_shows_what_readers_can_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import griffe
+
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    reference = importlib.import_module("reference")
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(PACKAGE, "utf-8")
+    (folder / "errors.py").write_text("class SomeError(Exception): ...", "utf-8")
+    extensions = griffe.load_extensions("dataclasses", reference.Reference())
+    package = griffe.load("shown", search_paths=[tmp_path], extensions=extensions, docstring_parser="google")
+    assert [name for name, kind in package.classes.items() if "__init__" in kind.members] == ["Made"]
+    assert str(package["Opened.read"].parameters["timeout"].default) == "60.0"
+    assert package["ALL"].value is None
+    assert package["Opened.size"].labels == set()
+    made = {name: str(each.annotation) for name, each in package["Made"].attributes.items()}
+    assert made == {"topic": "str", "failed": "int"}
+    assert package["Made.__init__"].parameters["settings"].default is None
+    assert str(package["Result.place"].annotation) == "int"
+    assert package["Result.place"].value is None
+    assert str(package["Result.found"].value) == "Counter()"
+    (raised,) = package["Opened.read"].docstring.parsed[1].value
+    assert raised.annotation.canonical_path == "shown.errors.SomeError"
+
+
 def test_docstrings_become_markdown(website: ModuleType) -> None:
     pages = dict(website.reference_pages())
     assert [name for name, text in pages.items() if re.search(r"^ *::$|::$", text, re.MULTILINE)] == []
+
+
+def faulty_items(source: str) -> list[str]:
+    """Return the lines of arguments and errors in docstrings that are not ``name: Text``; the reference drops them."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    found = []
+    for text in texts:
+        for section in re.findall(r"^(?:Args|Raises):\n((?: {4}.*\n?)+)", text, re.MULTILINE):
+            items = [line for line in section.splitlines() if not line.startswith(" " * 5)]
+            found += [item.strip() for item in items if not re.match(r" +\*{0,2}[\w.]+: [^a-z]", item)]
+    return found
+
+
+def test_every_line_of_a_docstring_is_on_the_site() -> None:
+    modules = sorted((CHECKOUT / "librmq").rglob("*.py"))
+    faulty = {path.relative_to(CHECKOUT).as_posix(): faulty_items(path.read_text("utf-8")) for path in modules}
+    assert {path: items for path, items in faulty.items() if items} == {}
+
+
+@pytest.mark.parametrize(
+    "item", ["ConfigError: it is wrong.", "ConfigError, StoreError: One is wrong.", "is too long."]
+)
+def test_a_faulty_item_of_a_docstring_is_found(item: str) -> None:
+    assert faulty_items(f'"""Do it.\n\nRaises:\n    OSError: It fails,\n        or not.\n    {item}\n"""') == [item]
 
 
 def test_nested_lists_are_nested_on_the_site(website: ModuleType) -> None:
@@ -110,22 +218,41 @@ def test_nested_lists_are_nested_on_the_site(website: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("page", "shown"),
     [
-        ("with `--until` and `a`", "with `--until`{.whole} and `a`"),
-        ("`librmq lag --every 10s --format jsonl`", "`librmq lag --every 10s --format jsonl`"),
-        ("```console\n`a-b`\n```\n", "```console\n`a-b`\n```\n"),
+        ("<p><code>lag --every 10s</code></p>", '<p><code>lag <span class="whole">--every</span> 10s</code></p>'),
+        ("<p>every 10 s, <code>10 s</code></p>", "<p>every 10\N{NO-BREAK SPACE}s, <code>10 s</code></p>"),
+        ("<p>show --limit 10</p>", '<p>show <span class="whole">--limit</span> 10</p>'),
+        ("<td>10 starts</td>", "<td>10 starts</td>"),
+        ("(default: <code>None</code>\n)\n", "(default: <code>None</code>)\n"),
+        (
+            "<td><code>queue_offset=1 a_b</code></td>",
+            '<td><code><span class="name">queue_<wbr>offset=1</span> a_b</code></td>',
+        ),
+        (
+            f"<th><code>{'Key' * 10}</code></th>",
+            f'<th><code><span class="long">{"<wbr>".join(["Key"] * 10)}</span></code></th>',
+        ),
+        (
+            "<td><code>queues-with-two-owners</code></td>",
+            '<td><code><span class="name">queues-with-two-owners</span></code></td>',
+        ),
+        (
+            "<td><code>message_logic.py</code></td>",
+            '<td><code><span class="name">message_<wbr>logic.py</span></code></td>',
+        ),
+        ("<td>x</td><p><code>a.b</code></p>", "<td>x</td><p><code>a.b</code></p>"),
+        ("<td><pre><code>a.b --c 1 s</code></pre></td>", "<td><pre><code>a.b --c 1 s</code></pre></td>"),
     ],
 )
-def test_short_options_are_not_cut_at_the_end_of_a_line(
-    website: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, shown: str
-) -> None:
-    docs = tmp_path / "from"
-    docs.mkdir()
-    (docs / "index.md").write_text(text, "utf-8")
-    monkeypatch.setattr(website, "DOCS", docs)
-    website.Stage(tmp_path / "to").fill()
-    assert (tmp_path / "to" / "docs" / "index.md").read_text("utf-8") == shown
+def test_lines_break_where_a_reader_expects(website: ModuleType, page: str, shown: str) -> None:
+    assert website.with_breaks(page) == shown
+
+
+def test_the_changelog_shows_versions_without_brackets(website: ModuleType) -> None:
+    text = "# Changelog\n\n## [Unreleased]\n\n## [0.1.0] - 2026-11-21\n\nThe first.\n"
+    assert website.with_bare_versions(text) == "# Changelog\n\n## 0.1.0 - 2026-11-21\n\nThe first.\n"
+    assert website.with_bare_versions("## [Unreleased]\n\n- A change.\n") == "## Unreleased\n\n- A change.\n"
 
 
 def test_bars_in_code_of_tables_are_bare(website: ModuleType, tmp_path: Path) -> None:
@@ -160,6 +287,31 @@ def test_a_broken_page_is_found(website: ModuleType, tmp_path: Path, body: str, 
     (tmp_path / "index.html").write_text(f'<a href="#here" id="here">{body}</a>', "utf-8")
     (wrong,) = website.check(tmp_path)[0]
     assert fault in wrong
+
+
+@pytest.mark.parametrize(("link", "faults"), [("/a/b.html", 0), ("/", 0), ("/b.html", 1), ("a/b.html", 1), ("#x", 1)])
+def test_links_of_the_page_for_no_page_begin_at_the_root(
+    website: ModuleType, tmp_path: Path, link: str, faults: int
+) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("index.html", "a/b.html"):
+        (tmp_path / name).touch()
+    (tmp_path / "404.html").write_text(f'<a href="{link}">x</a>', "utf-8")
+    assert len(website.check(tmp_path)[0]) == faults
+
+
+def test_the_page_for_no_page_leads_to_pages_of_the_site(website: ModuleType, tmp_path: Path) -> None:
+    """It lists the section How to, which a section of another name would empty."""
+    website.Stage(tmp_path).fill()
+    settings = (tmp_path / "mkdocs.yml").read_text("utf-8")
+    folder = re.search(r"^  custom_dir: (.+)$", settings, re.MULTILINE)
+    assert folder is not None
+    page = Path(folder[1], "404.html").read_text("utf-8")
+    linked = re.findall(r"'([\w/-]+)\.html' \| url", page)
+    assert {"index", "troubleshooting"} <= set(linked)
+    assert [name for name in linked if not (tmp_path / "docs" / f"{name}.md").is_file()] == []
+    sections = re.findall(r'section\.title == "([^"]+)"', page)
+    assert [name for name in sections if f"\n  - {name}:\n" not in settings] == []
 
 
 def test_links_to_elsewhere_are_listed(website: ModuleType, tmp_path: Path) -> None:
