@@ -58,7 +58,7 @@ def drill(bench: Bench) -> list[Row]:
     if report.lost:
         raise RuntimeError(f"{report.lost} messages were lost")
     what = f"{minutes} minutes, {report.sent:,} orders, CPU time"
-    return [Row("a drill of four sites", what, "", seconds, " s", Target(10, at_most=True))]
+    return [Row("a drill of four sites", what, "", seconds, "s", Target(10, at_most=True))]
 
 
 ROWS: Final[dict[str, Measure]] = {"route": route, "drill": drill}

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from benchmarks.charts import NO_BREAK
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
 from benchmarks.spark import HEADER, raw_log, store_of
 
@@ -71,11 +72,11 @@ def reading(bench: Bench) -> list[Row]:
         rates = bench.interleave({"reader": _per_cpu_second(path, columns), "decoding": decoding(columns)})
         median = statistics.median(rates["reader"])
         rows.append(
-            Row("columns", case, "", median / 1e6, "M msg/CPU s", Target(least / 1e6, reach / 1e6),
+            Row("reading", case, "", median / 1e6, f"M{NO_BREAK}msg/CPU{NO_BREAK}s", Target(least / 1e6, reach / 1e6),
                 ours=rate(median, "msg/s"))
         )  # fmt: skip
         rows.append(
-            compare("columns", case, "decoding alone", rates["reader"], rates["decoding"], Target(1 / 3), limit=True)
+            compare("reading", case, "decoding alone", rates["reader"], rates["decoding"], Target(1 / 3), limit=True)
         )
     return rows
 
@@ -147,12 +148,13 @@ def processes(bench: Bench) -> list[Row]:
             {"one": by(1, stores), "two": by(2, stores), "programs": _two_programs(stores, STORES * count)}
         )
     cpu = {name: found[1:] for name, found in figures.items()}  # the first round is a warm-up
-    case = f"all columns of {STORES * count:,} messages, two processes"
+    path, case = "two processes", f"all columns of {STORES * count:,} messages"
+    one, programs = "one process", "two programs with a half each"
     return [
-        compare("columns", case, "one process", rates["two"], rates["one"], Target(1.8)),
-        compare("columns", case, "two programs with a half each", rates["two"], rates["programs"], limit=True),
-        compare("columns", f"{case}, CPU of the busier", "one process", cpu["2, busier"], cpu["1, busier"]),
-        compare("columns", f"{case}, CPU of both", "one process", cpu["2, all"], cpu["1, all"]),
+        compare(path, case, one, rates["two"], rates["one"], Target(1.8), limit=True),
+        compare(path, case, programs, rates["two"], rates["programs"], limit=True),
+        compare(path, f"{case}, CPU of the busier", one, cpu["2, busier"], cpu["1, busier"], limit=True),
+        compare(path, f"{case}, CPU of both", one, cpu["2, all"], cpu["1, all"], limit=True),
     ]
 
 
@@ -200,15 +202,13 @@ def exporting(bench: Bench) -> list[Row]:
     if bench.has("librmq_core"):
         variants["core"] = with_core
     rates = bench.interleave(variants)
-    peer = "batches in memory to Parquet"
+    parquet, peer = "export to Parquet", "batches in memory to Parquet"
     rows = [
-        compare("columns", "export to Parquet", peer, rates["export"], rates["memory"], limit=True),
-        compare("columns", "export to Parquet, two processes", peer, rates["by two"], rates["memory"],
-                Target(0.7), limit=True),
-    ]  # fmt: skip
+        compare(parquet, "one process", peer, rates["export"], rates["memory"], limit=True),
+        compare(parquet, "two processes", peer, rates["by two"], rates["memory"], Target(0.7), limit=True),
+    ]
     if "core" in rates:
-        case = "export to Parquet, compiled core"
-        rows.append(compare("columns", case, peer, rates["core"], rates["memory"], limit=True))
+        rows.append(compare(parquet, "compiled core", peer, rates["core"], rates["memory"], limit=True))
     return rows
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import charts
+from benchmarks.charts import NO_BREAK, digits
 
 CHECKOUT: Final = charts.CHECKOUT
 
@@ -138,14 +139,17 @@ class Row:
     ours: str = ""
     other: str = ""
     limit: bool = False
-    """Compared with a limit of the machine, not with a peer."""
+    """Compared with a limit of the machine or with librmq itself, not with a peer."""
+
+    @property
+    def has_peer(self) -> bool:
+        """Return whether something else does the same work."""
+        return self.unit == "×" and not self.limit
 
     @property
     def lost(self) -> bool:
         """Return whether a peer is better."""
-        if self.limit or self.unit != "×":
-            return False
-        return self.measured > 1 if self.target.at_most else self.measured < 1
+        return self.has_peer and (self.measured > 1 if self.target.at_most else self.measured < 1)
 
 
 def compare(
@@ -197,40 +201,47 @@ def cost(
 def rate(value: float, unit: str) -> str:
     """Format ``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
     if unit == "s" and value < 1:
-        return f"{value * 1000:.3g} ms"
-    gap = ("", " ") if unit[0] != "B" else (" ", "")
+        return quantity(digits(value * 1000), "ms")
     for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
-            return f"{_short(value / factor)}{gap[0]}{prefix}{gap[1]}{unit}"
-    return f"{_short(value)} {unit}"
+            shown = digits(value / factor)
+            return quantity(shown, f"{prefix}{unit}") if unit[0] == "B" else quantity(f"{shown}{prefix}", unit)
+    return quantity(digits(value), unit)
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def quantity(number: str, unit: str) -> str:
+    """Return a number and its unit, which stay on one line."""
+    return f"{number}{unit}" if unit.startswith(_CLOSE) else f"{number}{NO_BREAK}{unit}"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3}f}"
+_CLOSE: Final = ("×", "/", f"M{NO_BREAK}")
+"""How units begin that follow their number without a space."""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3}f}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
 
 _TITLES: Final = ("path", "case", "against", "measured", "rounds", "required", "aim", "", "librmq", "the other")
+KEY: Final = """\
+"Measured" is the median of the rounds, and "rounds" their range. The result is "met" or "missed" for what is
+required, "reached" for the aim, and "short" for an aim that is not reached where nothing is required.
+"""
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    sign = "≤ " if row.target.at_most else ""
+    sign = f"≤{NO_BREAK}" if row.target.at_most else ""
 
     def bound(value: float | None) -> str:
-        return "–" if value is None else f"{sign}{value:g}{row.unit}"
+        return "" if value is None else f"{sign}{quantity(digits(value), row.unit)}"
 
     return (
         row.path,
         row.case,
         row.against,
-        f"{_number(row.measured)}{row.unit}",
+        quantity(_number(row.measured), row.unit),
         row.spread,
         bound(row.target.least),
         bound(row.target.reach),
@@ -261,14 +272,15 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown, without the columns that have nothing in them."""
     titles = (*_TITLES[:7], "result", *_TITLES[8:])
-    lines = [titles, tuple("---" for _ in titles), *(_cells(row) for row in rows)]
+    columns = zip(titles, ["---"] * len(titles), *map(_cells, rows), strict=True)
+    lines = zip(*(column for column in columns if any(column[2:])), strict=True)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def shortcomings(rows: Sequence[Row]) -> str:
-    """Return sentences about missed figures and faster peers."""
+    """Return sentences about missed figures, and about faster peers if there are peers."""
     missed = [row for row in rows if row.target.verdict(row.measured) == "missed"]
     lost = [row for row in rows if row.lost]
     lines = []
@@ -277,12 +289,11 @@ def shortcomings(rows: Sequence[Row]) -> str:
         lines += [f"- {_named(row)}: {_cells(row)[3]} where {_cells(row)[5]} is required." for row in missed]
     else:
         lines.append("Every required figure was reached in this run.")
-    lines.append("")
     if lost:
-        lines.append("Here something else is faster than librmq:\n")
+        lines.append("\nHere something else is faster than librmq:\n")
         lines += [f"- {_named(row)}: librmq has {row.ours}, the other {row.other} ({_cells(row)[3]})." for row in lost]
-    else:
-        lines.append("No peer was faster in this run.")
+    elif any(row.has_peer for row in rows):
+        lines.append("\nNo peer was faster in this run.")
     return "\n".join(lines)
 
 
@@ -383,5 +394,5 @@ def command(
     show(rows)
     print(f"\n{notes}")
     if chosen.write:
-        charts.keep(section, f"{markdown(rows)}\n\n{notes}")
+        charts.keep(section, f"{markdown(rows)}\n\n{KEY}\n{notes}")
     return 0

@@ -74,22 +74,22 @@ def lags(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for groups, at_most_s, by_group_s in ((1, 0.3, 0.3), (100, 1.5, 0.5)):
         path = _made(bench.scratch, groups, topics)
-        case = f"lag, {groups * topics * QUEUES:,} rows"
+        case = f"{groups * topics * QUEUES:,} rows"
         limits = {case: at_most_s, f"{case}, by group": by_group_s}
         runs = {case: _process("lag", path), f"{case}, by group": _process("lag", path, "--by", "group")}
-        rows += _of_processes(bench, runs, limits)
+        rows += _of_processes(bench, "lag", runs, limits)
     return rows
 
 
-def _of_processes(bench: Bench, runs: dict[str, Run], limits: dict[str, float]) -> list[Row]:
+def _of_processes(bench: Bench, path: str, runs: dict[str, Run], limits: dict[str, float]) -> list[Row]:
     """Compare whole commands with the start of numpy alone, and with their limits in seconds."""
     times = bench.interleave({**runs, "numpy": _numpy_alone})
     rows = []
     for case, at_most_s in limits.items():
-        rows.append(compare("diagnosis", case, "python -c 'import numpy'", times[case], times["numpy"],
+        rows.append(compare(path, case, "python -c 'import numpy'", times[case], times["numpy"],
                             unit="s", limit=True))  # fmt: skip
         seconds = sorted(times[case])[len(times[case]) // 2]
-        rows.append(Row("diagnosis", f"{case}, start included", "", seconds, "s", Target(at_most_s, at_most=True)))
+        rows.append(Row(path, f"{case}, start included", "", seconds, "s", Target(at_most_s, at_most=True)))
     return rows
 
 
@@ -105,9 +105,9 @@ def shows(bench: Bench) -> list[Row]:
         with MessageStore.open(path, StoreConfig(commitlog_file_size=64 << 20), background=False) as store:
             for begin in range(0, count, 500):
                 store.append_batch([Message("T", b"x" * 200)] * 500, begin // 500 % 8)
-        case = f"show --limit 10, {count:,} messages"
+        case = f"{count:,} messages"
         runs[case], limits[case] = _process("show", path, "--topic", "T", "--limit", "10"), 0.3
-    return _of_processes(bench, runs, limits)
+    return _of_processes(bench, "show --limit 10", runs, limits)
 
 
 def loops(bench: Bench) -> list[Row]:
@@ -136,7 +136,7 @@ def loops(bench: Bench) -> list[Row]:
         return count / watch.seconds
 
     rates = bench.interleave({"columns": columns, "loop": loop})
-    return [compare("diagnosis", f"lag, {count:,} rows", "a loop in plain Python", rates["columns"], rates["loop"],
+    return [compare("lag", f"{count:,} rows", "a loop in plain Python", rates["columns"], rates["loop"],
                     unit="rows/s")]  # fmt: skip
 
 
@@ -174,8 +174,8 @@ def counts(bench: Bench) -> list[Row]:
     commands = {f"count --by {' '.join(by)}": command_of("count", "--by", *by) for by in ways}
     rates = bench.interleave({**commands, "stats": command_of("stats"), "columns": columns})
     return [
-        compare("diagnosis", f"{name}, {count:,} messages", "reading header columns", rates[name], rates["columns"],
-                unit="messages/s") for name in [*commands, "stats"]
+        compare(f"{count:,} messages", name, "reading header columns", rates[name], rates["columns"], unit="msg/s",
+                limit=True) for name in [*commands, "stats"]
     ]  # fmt: skip
 
 
@@ -220,18 +220,17 @@ def reports(bench: Bench) -> list[Row]:
         return count / watch.seconds
 
     rates = bench.interleave({"report": whole, "columns": columns})
-    case = f"report, {count:,} messages"
+    case = f"{count:,} messages"
     per_s = sorted(rates["report"])[len(rates["report"]) // 2]
     _, peak = _report_process(path, bench.scratch)
     small = _demo_store(bench.scratch)
     times = sorted(_report_process(small, bench.scratch)[0] for _ in range(bench.rounds))
     return [
-        compare("diagnosis", case, "reading its columns", rates["report"], rates["columns"], unit="messages/s",
-                limit=True),
-        Row("diagnosis", f"report, {_TEN_MILLION:,} messages at that rate", "", _TEN_MILLION / per_s, "s",
+        compare("report", case, "reading its columns", rates["report"], rates["columns"], unit="msg/s", limit=True),
+        Row("report", f"{_TEN_MILLION:,} messages at that rate", "", _TEN_MILLION / per_s, "s",
             Target(60, at_most=True)),
-        Row("diagnosis", f"{case}, peak of the process", "", peak / 1024, "MiB", Target(300, at_most=True)),
-        Row("diagnosis", "report of the demo's store", "", times[len(times) // 2], "s", Target(2, at_most=True)),
+        Row("report", f"{case}, peak of the process", "", peak / 1024, "MiB", Target(300, at_most=True)),
+        Row("report", "the demo's store", "", times[len(times) // 2], "s", Target(2, at_most=True)),
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import peers
+from benchmarks.charts import NO_BREAK
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
 from benchmarks.store import SIZES, Load, make_load, make_messages
 from librmq.config import StoreConfig
@@ -171,11 +172,11 @@ def group_commit(bench: Bench) -> list[Row]:
             case,
             "",
             statistics.median(shares),
-            " messages a flush",
+            "messages a flush",
             Target(reach=PRODUCERS / 2),
             spread=f"{min(shares):.3g}–{max(shares):.3g}",
             ours=rate(statistics.median(simulated_rates), "msg/s"),
-            other=f"{1 / FLUSH_S:.0f} flushes/s at most",
+            other=f"{1 / FLUSH_S:,.0f}{NO_BREAK}flushes/s at most",
         ),
     ]
 
@@ -286,7 +287,7 @@ def opening(bench: Bench) -> list[Row]:
     for case, found in seconds.items():
         took = statistics.median(found)
         rows.append(
-            Row("opening, closed cleanly", case, "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s"))
+            Row("opening, closed cleanly", case, "", took, "s", Target(0.3, at_most=True), ours=rate(took, "s"))
         )
     small, *_, large = OPENED
     rows.append(
@@ -352,7 +353,7 @@ def killed(bench: Bench) -> list[Row]:
                 return watch.seconds
 
             took = statistics.median(bench.interleave({case: once})[case])
-        rows.append(Row("opening, after a kill", case, "", took, " s", target, ours=rate(took, "s")))
+        rows.append(Row("opening, after a kill", case, "", took, "s", target, ours=rate(took, "s")))
     return rows
 
 

@@ -158,7 +158,7 @@ def compiling(bench: Bench) -> list[Row]:
     seconds = bench.interleave({"at first": at_first, "again": again})
     middle = sorted(seconds["at first"])[len(seconds["at first"]) // 2]
     return [
-        Row("filter, compiling", "", "", middle * 1000, " ms", Target(1, at_most=True)),
+        Row("filter, compiling", "", "", middle * 1000, "ms", Target(1, at_most=True)),
         compare(
             "filter, compiling",
             "from the cache",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import librmq.store.store
+from benchmarks.charts import NO_BREAK
 from benchmarks.common import Bench, Row, Run, Stopwatch, Target, compare, rate
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 
@@ -68,22 +69,22 @@ def memory(bench: Bench) -> list[Row]:
         process.join()
     assert entries == count
     case = f"{count:,} entries"
-    raw = f"{count * ENTRY_SIZE / (1 << 20):.1f} MiB of entries"
+    raw = f"{count * ENTRY_SIZE / (1 << 20):.1f}{NO_BREAK}MiB of entries"
     rows = [
         Row(
             "queue, Python objects held",
             case,
             "",
             held / count,
-            " B an entry",
+            "B an entry",
             Target(1, at_most=True),
-            ours=f"{held / 1024:.0f} KiB, {peak / (1 << 20):.1f} MiB at its peak",
+            ours=f"{held / 1024:.0f}{NO_BREAK}KiB, {peak / (1 << 20):.1f}{NO_BREAK}MiB at its peak",
         )
     ]
     if resident is not None:
         bound = 20 * count / ENTRIES if count == ENTRIES else None
         mapped = resident / (1 << 20)
-        rows.append(Row("queue, mapped and resident", case, "", mapped, " MiB", Target(bound, at_most=True), ours=raw))
+        rows.append(Row("queue, mapped and resident", case, "", mapped, "MiB", Target(bound, at_most=True), ours=raw))
     return rows
 
 
@@ -145,13 +146,13 @@ def start(bench: Bench) -> list[Row]:
         compare(
             "import librmq.store.store", "", against, seconds["librmq.store"], packages, target, unit="s", limit=True
         ),
-        Row("librmq --help", "", "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s")),
+        Row("librmq --help", "", "", took, "s", Target(0.3, at_most=True), ours=rate(took, "s")),
         Row(
             "first test with rmq, after its imports",
             "",
             "",
             first,
-            " s",
+            "s",
             Target(0.3, at_most=True),
             ours=rate(first, "s"),
         ),

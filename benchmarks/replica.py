@@ -49,7 +49,7 @@ def following(bench: Bench) -> list[Row]:
     target = Target(0.7)
     return [
         compare("asynchronous replication", "128 B", "no replica", rates["replica"], rates["none"], target, limit=True),
-        Row("the replica has all", "128 B", "", max(behind), " s", Target(1, at_most=True), limit=True),
+        Row("the replica has all", "128 B", "", max(behind), "s", Target(1, at_most=True), limit=True),
     ]
 
 

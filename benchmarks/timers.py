@@ -119,7 +119,7 @@ def memory(bench: Bench) -> list[Row]:
             held.append(json.loads(done.stdout))
     more = (held[1] - held[0]) / (1 << 20)
     return [
-        Row(f"{bench.count(PENDING):,} timers", "memory beside a thousand", "", more, " MiB", Target(64, at_most=True))
+        Row(f"{bench.count(PENDING):,} timers", "memory beside a thousand", "", more, "MiB", Target(64, at_most=True))
     ]
 
 

@@ -202,7 +202,7 @@ def measure(kind: str) -> Measure:
                 return lambda _: client.rate(address, kind, count)
 
             rates = bench.interleave({"librmq": run_at(server.address), "bare": run_at(bare.address)})
-        return [compare("wire", CASES[kind], "a bare stub", rates["librmq"], rates["bare"], Target(0.8), limit=True)]
+        return [compare("gRPC", CASES[kind], "a bare stub", rates["librmq"], rates["bare"], Target(0.8), limit=True)]
 
     return part
 

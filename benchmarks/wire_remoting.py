@@ -162,7 +162,7 @@ def server_part(requests: list[bytes], window: int, case: str, target: Target) -
                 return run
 
             rates = bench.interleave({"librmq": run_at(ours.port), "bare": run_at(bare.port)})
-        return [compare("wire", case, "a bare stub", rates["librmq"], rates["bare"], target, limit=True)]
+        return [compare("remoting", case, "a bare stub", rates["librmq"], rates["bare"], target, limit=True)]
 
     return part
 
@@ -189,15 +189,14 @@ def client_part(kind: str) -> Measure:
 
             rates = bench.interleave({"librmq": run})["librmq"]
         measured, target = statistics.median(rates), Target(CLIENT_TARGETS[kind])
-        case = f"{kind} sends of librmq.connect"
-        return [Row("wire", case, "", measured, "/s", target, ours=rate(measured, "msg/s"), limit=True)]
+        return [Row("librmq.connect", f"{kind} sends", "", measured, "/s", target, ours=rate(measured, "msg/s"))]
 
     return part
 
 
 PARTS: Final[dict[str, Measure]] = {
-    "remoting": server_part(sends(SENDS), WINDOW, "a send by remoting, 64 under way", Target(0.6)),
-    "pull": server_part(pulls(PULLS), PULL_WINDOW, "a pull of 32 messages by remoting", Target(0.5)),
+    "remoting": server_part(sends(SENDS), WINDOW, "a send, 64 under way", Target(0.6)),
+    "pull": server_part(pulls(PULLS), PULL_WINDOW, "a pull of 32 messages", Target(0.5)),
     "connect": client_part("acknowledged"),
     "oneway": client_part("one-way"),
 }
