@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import math
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import griffe
+
+from librmq.config import Between, Seconds
 
 Code = TypeVar("Code")
 
@@ -40,6 +45,8 @@ class Reference(griffe.Extension):
                     starred = parameter.kind in (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
                     parameter.default = None if starred else public(parameter.default, constants)
             elif isinstance(each, griffe.Attribute):
+                if is_annotated(each.annotation):
+                    add_limits(each)
                 each.annotation = without_bounds(public(each.annotation, constants))
                 each.value = public(default_of(each.value), constants)
                 each.value = None if has_private(each.value) else each.value
@@ -87,12 +94,36 @@ def type_of(value: str | griffe.Expr | None) -> str | griffe.Expr | None:
     return type(ast.literal_eval(value)).__name__ if isinstance(value, str) and value != "None" else None
 
 
+def is_annotated(annotation: str | griffe.Expr | None) -> bool:
+    """Return whether a type has the form ``Annotated[type, …]``."""
+    return isinstance(annotation, griffe.ExprSubscript) and annotation.canonical_path == "typing.Annotated"
+
+
 def without_bounds(annotation: str | griffe.Expr | None) -> str | griffe.Expr | None:
     """Return the type in ``Annotated[type, …]``, and any other annotation as it is."""
     match annotation:
-        case griffe.ExprSubscript(left=griffe.ExprName(name="Annotated"), slice=griffe.ExprTuple(elements=[kind, *_])):
+        case griffe.ExprSubscript(slice=griffe.ExprTuple(elements=[kind, *_])) if is_annotated(annotation):
             return kind
     return annotation
+
+
+def add_limits(setting: griffe.Attribute) -> None:
+    """Add to a setting's text the limits that its class checks, and the value of a default that is calculated."""
+    owner = getattr(importlib.import_module(setting.module.path), cast("griffe.Class", setting.parent).name)
+    hint = typing.get_type_hints(owner, include_extras=True)[setting.name]
+    for limits in hint.__metadata__:
+        if isinstance(limits, Between) and setting.docstring:
+            unit = " seconds" if isinstance(limits, Seconds) else ""
+            least, most = number(limits.least), number(limits.most)
+            if isinstance(setting.value, griffe.ExprBinOp):
+                setting.docstring.value += f" Default: {number(owner.__dataclass_fields__[setting.name].default)}."
+            among = f"at least {least}" if limits.most == math.inf else f"{least} to {most}"
+            setting.docstring.value += f" Allowed: {among}{unit}."
+
+
+def number(value: float) -> str:
+    """Return a number as people write it."""
+    return f"{int(value):,}" if value == value // 1 and value < math.inf else str(value)
 
 
 def default_of(value: str | griffe.Expr | None) -> str | griffe.Expr | None:

@@ -7,9 +7,12 @@ import importlib
 import inspect
 import itertools
 import re
+import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -131,6 +134,7 @@ PACKAGE = '''
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated
+from librmq.config import Between, Seconds
 _LONGEST_S = 60.0
 def _made(): ...
 ALL = {"a": _made()}
@@ -151,21 +155,39 @@ class Made:
 class Result:
     place: Annotated[int, "from 0"] = field(init=False)
     found: Counter[str] = field(default_factory=Counter)
+@dataclass
+class Settings:
+    size: Annotated[int | None, Between(1 << 8, 1 << 12)] = 4 << 8
+    """Bytes of a file."""
+    count: Annotated[int, Between(-1)] = 5
+    """Most files."""
+    pause_s: Annotated[float, Seconds(0.5, _LONGEST_S)] = 1
+    """Pause after
+    a failure."""
+    plain: int = 1 + 1
+    """No limits."""
 '''
 
 
-@pytest.mark.slow  # the quick check has no griffe
-def test_the_reference_shows_what_readers_can_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The package as the reference reads it."""
     import griffe
 
     monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    monkeypatch.syspath_prepend(tmp_path)
     reference = importlib.import_module("reference")
     folder = tmp_path / "shown"
     folder.mkdir()
     (folder / "__init__.py").write_text(PACKAGE, "utf-8")
     (folder / "errors.py").write_text("class SomeError(Exception): ...", "utf-8")
     extensions = griffe.load_extensions("dataclasses", reference.Reference())
-    package = griffe.load("shown", search_paths=[tmp_path], extensions=extensions, docstring_parser="google")
+    yield griffe.load("shown", search_paths=[tmp_path], extensions=extensions, docstring_parser="google")
+    sys.modules.pop("shown", None)
+
+
+@pytest.mark.slow  # the quick check has no griffe
+def test_the_reference_shows_what_readers_can_use(package: Any) -> None:
     assert [name for name, kind in package.classes.items() if "__init__" in kind.members] == ["Made"]
     assert str(package["Opened.read"].parameters["timeout"].default) == "60.0"
     assert package["ALL"].value is None
@@ -178,6 +200,18 @@ def test_the_reference_shows_what_readers_can_use(monkeypatch: pytest.MonkeyPatc
     assert str(package["Result.found"].value) == "Counter()"
     (raised,) = package["Opened.read"].docstring.parsed[1].value
     assert raised.annotation.canonical_path == "shown.errors.SomeError"
+
+
+@pytest.mark.slow
+def test_the_reference_shows_the_limits_of_settings(package: Any) -> None:
+    settings = package["Settings"].attributes
+    assert {name: setting.docstring.value for name, setting in settings.items()} == {
+        "size": "Bytes of a file. Default: 1,024. Allowed: 256 to 4,096.",
+        "count": "Most files. Allowed: at least -1.",
+        "pause_s": "Pause after\na failure. Allowed: 0.5 to 60 seconds.",
+        "plain": "No limits.",
+    }
+    assert str(settings["size"].annotation) == "int | None"
 
 
 def test_docstrings_become_markdown(website: ModuleType) -> None:
