@@ -123,7 +123,7 @@ def add_limits(setting: griffe.Attribute) -> None:
 
 def number(value: float) -> str:
     """Return a number as people write it."""
-    return f"{int(value):,}" if value == value // 1 and value < math.inf else str(value)
+    return f"{int(value):,}" if value == value // 1 else str(value)
 
 
 def default_of(value: str | griffe.Expr | None) -> str | griffe.Expr | None:

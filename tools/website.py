@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import ModuleType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,9 @@ WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 """What leaves the width of the window to a page of wide tables."""
 WIDE_PAGES = {"guarantees.md"}
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
-WHOLE = ("    options:", "      show_if_no_docstring: true")
+FEW = 4
+"""A package with more names, or a class with more methods, gets an overview."""
+TABLE = ("| name | what it is |", "|---|---|")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
@@ -50,6 +53,8 @@ _BLANK_BEFORE_BRACKET = re.compile(r"(?<=</code>)\s+(?=\)\s)")
 """What the generator leaves after the default of an argument."""
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 _QUANTITY = re.compile(r"(?<=\d) (?=(?:ns|µs|ms|s|min|h|%|KiB|MiB|GiB|kB|MB|GB)(?!\w))")
+_CONSTANT = re.compile(r'^(\w+)\b.*\n(?:[ )}\]].*\n)*"""(.*?)(?:"""|$)', re.MULTILINE)
+"""A statement of a module that a text follows."""
 _LITERAL = re.compile(r"^ *::\n|(?<=:):$", re.MULTILINE)
 _PAGE = re.compile(r"``(docs/\S+\.md)``")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -190,13 +195,12 @@ def reference_pages() -> Iterator[tuple[str, str]]:
         module = importlib.import_module(f"librmq.{room}")
         text = _PAGE.sub(page_link, _LITERAL.sub("", module.__doc__ or ""))
         lines = [f"# librmq.{room}", "", *text.splitlines(), ""]
+        lines += overview(module) if len(module.__all__) > FEW and room != "errors" else ()  # errors have a tree
         for name in module.__all__:
-            value, path = getattr(module, name), path_of(f"librmq.{room}.{name}")
-            if isinstance(value, ModuleType):  # whose import came before the first use of the lazy name
-                value = getattr(value, name)
+            value, path = exported(module, name), path_of(f"librmq.{room}.{name}")
             if callable(value) and value.__doc__:
                 rendered.setdefault(id(value), f"{room}.md#{path}")
-            lines += [f"::: {path}", *(WHOLE if is_shown_whole(value) else ()), ""]
+            lines += [f"::: {path}", *options_of(value), ""]
         yield f"reference/{room}.md", "\n".join(lines)
     yield "reference/librmq.md", "\n".join(names_of_the_top(rendered))
 
@@ -211,9 +215,25 @@ def page_link(found: re.Match[str]) -> str:
     return f"[{title_of(CHECKOUT / found[1])}](../{found[1].removeprefix('docs/')})"
 
 
+def exported(module: ModuleType, name: str) -> Any:  # noqa: ANN401 of any type
+    """Return what a package exports by a name."""
+    value = getattr(module, name)
+    # A module of that name can stand for it, if its import came before the first use of the lazy name.
+    return getattr(value, name) if isinstance(value, ModuleType) else value
+
+
 def path_of(path: str) -> str:
     """Return the path by which the reference finds a value, also if a module has the same one."""
     return f"{path}.{path.rpartition('.')[2]}" if path in sys.modules else path
+
+
+def options_of(value: object) -> list[str]:
+    """Return the lines with the options by which the reference shows a value."""
+    members = vars(value).items() if isinstance(value, type) else ()
+    methods = [name for name, member in members if name[0] != "_" and callable(getattr(member, "__func__", member))]
+    lines = ["show_if_no_docstring: true"] if is_shown_whole(value) else []
+    lines += ["summary: true"] if len(methods) > FEW else []
+    return ["    options:", *(f"      {line}" for line in lines)] if lines else []
 
 
 def is_shown_whole(value: object) -> bool:
@@ -229,12 +249,29 @@ def names_of_the_top(rendered: dict[int, str]) -> list[str]:
     rows, described = [], []
     for name in librmq.__all__:
         value = getattr(librmq, name)
-        first = (getattr(value, "__doc__", None) or "").partition("\n")[0].replace("|", "\\|")
         if id(value) not in rendered:
-            described += [f"::: librmq.{name}", *(WHOLE if is_shown_whole(value) else ()), ""]
-        rows.append(f"| [`{name}`]({rendered.get(id(value), f'#librmq.{name}')}) | {first} |")
+            described += [f"::: librmq.{name}", *options_of(value), ""]
+        rows.append(row_of(name, rendered.get(id(value), f"#librmq.{name}"), value.__doc__))
     head = ["# librmq", "", "What applications use: `from librmq import Broker, Producer`.", ""]
-    return [*head, "| name | what it is |", "|---|---|", *rows, "", *described]
+    return [*head, *TABLE, *rows, "", *described]
+
+
+def overview(module: ModuleType) -> list[str]:
+    """Return a table of the names that a package exports, each with a link to its description on the same page."""
+    room = CHECKOUT / "librmq" / module.__name__.rpartition(".")[2]
+    sources = sorted([*room.parent.glob(f"{room.name}*.py"), *room.rglob("*.py")])
+    texts = dict(_CONSTANT.findall("\n".join(path.read_text("utf-8") for path in sources)))
+    rows = []
+    for name in module.__all__:
+        text = texts.get(name) or exported(module, name).__doc__
+        rows.append(row_of(name, f"#{path_of(f'{module.__name__}.{name}')}", text))
+    return [*TABLE, *rows, ""]
+
+
+def row_of(name: str, link: str, text: str | None) -> str:
+    """Return a row of an overview: a name, and the first line of its text."""
+    first = (text or "").partition("\n")[0]
+    return f"| [`{name}`]({link}) | {first} |"
 
 
 class Page(html.parser.HTMLParser):

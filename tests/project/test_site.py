@@ -56,6 +56,26 @@ def test_a_name_in_a_module_of_its_name_is_shown(website: ModuleType, name: str)
     assert f"::: librmq.{name}" not in lines
 
 
+def test_a_package_of_many_names_begins_with_an_overview(website: ModuleType) -> None:
+    """Constants have the text below them, not that of their type."""
+    pages = dict(website.reference_pages())
+    consumers = pages["reference/consumer.md"]
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#([\w.]+)\) \| [A-Z].+ \|$", consumers, re.MULTILINE)
+    assert [name for name, _ in rows] == importlib.import_module("librmq.consumer").__all__
+    assert [path for _, path in rows] == re.findall("^::: (.+)$", consumers, re.MULTILINE)
+    shown = pages["reference/filter.md"]
+    assert "| [`SQL92`](#librmq.filter.SQL92) | Type of a subscription by an SQL92 expression. |" in shown
+    assert "| [`Registrations`](#librmq.filter.Registrations) | All groups' filters." in shown
+    assert "| [`critical`](#librmq.runtime.critical.critical) | The critical block" in pages["reference/runtime.md"]
+    assert "| [`" not in pages["reference/spark.md"]
+
+
+def test_a_class_of_many_methods_begins_with_an_overview(website: ModuleType) -> None:
+    pages = dict(website.reference_pages())
+    assert "::: librmq.store.MessageStore\n    options:\n      summary: true\n" in pages["reference/store.md"]
+    assert "::: librmq.listener.DownstreamDown\n\n" in pages["reference/listener.md"]
+
+
 def subclasses(of: type) -> set[type]:
     below: set[type] = set(of.__subclasses__())
     return {of}.union(*map(subclasses, below))
