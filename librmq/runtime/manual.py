@@ -56,6 +56,10 @@ class ManualRunner(Runner):
         """Return the turn to take; None ends the run."""
         return next(options, None)
 
+    def is_over(self) -> bool:
+        """Return whether no more turns may be taken, as after a failure in a test."""
+        return False
+
     def pass_time(self, seconds: float) -> None:
         """Move the clock, and take all turns that become due."""
         self.advance(round(1000 * seconds))
@@ -108,7 +112,7 @@ class ManualRunner(Runner):
         """Take the first of the `options` repeatedly, without making the others."""
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         taken, now = 0, clock.now_ms()
-        while True:
+        while not self.is_over():
             with self.lock:  # other threads may wake steps, for example those of a server
                 top = self._top() if heap else None
                 at = NEVER if top is None else top.at or 0

@@ -132,6 +132,7 @@ class Explorer(KitRunner):
         self._inline: Work | None = None
         self._faults = 0
         self._taking = False
+        self._until_ms = 0
 
     # ---- deciding
 
@@ -165,7 +166,7 @@ class Explorer(KitRunner):
 
     def _take_turns(self, until_ms: int) -> None:
         before = self._taking
-        self._taking = True
+        self._taking, self._until_ms = True, until_ms
         try:
             super()._take_turns(until_ms)
         finally:
@@ -211,6 +212,13 @@ class Explorer(KitRunner):
             for turn in dead:
                 self.drop(turn)
             options = self.options(self._until_ms)
+
+    def drop(self, turn: Turn) -> None:
+        """Forget a turn of a dead process."""
+        if isinstance(turn, Work) and turn in self.ready:
+            self.ready.remove(turn)
+        elif isinstance(turn, Step):
+            turn.at = None
 
     def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
         """Return the faults that are possible now, as label and call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -117,7 +117,6 @@ class KitRunner(ManualRunner):
         """The error that fails the test; after it no turn runs."""
         self.late: set[Work] = set()
         """Listeners that have done their work and return later."""
-        self._until_ms = 0
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
         self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
@@ -163,10 +162,6 @@ class KitRunner(ManualRunner):
         if dying is not None:
             self.kit.died(dying)
 
-    def _take_turns(self, until_ms: int) -> None:
-        self._until_ms = until_ms
-        super()._take_turns(until_ms)
-
     def take_turns(self, until_ms: int) -> None:
         """Take all turns up to a time; raise the error of a listener."""
         self._take_turns(until_ms)
@@ -174,24 +169,14 @@ class KitRunner(ManualRunner):
             failure, self.failure = self.failure, None
             raise failure
 
-    def pick(self, options: Iterator[Turn]) -> Turn | None:
-        """Return the turn to take; None ends the run."""
-        if self.failure is not None:
-            return None
-        while (turn := next(options, None)) is not None and is_dead(turn):
-            self.drop(turn)
-            options = self.options(self._until_ms)
-        return turn
-
-    def drop(self, turn: Turn) -> None:
-        """Forget a turn of a dead process."""
-        if isinstance(turn, Work) and turn in self.ready:
-            self.ready.remove(turn)
-        elif isinstance(turn, Step):
-            turn.at = None
+    def is_over(self) -> bool:
+        """Return whether a failure has ended the run."""
+        return self.failure is not None
 
     def perform(self, work: Work) -> None:
-        """Run user code."""
+        """Run user code, unless its process is dead."""
+        if is_dead(work):
+            return
         try:
             self.run_code(work)
         finally:

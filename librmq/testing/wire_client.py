@@ -100,30 +100,25 @@ class WireClient:
         if DELETE_KEY in request.message.properties:
             self.note(f"recalls a message of {topic}")
             return self._kit.broker.call(request)
-        with kit.runner.lock:
+        late: threading.Event | None = None
+        with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults.before_send(process, topic, kit.broker.name)
-        response: SendResponse = self._kit.broker.call(request)
-        place = f"{topic}/{response.queue_id}:{response.queue_offset}"
-        self.note(f"sends {place} {show(request.message)}")
-        with kit.runner.lock:
+            response: SendResponse = self._kit.broker.call(request)
+            place = f"{topic}/{response.queue_id}:{response.queue_offset}"
+            self.note(f"sends {place} {show(request.message)}")
             kit.faults.lose(process, topic, kit.broker.name, response)
             late_s = kit.faults.late(process, topic, kit.broker.name)
-        if late_s:
-            self._wait(late_s)
+            if late_s:
+                late = self._due_in(late_s)
+        if late is not None and not SystemClock().wait(late, _LATE_S):
+            raise BrokerUnreachableError(f"the answer is {late_s:g} s late, and the test did not move the clock")
         return response
 
-    def _wait(self, seconds: float) -> None:
-        """Wait until the test has moved the clock by that much, or until the client must have given up."""
+    def _due_in(self, seconds: float) -> threading.Event:
+        """Return what is set when the test has moved the clock by that much."""
         runner, is_due = self._kit.runner, threading.Event()
-
-        def due(_: int) -> None:
-            is_due.set()
-
-        with runner.lock:
-            runner.wake(Step("a late answer", due), runner.now_ms() + round(1000 * seconds))
-        SystemClock().wait(is_due, _LATE_S)
-        if not is_due.is_set():
-            raise BrokerUnreachableError(f"the answer is {seconds:g} s late, and the test did not move the clock")
+        runner.wake(Step("a late answer", lambda now_ms: is_due.set()), runner.now_ms() + round(1000 * seconds))
+        return is_due
 
     # ---- receives
 

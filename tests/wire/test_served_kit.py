@@ -75,7 +75,7 @@ def test_late_answer_comes_when_time_is_moved(served: ServedKit) -> None:
         served.advance(seconds=4)
         assert not sent.done()
         served.advance(seconds=2)
-        assert sent.result(10).status.code == 20000
+        assert sent.result(60).status.code == 20000
 
 
 def test_messages_of_a_cut_connection_are_delivered_again(served: ServedKit) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import librmq
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock
+from librmq.runtime.runner import Step
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
 from librmq.wire.remoting.codes import RequestCode as Code
@@ -35,6 +38,10 @@ class PushClient:
         return self
 
     def _run(self) -> None:
+        with suppress(OSError):  # the connection can end between an answer and the next pull
+            self._consume()
+
+    def _consume(self) -> None:
         asked: dict[int, str] = {}
         offsets = dict.fromkeys(self._topics, 0)
         for topic in self._topics:
@@ -127,8 +134,78 @@ def test_a_late_answer_comes_when_the_clock_is_moved(rmq_remoting: ServedKit, cl
     rmq_remoting.advance(seconds=4)
     assert waiting.is_alive()
     rmq_remoting.advance(seconds=2)
-    waiting.join(20)
+    waiting.join(60)
     assert not waiting.is_alive()
+
+
+class Noticed:
+    """A runner's lock that notices when a thread has to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_time_stands_still_between_a_message_and_its_fault(
+    rmq_remoting: ServedKit, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is stored and visible, and a thread of the server is about to find that its answer is late."""
+    faults, runner, is_stored = rmq_remoting.kit.faults, rmq_remoting.kit.runner, threading.Event()
+    lock, find = Noticed(runner.lock), faults.late
+    monkeypatch.setattr(runner, "lock", lock)
+
+    def find_later(*arguments: Any) -> float:
+        is_stored.set()
+        assert lock.is_waited_for.wait(60)
+        return find(*arguments)
+
+    monkeypatch.setattr(faults, "late", find_later)
+    faults.late_answer(5, "t")
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(client.put, "t", b"x")
+        assert is_stored.wait(60)
+        rmq_remoting.advance(seconds=4)
+        lock.is_waited_for.set()
+        rmq_remoting.advance(seconds=2)
+        assert sent.result(60).code == 0
+
+
+def test_a_wake_up_by_a_thread_of_the_server_is_not_lost(
+    rmq_remoting: ServedKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is among those that wait, and not marked as due yet."""
+    kit, is_waking, ran = rmq_remoting.kit, threading.Event(), list[int]()
+    kit.run_until_idle()
+    lock = Noticed(kit.runner.lock)
+    monkeypatch.setattr(kit.runner, "lock", lock)
+
+    class Slow(Step):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "at" and value is not None:
+                is_waking.set()
+                assert lock.is_waited_for.wait(60)
+            super().__setattr__(name, value)
+
+    def wake() -> None:
+        with kit.runner.lock:
+            kit.runner.wake(Slow("slow", ran.append))
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    assert is_waking.wait(60)
+    kit.advance(seconds=1)
+    lock.is_waited_for.set()
+    waking.join(60)
+    kit.advance(seconds=1)
+    assert len(ran) == 1
 
 
 def test_a_cut_and_a_crash_lose_nothing(rmq_remoting: ServedKit, client: RawClient) -> None:
@@ -156,7 +233,7 @@ def test_a_check_is_awaited(rmq_remoting: ServedKit, client: RawClient) -> None:
     checking = threading.Thread(target=answer, daemon=True)
     checking.start()
     rmq_remoting.advance(minutes=2)
-    checking.join(20)
+    checking.join(60)
     assert [one.body for one in rmq_remoting.kit.messages("t")] == [b"x"]
 
 
