@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import hashlib
 import io
@@ -139,6 +140,38 @@ def run(run_lines: Run) -> Run:
         return status, [json.loads(line) for line in lines], said
 
     return run_
+
+
+# --- machines that stand still
+
+
+_PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """Give sends and requests by the machine's clock a minute by default, because a busy machine can stall for seconds.
+
+    Under a manual clock the defaults of the library count, and so does what a test sets itself.
+    """
+    from librmq.client.producer import Producer
+    from librmq.clock import moves_by_itself
+    from librmq.wire.remote.connector import connect
+
+    make, defaults = Producer.__init__, connect.__kwdefaults__
+    assert defaults is not None
+
+    @functools.wraps(make)
+    def make_patient(self: Producer, route: Any, *arguments: Any, **settings: Any) -> None:
+        runner = getattr(route, "runner", None)
+        if settings.get("config") is None and runner is not None and moves_by_itself(runner.clock):
+            settings.setdefault("timeout", _PATIENCE_S)
+        make(self, route, *arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Producer, "__init__", make_patient)
+        patched.setitem(defaults, "timeout", _PATIENCE_S)
+        yield
 
 
 # --- the budget of slow tests
