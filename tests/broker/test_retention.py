@@ -396,7 +396,7 @@ def test_the_refusal_by_threads() -> None:
         producer.send("orders", BODY)
         with PullConsumer(broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:
             consumer.subscribe("orders")
-            assert consumer.poll(timeout=10)
+            assert consumer.poll(timeout=60)
             consumer.commit()
         for _ in range(16):
             producer.send("orders", BODY)
@@ -405,4 +405,4 @@ def test_the_refusal_by_threads() -> None:
         broker.reset_group("bills", "orders", "end")
         broker.store.flush()
         producer.send("orders", BODY)
-        broker.join(10)
+        broker.join(60)

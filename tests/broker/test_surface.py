@@ -200,7 +200,7 @@ def test_join_names_the_queues_that_are_behind(broker: Broker) -> None:
 
 def test_join_ignores_messages_that_no_filter_accepts() -> None:
     """A held pull reports filtered messages only when it ends, which takes longer than this join waits."""
-    with Broker.temporary() as broker, Producer(broker) as producer:
+    with Broker.temporary(runner=ManualRunner()) as broker, Producer(broker) as producer:
         consumer = PushConsumer(broker, "g")
         consumer.subscribe("T", lambda message: None, tags="A")
         consumer.start()

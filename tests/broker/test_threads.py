@@ -76,7 +76,10 @@ def test_its_own_threads_end_with_it() -> None:
     before = set(threading.enumerate())
     broker = Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny())
     broker.call(SendMessage("p", Message("T", b"x", delay_level=1), 0, 1, HOST))
+    own = set(threading.enumerate()) - before
     broker.close()
+    for thread in own:
+        thread.join(60)
     assert set(threading.enumerate()) <= before
 
 

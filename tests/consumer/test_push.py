@@ -774,12 +774,17 @@ def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch:
         consumer.start()
         assert begun.wait(60)
 
-        def interrupts(*arguments: object) -> bool:
-            raise KeyboardInterrupt
+        clock = broker.runner.clock
+        wait = clock.wait
+
+        def interrupts(event: threading.Event, seconds: float | None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return wait(event, seconds)  # the store's thread waits by the same clock
 
         if interrupted:
             with monkeypatch.context() as patched:
-                patched.setattr(broker.runner.clock, "wait", interrupts)
+                patched.setattr(clock, "wait", interrupts)
                 with pytest.raises(KeyboardInterrupt):
                     consumer.shutdown()
         else:

@@ -187,7 +187,7 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
         def follow() -> None:
             nonlocal read
             queue_offset = 0
-            while not stop.is_set():
+            while not (stop.is_set() and read):
                 try:
                     result = store.read("T0", 0, queue_offset)
                     for message in result.messages:

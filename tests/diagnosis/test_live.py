@@ -11,7 +11,7 @@ import pytest
 from librmq import Broker, ConsumeFrom, MessageModel, Producer, PushConsumer, ReconsumeLater, SuspendQueue
 from librmq.client import Client
 from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle
-from librmq.diagnosis import Thresholds, diagnose, held_progress
+from librmq.diagnosis import Finding, Thresholds, diagnose, held_progress
 from librmq.message.message import MessageQueue
 from librmq.testing import Kit
 
@@ -259,7 +259,7 @@ def test_a_stuck_listener_is_found_with_its_stack() -> None:
 
     with threaded("G", waits_for_a_door, 1) as broker:
         try:
-            assert entered.wait(20)
+            assert entered.wait(60)
             held = next(one for one in held_progress(broker) if one.stack)
             assert "waits_for_a_door" in " ".join(held.stack)
             assert held.thread is not None
@@ -283,8 +283,10 @@ def test_listeners_that_all_wait_at_one_place() -> None:
     with threaded("G", lambda message: slow_database()) as broker:
         try:
             for _ in range(4):
-                assert arrived.acquire(timeout=20)
-            found = [one for one in diagnose(broker, LIMITS) if one.kind == "listeners-at-one-place"]
+                assert arrived.acquire(timeout=60)
+            found = list[Finding]()
+            while not found:  # until most of them have come from the semaphore to the event
+                found = [one for one in diagnose(broker, LIMITS) if one.kind == "listeners-at-one-place"]
             assert [one.subject for one in found] == ["group G"]
             assert any("slow_database" in line for line in found[0].evidence["stack"])
         finally:

@@ -120,7 +120,7 @@ def test_a_thread_whose_start_is_interrupted_is_one_of_ours(name: str, monkeypat
     with pytest.raises(KeyboardInterrupt), runner.lock:
         runner.wake(step, 0 if name == "worker" else runner.now_ms() + 1)
     assert ran.wait(WAIT_S)
-    assert runner.shutdown()
+    assert runner.shutdown(WAIT_S)
     assert set(threading.enumerate()) <= before
 
 

@@ -91,7 +91,7 @@ def test_a_step_that_fails_is_logged_and_others_continue(
     with runner.lock:
         runner.wake(Step("fails", fails))
     assert run(runner, lambda: 5) == (5, None)
-    assert runner.shutdown()  # waits for it
+    assert runner.shutdown(60)  # waits for it
     assert "fails: an internal step failed" in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplo
     with runner.lock:
         runner.submit(Work("fails", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
-    assert runner.shutdown()  # waits for it
+    assert runner.shutdown(60)  # waits for it
     assert "fails: its result could not be applied" in caplog.text
 
 
@@ -122,7 +122,7 @@ def test_a_base_exception_ends_no_thread(
         runner.wake(Step("fails", fails))
         runner.submit(Work("fails too", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
-    assert runner.shutdown()  # waits for both
+    assert runner.shutdown(60)  # waits for both
     assert "fails: an internal step failed" in caplog.text
     assert "fails too: its result could not be applied" in caplog.text
 

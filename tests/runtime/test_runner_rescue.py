@@ -171,7 +171,7 @@ def test_a_worker_replaces_a_missing_clock_thread(
         for _ in range(3):
             assert stepped.acquire(timeout=WAIT_S)
         outcomes.wait(3)
-        assert runner.shutdown()
+        assert runner.shutdown(WAIT_S)
     assert caplog.text.count("so a worker runs the steps") == 1
 
 
@@ -234,7 +234,7 @@ def test_a_failed_result_of_a_coroutine_is_logged(caplog: pytest.LogCaptureFixtu
     with runner.lock:
         runner.submit(Work("fails", listener, done))
     assert begun.wait(WAIT_S)
-    assert runner.shutdown()
+    assert runner.shutdown(WAIT_S)  # waits for the line
     assert "fails: its result could not be applied" in caplog.text
 
 

@@ -29,6 +29,7 @@ from tests.stores import ROOT, SMALL, START_MS, contents, in_memory, opened
 SYNC_SMALL = replace(SMALL, durability="sync")
 ASYNC = replace(SMALL, commitlog_file_size=1 << 20, consumequeue_file_size=20_000)
 SYNC = replace(ASYNC, durability="sync")
+LOOK_S = 0.01
 AT_ONCE = replace(ASYNC, flush_interval_s=0, flush_thorough_interval_s=0, flush_least_bytes=1)
 """The store's thread flushes the log each time it is woken."""
 
@@ -233,8 +234,8 @@ def test_the_thread_of_the_store_completes_it(config: StoreConfig) -> None:
     with open_store(files, config, background=True) as store:
         for _ in range(5):
             acknowledgement = store.submit(message())
-            while not acknowledgement.done:
-                files.flushed.acquire()
+            while not acknowledgement.done:  # some time after the flush
+                files.flushed.acquire(timeout=LOOK_S)
 
 
 def test_an_observer_sees_them_complete_in_order() -> None:
@@ -243,7 +244,7 @@ def test_an_observer_sees_them_complete_in_order() -> None:
         acknowledgements = [store.submit(message(number)) for number in range(200)]
         done = 0
         while done < len(acknowledgements):
-            files.flushed.acquire()
+            files.flushed.acquire(timeout=LOOK_S)
             states = [one.done for one in reversed(acknowledgements)]  # more of them are done with each look
             assert states == sorted(states)
             done = states.count(True)
@@ -590,8 +591,8 @@ def test_after_recovering_time_continues() -> None:
         assert store_threads() == []
         acknowledgement = store.submit(message(1))
         assert len(store_threads()) == 1
-        while not acknowledgement.done:
-            files.flushed.acquire()
+        while not acknowledgement.done:  # some time after the flush
+            files.flushed.acquire(timeout=LOOK_S)
 
 
 def test_recovering_waits_for_the_thread_that_flushes() -> None:

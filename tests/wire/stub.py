@@ -67,7 +67,7 @@ class Stub:
         made = self._channel.unary_unary(
             f"/{SERVICE}/{name}", lambda one: one.SerializeToString(), message_class(f"{name}Response").FromString
         )
-        return made(request, timeout=20, metadata=self._headers)
+        return made(request, timeout=60, metadata=self._headers)
 
     def send(self, *messages: Any) -> Any:
         """Send messages."""
@@ -86,7 +86,7 @@ class Stub:
             lambda one: one.SerializeToString(),
             message_class("ReceiveMessageResponse").FromString,
         )
-        first, *found, last = made(request, timeout=20, metadata=self._headers)
+        first, *found, last = made(request, timeout=60, metadata=self._headers)
         assert (first.WhichOneof("content"), last.WhichOneof("content")) == ("status", "delivery_timestamp")
         return first.status.code, [one.message for one in found]
 
@@ -104,7 +104,7 @@ class Stub:
     def raw(self, name: str, data: bytes) -> bytes:
         """Send bytes as a call with one response."""
         made = self._channel.unary_unary(f"/{SERVICE}/{name}", None, None)
-        answer: bytes = made(data, timeout=20, metadata=self._headers)
+        answer: bytes = made(data, timeout=60, metadata=self._headers)
         return answer
 
     def raw_stream(self, name: str, data: bytes, timeout: float) -> Iterator[bytes]:
@@ -125,7 +125,7 @@ class Stub:
         self.close()
 
 
-def wait_until(holds: Callable[[], bool], what: str = "", seconds: float = 15) -> None:
+def wait_until(holds: Callable[[], bool], what: str = "", seconds: float = 60) -> None:
     """Wait until ``holds()`` is true; if it takes too long, fail with the message ``what``."""
     clock, never = SystemClock(), threading.Event()
     deadline = clock.monotonic() + seconds

@@ -130,7 +130,7 @@ def test_silent_connection_is_ended(broker: Broker, monkeypatch: pytest.MonkeyPa
     options |= {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500}
     options |= {"grpc.http2.ping_timeout_ms": 500, "grpc.http2.min_ping_interval_without_data_ms": 500}
     monkeypatch.setattr(server_module, "_OPTIONS", tuple(options.items()))
-    with GrpcServer(broker) as server, socket.create_connection((server.host, server.port), timeout=15) as silent:
+    with GrpcServer(broker) as server, socket.create_connection((server.host, server.port), timeout=60) as silent:
         silent.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         while silent.recv(4096):
             pass

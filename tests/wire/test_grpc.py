@@ -68,9 +68,11 @@ def test_message_is_sent_received_and_acknowledged(stub: Stub, broker: Broker) -
 
 def test_receive_waits_for_a_message(stub: Stub, broker: Broker) -> None:
     stub.call("QueryRoute", topic=resource("t"))
-    threading.Timer(0.05, lambda: Producer(broker, "p").start().send("t", b"late")).start()
+    sending = threading.Timer(0.05, lambda: Producer(broker, "p").start().send("t", b"late"))
+    sending.start()
     code, (found,) = stub.receive("t", wait_s=15)
     assert (code, found.body) == (OK, b"late")
+    sending.join()
 
 
 def test_filters_by_tag_and_by_property(stub: Stub) -> None:
