@@ -13,6 +13,7 @@ import enum
 import functools
 import html.parser
 import importlib
+import itertools
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 WIDE_PAGES = {"guarantees.md"}
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 FEW = 4
-"""A package with more names, or a class with more methods, gets an overview."""
+"""A package with more names, or a class with more methods, gets an overview; a wider table names cells."""
 TABLE = ("| name | what it is |", "|---|---|")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
@@ -51,6 +52,8 @@ _OPENED = re.compile(r"<(/?)(code|td|th)\b")
 _JOINT = re.compile(r"(?<=[A-Za-z0-9)}\]])(?!\.[a-z]{1,4}$)(?:[._,=(](?=[A-Za-z{%&\"'])|/(?=\w))|(?<=[a-z])(?=[A-Z])")
 _BLANK_BEFORE_BRACKET = re.compile(r"(?<=</code>)\s+(?=\)\s)")
 """What the generator leaves after the default of an argument."""
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 _QUANTITY = re.compile(r"(?<=\d) (?=(?:ns|µs|ms|s|min|h|%|KiB|MiB|GiB|kB|MB|GB)(?!\w))")
 _CONSTANT = re.compile(r'^(\w+)\b.*\n(?:[ )}\]].*\n)*"""(.*?)(?:"""|$)', re.MULTILINE)
@@ -143,6 +146,23 @@ def with_bars(code: re.Match[str]) -> str:
 def with_bare_versions(text: str) -> str:
     """Return a changelog without the brackets of its versions, and without the heading of an empty section."""
     return re.sub(r"^## \[(.+?)\]", r"## \1", re.sub(r"^## \[Unreleased\]\s+(?=## )", "", text, flags=re.M), flags=re.M)
+
+
+def with_headings(page: str) -> str:
+    """Return HTML in which each cell of a table of many columns names its column.
+
+    Where such a table is too wide, the style sheet shows each row as a list.
+    """
+
+    def name_cells(table: re.Match[str]) -> str:
+        headings = [re.sub("<[^>]*>", "", heading).replace('"', "&quot;") for heading in _HEADING.findall(table[0])]
+        if len(headings) <= FEW:
+            return table[0]
+        names = itertools.cycle(headings)
+        cells = re.sub(r"<td\b", lambda cell: f'{cell[0]} data-heading="{next(names)}"', table[0])
+        return cells.replace("<table>", f'<table data-columns="{len(headings)}">')
+
+    return _TABLE.sub(name_cells, page)
 
 
 def with_breaks(page: str) -> str:
@@ -345,7 +365,7 @@ def build(target: Path) -> int:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(Path(scratch) / "site", target)
     for page in target.rglob("*.html"):
-        page.write_text(with_breaks(page.read_text("utf-8")), "utf-8")
+        page.write_text(with_breaks(with_headings(page.read_text("utf-8"))), "utf-8")
     wrong, elsewhere = check(target)
     for fault in wrong:
         print(fault)

@@ -303,6 +303,22 @@ def test_lines_break_where_a_reader_expects(website: ModuleType, page: str, show
     assert website.with_breaks(page) == shown
 
 
+def table(*headings: str) -> str:
+    cells = "".join(f'<td style="text-align: right;">{number}</td>' for number, _ in enumerate(headings))
+    row = f"<tr>\n{cells}\n</tr>"
+    return f"<table>\n<tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>\n{row}\n{row}</table>"
+
+
+def test_cells_of_a_table_of_many_columns_name_their_column(website: ModuleType) -> None:
+    wide = website.with_headings(table("path", "<code>a</code> &amp; b", 'a "c"', "d", "e"))
+    assert re.findall('data-heading="(.*?)" style="text-align: right;">(.)<', wide) == [
+        *[("path", "0"), ("a &amp; b", "1"), ("a &quot;c&quot;", "2"), ("d", "3"), ("e", "4")] * 2
+    ]
+    assert '<table data-columns="5">' in wide
+    narrow = table("a", "b", "c", "d")
+    assert website.with_headings(f"{narrow}<p>x</p>{narrow}") == f"{narrow}<p>x</p>{narrow}"
+
+
 def test_the_changelog_shows_versions_without_brackets(website: ModuleType) -> None:
     text = "# Changelog\n\n## [Unreleased]\n\n## [0.1.0] - 2026-11-21\n\nThe first.\n"
     assert website.with_bare_versions(text) == "# Changelog\n\n## 0.1.0 - 2026-11-21\n\nThe first.\n"
