@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests import budget
+from tests.log_levels import reset_levels
 from tests.over_tcp import reason_of
 from tests.reference import (
     ABSENT,
@@ -77,6 +78,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     import librmq
 
     return [f"reference data: {reference().origin}", f"librmq: {Path(librmq.__file__ or '').parent}"]
+
+
+@pytest.fixture(autouse=True)
+def _levels_remain() -> Iterator[None]:
+    """Fail a test that leaves a level at a logger of librmq."""
+    yield
+    assert not reset_levels()
 
 
 # --- reference data

@@ -14,6 +14,7 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from librmq import MessageStore
 from librmq.cli import main
 from librmq.cli.arguments import parser_of
 from librmq.cli.commands import COMMANDS
+from tests.log_levels import reset_levels
 from tests.programs import POSIX
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
@@ -158,8 +160,16 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raw.decode("utf-8"))
 
 
+@pytest.fixture
+def levels() -> Iterator[None]:
+    """Take the levels back that a page sets at loggers."""
+    yield
+    reset_levels()
+
+
 @pytest.mark.parametrize("document", pages("python", MARKS), ids=name_of)
-def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("levels", "capsys")
+def test_python_snippets_run(document: Path, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
         if block.kind == "python" and block.file is None:
