@@ -44,6 +44,7 @@ __all__ = [
     "check_kind",
     "check_now",
     "check_path",
+    "nearest",
     "parse_hours",
     "suggest",
     "to_seconds",
@@ -184,11 +185,18 @@ def check_now(now_ms: object) -> None:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the name that was probably meant, or all known names, as the end of an error."""
+    names = sorted(known)
+    found = nearest(name, names)
+    return f"did you mean {found}?" if found is not None else f"known are {', '.join(names) or 'none'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant, whatever its case; None if none is near."""
     import difflib  # only errors need it
 
     by_lower = {one.lower(): one for one in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, 1)
-    return f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(by_lower.values()) or 'none'}"
+    return by_lower[close[0]] if close else None
 
 
 @lru_cache(maxsize=64)

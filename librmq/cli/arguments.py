@@ -47,10 +47,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         top.error("name a command; librmq --help lists them")
     command = COMMANDS.get(given.command)
     if command is None:
-        from difflib import get_close_matches
+        from librmq.config import nearest
 
-        near = get_close_matches(given.command, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "librmq --help lists them"
+        near = nearest(given.command, COMMANDS)
+        hint = f"did you mean {near}?" if near is not None else "librmq --help lists them"
         top.error(f"there is no command {given.command[:80]!r}; {hint}")
     before = argparse.Namespace(format=getattr(given, "format", None), config=None, command=command)
     parser = parser_of(command)

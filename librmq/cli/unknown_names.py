@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.output import Output, complain
+from librmq.config import nearest
 from librmq.errors import StoreError
 
 if TYPE_CHECKING:
@@ -77,7 +78,5 @@ def _groups(path: str) -> Iterable[str]:
 
 def near(name: str, known: Collection[str], otherwise: str) -> str:
     """Return the end of a message about an unknown name: the nearest known one, ``otherwise`` if none is near."""
-    from difflib import get_close_matches
-
-    found = get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]!r}?" if found else otherwise
+    found = nearest(name, known)
+    return f"; did you mean {found!r}?" if found is not None else otherwise
