@@ -61,7 +61,7 @@ class Administration:
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
-        self._groups.set(request.group, request.retry_max_times, request.is_ordered)
+        self._groups.set(request.group, request.settings)
 
     def delete_group(self, request: DeleteGroup) -> None:
         """Delete a consumer group, with its progress if that is asked for."""

@@ -24,6 +24,7 @@ from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerSteps
 from librmq.broker.dead_letters import retry_of
+from librmq.broker.groups import group_settings
 from librmq.broker.iteration import consume_topic
 from librmq.broker.life import BrokerLife
 from librmq.broker.parts import BrokerParts
@@ -278,13 +279,26 @@ class Broker:
         queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
         return list(queues)
 
-    def set_group(self, group: str, *, retry_max_times: int = 16, is_ordered: bool | None = None) -> None:
-        """Create a consumer group, or change its number of retries.
+    def set_group(
+        self,
+        group: str,
+        *,
+        retry_max_times: int | None = None,
+        is_ordered: bool | None = None,
+        consumes: bool | None = None,
+        broadcasts: bool | None = None,
+    ) -> None:
+        """Create a consumer group, or change the settings that are given. None keeps one as it is.
 
         With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order: no further message
-        until the earlier ones are acknowledged or visible again. None keeps the group's setting.
+        until the earlier ones are acknowledged or visible again. Without ``consumes`` the broker refuses every pull and
+        receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. A new group retries 16
+        times, has no order, consumes and broadcasts.
+
+        Raises:
+            BrokerError: A value is wrong, or the broker refuses.
         """
-        self.call(SetGroup(group, retry_max_times, is_ordered))
+        self.call(SetGroup(group, group_settings(retry_max_times, is_ordered, consumes, broadcasts)))
 
     def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.

@@ -57,7 +57,8 @@ class FailedMessages:
             retries = self._topics.ensure(retry_topic(group.name), group.retry_queues)
         if not retries.permission & PERM_WRITE:
             raise BrokerError(
-                ResponseCode.NO_PERMISSION, f"topic {retries.name!r} is not writable: its permission forbids it"
+                ResponseCode.NO_PERMISSION,
+                f"topic {retries.name!r} is not writable: its permission forbids it (create_topic sets it)",
             )
         name, queue_id = retries.name, retries.next_queue()
         message = self._look_up(request.physical_offset)

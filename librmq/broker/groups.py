@@ -14,7 +14,7 @@ from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
 from librmq.store.format.broker_tables import ConfigTable, group_row
 
-__all__ = ["Group", "Groups", "consumption_is_off"]
+__all__ = ["Group", "Groups", "consumption_is_off", "group_settings"]
 
 _BROKERS_OWN: Final = (
     "TOOLS_CONSUMER",
@@ -26,6 +26,13 @@ _BROKERS_OWN: Final = (
     "CID_ONSAPI_OWNER",
 )
 _ORDERED: Final = "consumeMessageOrderly"  # a field of 5.x, which 4.9 ignores
+_NAMES: Final = {
+    "retryMaxTimes": "retry_max_times",
+    _ORDERED: "is_ordered",
+    "consumeEnable": "consumes",
+    "consumeBroadcastEnable": "broadcasts",
+}
+"""The names of settings in Python by those in ``subscriptionGroup.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,28 @@ def consumption_is_off(name: str) -> BrokerError:
     """Return the error of a pull or receive by a group that may not consume."""
     return BrokerError(
         ResponseCode.NO_PERMISSION,
-        f"group {name!r} has consumption switched off: consumeEnable of its settings is false",
+        f"group {name!r} has consumption switched off: consumeEnable of its settings is false "
+        "(set_group with consumes=True switches it on)",
     )
+
+
+def group_settings(
+    retry_max_times: int | None, is_ordered: bool | None, consumes: bool | None, broadcasts: bool | None
+) -> dict[str, object]:
+    """Return those settings that are not None by their names in ``subscriptionGroup.json``."""
+    values = (retry_max_times, is_ordered, consumes, broadcasts)
+    return {key: value for key, value in zip(_NAMES, values, strict=True) if value is not None}
+
+
+def _check(key: str, value: object, usual: object) -> None:
+    """Refuse a setting of another kind than a usual row's, or a number that is out of bounds."""
+    least = -1 if key == "retryMaxTimes" else 0
+    expected = {bool: "True or False", int: f"a whole number of at least {least}", str: "text"}[type(usual)]
+    is_sound = type(value) is type(usual) and (type(value) is not int or least <= value < 1 << 31)
+    if not is_sound:
+        raise BrokerError(
+            ResponseCode.SYSTEM_ERROR, f"{_NAMES.get(key, key)}: expected {expected}, found {value!r:.80}"
+        )
 
 
 class Groups:
@@ -106,22 +133,21 @@ class Groups:
                 f"consumer group {name!r} does not exist: create it with set_group, or let consumers do so with "
                 "BrokerConfig(auto_create_group=True)",
             )
-        return self.set(name, 16)
+        return self.set(name, {})
 
-    def set(self, name: str, retry_max_times: int, is_ordered: bool | None = None) -> Group:
-        """Make a group, or change how often it retries and (unless None) whether it receives in order."""
+    def set(self, name: str, settings: Mapping[str, object]) -> Group:
+        """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
+
+        Settings that no row of 4.9 has are ignored, as there.
+        """
         if not isinstance(name, str):
             raise MessageIllegalError(f"group: expected text, found {name!r:.80}")
         validate_group(name)
-        if type(retry_max_times) is not int or not -1 <= retry_max_times < 1 << 31:
-            raise BrokerError(
-                ResponseCode.SYSTEM_ERROR,
-                f"retry_max_times: expected a whole number of at least -1, found {retry_max_times!r:.80}",
-            )
-        row = {**(self._table.rows.get(name) or group_row(name)), "retryMaxTimes": retry_max_times}
-        if is_ordered is not None:
-            row[_ORDERED] = is_ordered
-        self._table.set(name, row)
+        usual = {**group_row(name), _ORDERED: False}
+        changes = {key: value for key, value in settings.items() if key in usual}
+        for key, value in changes.items():
+            _check(key, value, usual[key])
+        self._table.set(name, {**(self._table.rows.get(name) or group_row(name)), **changes})
         self._save(self._table, self._now_ms())
         found = self.known[name] = self._group(name)
         return found

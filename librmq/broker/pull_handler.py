@@ -169,7 +169,8 @@ class PullHandler:
         if members.model is MessageModel.BROADCASTING and not group.broadcasts:
             raise BrokerError(
                 ResponseCode.NO_PERMISSION,
-                f"group {group.name!r} has broadcasting switched off: consumeBroadcastEnable of its settings is false",
+                f"group {group.name!r} has broadcasting switched off: consumeBroadcastEnable of its settings is false "
+                "(set_group with broadcasts=True switches it on)",
             )
         subscription = members.subscriptions.get(name)
         if subscription is None:

@@ -52,12 +52,11 @@ class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
 
 @value
 class SetGroup(Request[None]):
-    """Make a consumer group, or change how often it retries."""
+    """Make a consumer group, or change it."""
 
     group: str
-    retry_max_times: int = 16
-    is_ordered: bool | None = None
-    """Whether receives hand out each queue's messages in order; None leaves it as it is."""
+    settings: Mapping[str, object]
+    """By their names in ``subscriptionGroup.json``; those that are left out remain as they are."""
 
 
 @value

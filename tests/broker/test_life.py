@@ -31,6 +31,7 @@ from librmq.protocol import (
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer import TimerConfig
+from librmq.store.format.broker_tables import group_row
 from librmq.testing import Kit
 from librmq.testing.files import FailingFiles
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
@@ -183,8 +184,26 @@ def test_a_group_that_may_not_be_made() -> None:
         beat(broker, Subscription("T"))
     with opened() as broker:
         for wrong in (-2, 1 << 31, True):
-            with pytest.raises(BrokerError):
+            with pytest.raises(BrokerError, match=r"^retry_max_times: expected a whole number of at least -1, found"):
                 broker.set_group("g", retry_max_times=wrong)
+        with pytest.raises(BrokerError, match=r"^consumes: expected True or False, found 'no'"):
+            broker.set_group("g", consumes="no")  # type: ignore[arg-type]
+        assert "g" not in broker.groups()
+
+
+def test_settings_of_a_group_that_are_not_given_remain() -> None:
+    files = MemoryFiles()
+    with opened(files) as broker:
+        broker.set_group("g", retry_max_times=3, is_ordered=True)
+        broker.set_group("g", consumes=False)
+        broker.set_group("g", is_ordered=False, broadcasts=False)
+        assert broker.groups()["g"] == 3
+        send(broker, "T")
+        with pytest.raises(BrokerError, match="set_group with consumes=True"):
+            pull(broker, "T")
+    groups = java_json.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
+    off = {"consumeEnable": False, "consumeBroadcastEnable": False, "consumeMessageOrderly": False}
+    assert groups["g"] == {**group_row("g", 3), **off}
 
 
 def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[str, object]]) -> MemoryFiles:

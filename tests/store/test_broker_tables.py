@@ -9,7 +9,7 @@ import pytest
 from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, group_row
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
 
@@ -17,6 +17,13 @@ NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup",
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "config"
+
+
+def test_a_groups_other_settings_remain(tmp_path: Path) -> None:
+    tables = BrokerTables.open(str(tmp_path))
+    tables.groups.set("G", {**group_row("G"), "consumeEnable": False})
+    tables.set_group("G", retry_max_times=3)
+    assert tables.groups.rows["G"] == {**group_row("G", 3), "consumeEnable": False}
 
 
 def persisted(folder: Path) -> BrokerTables:

@@ -22,7 +22,7 @@ from librmq import (
     StoreConfig,
     TransactionState,
 )
-from librmq.protocol import LockQueues, Receive, UpdateOffset
+from librmq.protocol import LockQueues, PullMessage, Receive, UpdateOffset
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 
@@ -220,6 +220,10 @@ def test_administration(served: Served) -> None:
         sent = producer.send("orders", b"x", keys=["k1"], queue=0)
     assert [(one.read_queues, one.write_queues) for one in admin.topics()["orders"]] == [(2, 2)]
     assert admin.groups()["billing"] == 3
+    served.broker.set_group("billing", consumes=False)
+    admin.set_group("billing", 4)
+    with pytest.raises(BrokerError, match="consumption switched off"):
+        served.broker.call(PullMessage("c", "billing", "orders", 0, 0))
     assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]
     assert admin.queues("unknown") == {}
     assert admin.clients("billing") is None

@@ -189,7 +189,7 @@ OF_CLIENTS: Final[dict[Code, Request[Any]]] = {
     Code.QUERY_MESSAGE: QueryMessages("T", "k"),
     Code.UPDATE_AND_CREATE_TOPIC: CreateTopic("T", 4, 4),
     Code.DELETE_TOPIC_IN_BROKER: DeleteTopic("T"),
-    Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: SetGroup("g", 3),
+    Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: SetGroup("g", {"retryMaxTimes": 3}),
     Code.DELETE_SUBSCRIPTIONGROUP: DeleteGroup("g"),
     Code.INVOKE_BROKER_TO_RESET_OFFSET: ResetGroup("g", "T", 0, True),
 }

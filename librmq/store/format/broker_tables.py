@@ -87,8 +87,9 @@ class BrokerTables:
             self.set_topic(topic, read_queues=1, write_queues=1, permission=6)
 
     def set_group(self, group: str, *, retry_max_times: int) -> None:
-        """Make or change a consumer group."""
-        self.groups.set(group, group_row(group, retry_max_times))
+        """Make a consumer group, or change how often it retries; its other settings remain."""
+        row = self.groups.rows.get(group) or group_row(group)
+        self.groups.set(group, {**row, "retryMaxTimes": retry_max_times})
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's progress in a queue, the queue offset of its next message; None if never stored."""

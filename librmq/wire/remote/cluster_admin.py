@@ -135,16 +135,19 @@ class ClusterAdmin:
         """Return the consumer groups that the brokers know, sorted, each with its number of redeliveries."""
         found: dict[str, int] = {}
         for broker in self._brokers():
-            frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
-            rows = self._read(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
-            for group, row in rows:
+            for group, row in self._group_rows(broker):
                 found.setdefault(group, _whole(row, "retryMaxTimes"))
         return dict(sorted(found.items()))
 
+    def _group_rows(self, broker: RemoteBroker) -> list[tuple[str, Mapping[str, Any]]]:
+        frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
+        return self._read(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
+
     def set_group(self, group: str, retry_max_times: int = 16) -> None:
-        """Create a consumer group, or change its number of redeliveries, at all brokers."""
+        """Create a consumer group, or change its number of redeliveries, at all brokers; other settings remain."""
         for broker in self._brokers():
-            broker.call(SetGroup(group, retry_max_times))
+            row = dict(self._group_rows(broker)).get(group, {})
+            broker.call(SetGroup(group, {**row, "retryMaxTimes": retry_max_times}))
 
     def delete_group(self, group: str, *, removes_progress: bool = False) -> None:
         """Delete a consumer group's settings at all brokers, and its progress if wanted."""

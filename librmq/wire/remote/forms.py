@@ -41,6 +41,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import heartbeat_body, queue_row, queues_of, read_body, subscription_row, write_body
 from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields, to_fields
@@ -290,17 +291,8 @@ def _write_topic(request: CreateTopic) -> Frame:
 
 
 def _write_group(request: SetGroup) -> Frame:
-    row = {
-        "brokerId": 0,
-        "consumeBroadcastEnable": True,
-        "consumeEnable": True,
-        "consumeFromMinEnable": True,
-        "groupName": request.group,
-        "notifyConsumerIdsChangedEnable": True,
-        "retryMaxTimes": request.retry_max_times,
-        "retryQueueNums": 1,
-        "whichBrokerWhenConsumeSlowly": 1,
-    }
+    """Write the whole row that a real broker puts in the place of its own."""
+    row = {**group_row(request.group), **request.settings}
     return frame_of(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=write_body(row))
 
 

@@ -201,10 +201,9 @@ class AdminRequests:
 
     def _set_group(self, call: RemotingCall) -> bytes:
         asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
-        retries = asked.get("retryMaxTimes", 16)
-        if not isinstance(asked.get("groupName"), str) or type(retries) is not int:
-            raise MalformedError("a group: expected groupName and retryMaxTimes, a whole number")
-        self._broker.call(SetGroup(asked["groupName"], retries))
+        if not isinstance(asked.get("groupName"), str):
+            raise MalformedError("a group: expected groupName, text")
+        self._broker.call(SetGroup(asked["groupName"], asked))
         return call.answer()
 
     def _delete_group(self, call: RemotingCall) -> bytes:

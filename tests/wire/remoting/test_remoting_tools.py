@@ -205,6 +205,10 @@ def test_tables_and_topic_lists_are_complete(client: RawClient, broker: Broker) 
     assert client.ask(Code.GET_ALL_TOPIC_CONFIG)["topicConfigTable"]["t"]["writeQueueNums"] == 3
     groups = client.ask(Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)["subscriptionGroupTable"]
     assert groups["g"]["retryMaxTimes"] == 5
+    asked = {**groups["g"], "consumeEnable": False, "whichBrokerWhenConsumeSlowly": 2, "unknown": 1}
+    client.call(Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, asked)
+    del asked["unknown"]
+    assert client.ask(Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)["subscriptionGroupTable"]["g"] == asked
     assert "t" in client.ask(Code.GET_TOPICS_BY_CLUSTER, cluster="DefaultCluster")["topicList"]
     for code in (Code.GET_SYSTEM_TOPIC_LIST_FROM_NS, Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER):
         topics = client.ask(code)["topicList"]
