@@ -63,7 +63,7 @@ def put(folder: Path, url: str) -> str:
 
 @pytest.fixture(scope="module")
 def url(path: Path) -> Iterator[str]:
-    yield put(path, "memory://bucket/store")
+    yield put(path, "memory://tests/store")
     fsspec.filesystem("memory").store.clear()
 
 
@@ -150,7 +150,7 @@ def test_a_store_that_librmq_did_not_close(path: Path, tmp_path: Path, kind: str
             with MessageStore.open(folder, clock=ManualClock(START_MS)) as store:
                 store.append(Message("A", b"one more"), 0)
             shutil.copy(path / "librmq" / "closed.json", folder / "librmq")
-    remote = put(folder, f"memory://bucket/{kind}")
+    remote = put(folder, f"memory://tests/{kind}")
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views:
         found = reader(remote, view=view).read_all()
@@ -171,7 +171,7 @@ def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -
         raw = file.read_bytes()
         used = len(raw.rstrip(b"\0")) // 20 * 20 - 40
         file.write_bytes(raw[:used].ljust(len(raw), b"\0"))
-    remote = put(folder, "memory://bucket/behind")
+    remote = put(folder, "memory://tests/behind")
     for view in get_args(View):
         found = reader(remote, view=view).read_all()
         assert found.num_rows
@@ -186,7 +186,7 @@ def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -
         ("s3://", ConfigError, "expected a path or a URL such as s3://bucket/store, found the scheme s3"),
         ("nothing://store", ConfigError, "expected a scheme that fsspec knows, such as s3://"),
         ("oci://bucket/store", ConfigError, "a package is missing that reads oci://"),
-        ("memory://bucket/none", NotAStoreError, "memory://bucket/none: there is nothing here"),
+        ("memory://tests/none", NotAStoreError, "memory://tests/none: there is nothing here"),
     ],
 )
 def test_urls_that_are_refused(store: str, error: type[Exception], text: str) -> None:
