@@ -54,7 +54,8 @@ _BLANK_BEFORE_BRACKET = re.compile(r"(?<=</code>)\s+(?=\)\s)")
 """What the generator leaves after the default of an argument."""
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
-_OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+_WHOLE = re.compile(r"(?<!\S)--[a-z][a-z-]*|\d[\d.,]*–[\d.,]*\d")
+"""An option, or a range of numbers."""
 _QUANTITY = re.compile(r"(?<=\d) (?=(?:ns|µs|ms|s|min|h|%|KiB|MiB|GiB|kB|MB|GB)(?!\w))")
 _CONSTANT = re.compile(r'^(\w+)\b.*\n(?:[ )}\]].*\n)*"""(.*?)(?:"""|$)', re.MULTILINE)
 """A statement of a module that a text follows."""
@@ -168,7 +169,8 @@ def with_headings(page: str) -> str:
 def with_breaks(page: str) -> str:
     """Return HTML that says where lines may break.
 
-    A browser would cut ``--until`` after its hyphens, ``20 s`` at its space, and a long name in a narrow cell anywhere.
+    A browser would cut ``--until`` after its hyphens, ``1–2`` after its dash, ``20 s`` at its space, and a long name
+    in a narrow cell anywhere.
     """
     inside: set[str] = set()
     parts = _MARKUP.split(_BLANK_BEFORE_BRACKET.sub("", page))
@@ -176,7 +178,7 @@ def with_breaks(page: str) -> str:
         if tag := _OPENED.match(part):
             (inside.discard if tag[1] else inside.add)("code" if tag[2] == "code" else "cell")
         elif not part.startswith("<") and "code" not in inside:
-            part = _OPTION.sub(r'<span class="whole">\g<0></span>', part)
+            part = _WHOLE.sub(r'<span class="whole">\g<0></span>', part)
             parts[place] = _QUANTITY.sub("\N{NO-BREAK SPACE}", part)
         elif not part.startswith("<"):
             parts[place] = re.sub(r"\S+", lambda word: breakable(word[0], "cell" in inside), part)

@@ -277,6 +277,7 @@ def test_nested_lists_are_nested_on_the_site(website: ModuleType) -> None:
         ("<p><code>lag --every 10s</code></p>", '<p><code>lag <span class="whole">--every</span> 10s</code></p>'),
         ("<p>every 10 s, <code>10 s</code></p>", "<p>every 10\N{NO-BREAK SPACE}s, <code>10 s</code></p>"),
         ("<p>show --limit 10</p>", '<p>show <span class="whole">--limit</span> 10</p>'),
+        ("<td>0.45–1,047, 2</td>", '<td><span class="whole">0.45–1,047</span>, 2</td>'),
         ("<td>10 starts</td>", "<td>10 starts</td>"),
         ("(default: <code>None</code>\n)\n", "(default: <code>None</code>)\n"),
         (
