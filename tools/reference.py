@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import math
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -18,6 +19,7 @@ Code = TypeVar("Code")
 
 _LABELS = {"class-attribute", "instance-attribute", "module-attribute"}
 """Labels of attributes that tell a reader nothing."""
+_NAME = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)")
 
 
 class Reference(griffe.Extension):
@@ -36,6 +38,8 @@ class Reference(griffe.Extension):
         constants = {each.path: each.value for each in attributes if each.name.startswith("_") and each.value}
         for each in objects(pkg):
             each.labels -= _LABELS
+            if each.docstring:
+                each.docstring.value = with_links(each.docstring.value, each)
             if isinstance(each, griffe.Module):
                 add_errors(each, errors)
             elif isinstance(each, griffe.Class):
@@ -58,6 +62,21 @@ def objects(of: griffe.Object) -> Iterator[griffe.Object]:
     for member in [*of.members.values()]:
         if isinstance(member, griffe.Object):
             yield from objects(member)
+
+
+def with_links(text: str, scope: griffe.Object) -> str:
+    """Return a docstring in which each name in single backticks leads to its description, where there is one."""
+
+    def link(found: re.Match[str]) -> str:
+        name = found[1]
+        first, dot, rest = name.partition(".")
+        try:
+            path = (first if first == scope.package.path else scope.resolve(first)) + dot + rest
+        except griffe.NameResolutionError:
+            return found[0]
+        return f'<autoref optional identifier="{path}"><code>{name}</code></autoref>'
+
+    return _NAME.sub(link, text)
 
 
 def add_errors(module: griffe.Module, errors: list[griffe.Class]) -> None:

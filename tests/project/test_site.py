@@ -168,6 +168,8 @@ class Opened:
             SomeError: It fails.
         """
 class Made:
+    """Made by `Opened.read`, which `make` calls, or `shown.errors.SomeError`; `nothing` and ``Opened`` stay code."""
+    def make(self): ...
     def __init__(self, topic: str, **settings: int) -> None:
         self.topic = topic
         self.failed = 0
@@ -232,6 +234,18 @@ def test_the_reference_shows_the_limits_of_settings(package: Any) -> None:
         "plain": "No limits.",
     }
     assert str(settings["size"].annotation) == "int | None"
+
+
+@pytest.mark.slow
+def test_names_in_docstrings_lead_to_their_descriptions(package: Any) -> None:
+    """An optional link that leads nowhere becomes code."""
+    text = package["Made"].docstring.value
+    assert re.findall(r'<autoref optional identifier="([\w.]+)"><code>([\w.]+)</code></autoref>', text) == [
+        ("shown.Opened.read", "Opened.read"),
+        ("shown.Made.make", "make"),
+        ("shown.errors.SomeError", "shown.errors.SomeError"),
+    ]
+    assert text.endswith("`nothing` and ``Opened`` stay code.")
 
 
 def test_docstrings_become_markdown(website: ModuleType) -> None:
