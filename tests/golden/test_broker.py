@@ -20,6 +20,7 @@ from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
 from tests.conftest import StoreCopy
 from tests.reference import Row, folders, jsonl, rows
 
@@ -63,6 +64,12 @@ def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: Stor
         assert after["consumerFilter.json"].keys() == before["consumerFilter.json"].keys()
         expected = before["consumerFilter.json"]["filterDataByTopic"]
         assert after["consumerFilter.json"]["filterDataByTopic"].keys() <= expected.keys()
+
+
+@pytest.mark.parametrize("folder", CLIENT_FOLDERS)
+def test_a_real_brokers_folder_is_sound(folder: Path, store_copy: StoreCopy) -> None:
+    """Its settings are not known: some of these brokers had other delay levels."""
+    assert verify(str(store_copy(folder))).damage == ()
 
 
 def delay_levels(folder: Path) -> str:

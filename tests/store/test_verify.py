@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 
 import pytest
@@ -243,3 +244,24 @@ def test_a_recreated_topic_is_sound() -> None:
     with opened(files, thorough=True) as store:
         assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
     assert verify(ROOT, SMALL, files).sound
+
+
+def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
+    """No file of a broker names its levels, so the default ones can be wrong."""
+    files = MemoryFiles()
+    with opened(files, dataclasses.replace(SMALL, message_delay_level="7s 90m")) as store:
+        for level in (1, 2, 2):
+            store.append(Message("T", b"later", delay_level=level))
+    delayed = {path: data for path, data in contents(files).items() if not path.startswith("librmq/")}
+    assert judged(delayed).sound
+    first, _ = queues = [f"consumequeue/{SCHEDULE_TOPIC}/{queue_id}/{0:020d}" for queue_id in (0, 1)]
+    crashed = in_memory({**delayed, "abort": b""})
+    opened(crashed, None, thorough=True).close()
+    assert [contents(crashed)[path] for path in queues] == [delayed[path] for path in queues]
+    data = delayed[first]
+    assert data is not None
+    entry = struct.Struct(">qiq")
+    place, size, due_ms = entry.unpack(data[: entry.size])
+    for wrong_ms in (due_ms + 1, due_ms - 8_000):
+        changed = judged(delayed, {(first, 0): entry.pack(place, size, wrong_ms)})
+        assert places(changed) == [(first, 0, "entry")]

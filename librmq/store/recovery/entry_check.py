@@ -121,18 +121,20 @@ class EntryCheck:
         return same
 
     def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Return whether a different entry is acceptable: because of its unit, or in the form of 4.9's recovery."""
+        """Return whether a different entry is acceptable: by its unit, or by the rules for delayed messages."""
         place, size, code = ENTRY.unpack(found)
         if found[:12] != expected[:12]:
             return False
-        wanted = {ENTRY.unpack(expected)[2]}
         message = record_at(self._log, place, size)
         is_free = message is not None and is_illegible(message)
-        if self._delayed and message is not None:
-            # 4.9's recovery gives delayed records the code of their tags.
-            wanted.add(record.tags_code(message.tags))
+
+        def is_wanted(found_code: int) -> bool:
+            if is_free or found_code == ENTRY.unpack(expected)[2]:
+                return True
+            return self._delayed and message is not None and _can_wait_until(message, found_code)
+
         if not is_ext_address(code):
-            return is_free or code in wanted
+            return is_wanted(code)
         if self._queue.ext is None:
             return False  # there are no units to which it could point
         if before := self._queue.read(queue_offset - 1, 1):
@@ -142,7 +144,17 @@ class EntryCheck:
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
-        return (is_free or unit.tags_code in wanted) and unit.store_timestamp_ms == entry.store_timestamp_ms
+        return is_wanted(unit.tags_code) and unit.store_timestamp_ms == entry.store_timestamp_ms
+
+
+def _can_wait_until(message: StoredMessage, code: int) -> bool:
+    """Return whether ``code`` can be the delivery time of a delayed message, or what 4.9's recovery puts in its place.
+
+    The levels of the broker that wrote the entry can differ from those of the settings, because no file of a broker
+    names them. Each is a whole number of seconds.
+    """
+    waits_ms = code - message.store_timestamp_ms
+    return (waits_ms >= 0 and waits_ms % 1000 == 0) or code == record.tags_code(message.tags)
 
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
