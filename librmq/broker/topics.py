@@ -26,6 +26,7 @@ from librmq.message.topics import (
     validate_client_topic,
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
+from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable, topic_row, topic_type, with_topic_type
 
 __all__ = ["Topic", "Topics", "not_readable"]
@@ -33,6 +34,8 @@ __all__ = ["Topic", "Topics", "not_readable"]
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _MOST_QUEUES: Final = 1 << 16
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
+
+_log = EventLog("librmq.broker")
 
 
 class Topic:
@@ -190,6 +193,14 @@ class Topics:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
                 f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {message_type!r:.80}",
+            )
+        if read_queues < write_queues:
+            _log.warning(
+                "topic %(topic)s: producers write to %(write_queues)s queues, and consumers read only %(read_queues)s: "
+                "no group gets the messages of the others",
+                topic=name,
+                write_queues=write_queues,
+                read_queues=read_queues,
             )
         self._put(name, read_queues, write_queues, permission, message_type)
 

@@ -10,7 +10,7 @@ from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.cli.unknown_names import note_topic
 from librmq.clock import SystemClock
-from librmq.errors import CorruptionError, InputError
+from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
 from librmq.store.format import directory
@@ -46,19 +46,15 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
             bar.advance(done, total)
 
-    try:
-        with ProgressBar("export", 0, "messages") as bar, watched(show):
-            made = export_messages(
-                arguments.store,
-                arguments.out,
-                format=arguments.file_format,
-                partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
-                grep=arguments.grep,
-                **settings,
-            )
-    except CorruptionError as error:
-        advice = "librmq salvage extracts the sound messages into a store, which can be exported"
-        raise CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {advice}") from error
+    with ProgressBar("export", 0, "messages") as bar, watched(show):
+        made = export_messages(
+            arguments.store,
+            arguments.out,
+            format=arguments.file_format,
+            partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+            grep=arguments.grep,
+            **settings,
+        )
     if not made.rows and arguments.topic and "://" not in arguments.store:
         known = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:

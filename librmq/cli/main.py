@@ -63,7 +63,8 @@ def _run(chosen: argparse.Namespace) -> int:
     try:
         return _call(chosen)
     except (CorruptionError, RecordError) as error:
-        complain(f"librmq {name}: {error}")
+        advice = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
+        complain(f"librmq {name}: {error}{advice if isinstance(error, CorruptionError) else ''}")
         return DAMAGED
     except RmqError as error:
         complain(f"librmq {name}: {error}")

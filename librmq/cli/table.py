@@ -189,12 +189,18 @@ _STYLES: Final = {
 _LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
 
 
+class _Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a broken pipe to the command; rich would end the process with status 1."""
+        raise BrokenPipeError
+
+
 class Table:
     """Output that draws rows as tables, some hundreds at a time; rows of another type begin another table."""
 
     def __init__(self, stream: TextIO) -> None:
         width = None if stream.isatty() else _WIDTH_OF_FILES
-        self._console = rich.console.Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+        self._console = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
         self._kind = ""
         self._rows: list[Row] = []
         self._is_begun = False

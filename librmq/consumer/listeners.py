@@ -107,6 +107,12 @@ def is_coroutine_function(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+def is_generator_function(function: object) -> bool:
+    """Return whether a call of ``function`` returns a generator, of either kind, and runs nothing."""
+    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - the type's own is what is looked at
+    return any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, call))
+
+
 def with_predicate(
     function: Callable[[Any], Any], predicate: WatchedPredicate[DeliveredMessage], as_list: bool
 ) -> Callable[[Any], Any]:

@@ -25,6 +25,7 @@ from librmq.consumer.listeners import (
     Listeners,
     MessageListener,
     is_coroutine_function,
+    is_generator_function,
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
@@ -155,8 +156,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
 
         Raises:
-            ConfigError: Both ``tags`` and ``sql`` are given, or a message could match both this listener and another
-                one.
+            ConfigError: Both ``tags`` and ``sql`` are given, a message could match both this listener and another one,
+                or the listener is a generator.
             FilterSyntaxError: The expression does not compile.
         """
         if batch is False and self.config.batch_size > 1:
@@ -168,6 +169,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
         def register(function: F) -> F:
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: expected a function as listener, found {function!r:.80}")
+            if is_generator_function(function):
+                raise ConfigError(
+                    f"topic {topic!r}: the listener {function!r:.80} is a generator, whose body a call does not run: "
+                    "remove `yield` from it"
+                )
             called: Callable[..., Any] = function
             if predicate is not None:
                 watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)

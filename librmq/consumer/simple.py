@@ -15,13 +15,14 @@ from typing import Any, Final, Self, TypeVar, cast
 
 from librmq.client.identity import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
-from librmq.config import to_seconds
+from librmq.config import to_seconds, wrong_kind
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.subscription import check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
 from librmq.protocol import (
+    MAX_INVISIBLE_MS,
     MAX_RECEIVED,
     PERM_READ,
     Acknowledge,
@@ -260,7 +261,8 @@ class SimpleConsumer(Startable):
         self._life.check_running(call)
         if not self.subscriptions:
             raise ClientStateError(f"{self._life.what} has no subscription: call subscribe(topic) first")
-        return round(1000 * to_seconds("invisible", invisible)), to_seconds("wait", wait)
+        invisible_s = to_seconds("invisible", invisible, 0.001, MAX_INVISIBLE_MS / 1000)
+        return round(1000 * invisible_s), to_seconds("wait", wait)
 
     @contextmanager
     def _waiting(self, wake: Callable[[], object]) -> Iterator[_Wait]:
@@ -319,6 +321,8 @@ class SimpleConsumer(Startable):
         """
         by_place: dict[tuple[str, str], list[ReceivedMessage]] = {}
         for message in messages:
+            if not isinstance(message, ReceivedMessage):
+                raise wrong_kind("ack", message, "received messages, as in ack(first, second) or ack(*messages)")
             by_place.setdefault((message.broker_name, message.topic), []).append(message)
         late: list[ReceivedMessage] = []
         for (name, topic), some in by_place.items():
@@ -338,7 +342,7 @@ class SimpleConsumer(Startable):
         Raises:
             ReceiptError: The message was already delivered again, or acknowledged.
         """
-        invisible_ms = round(1000 * to_seconds("invisible", invisible))
+        invisible_ms = round(1000 * to_seconds("invisible", invisible, 0, MAX_INVISIBLE_MS / 1000))
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
         message.receipt = self.client.endpoint(message.broker_name).call(request)
         message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms

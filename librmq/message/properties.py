@@ -87,7 +87,16 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
+        name = next(name for name, value in properties.items() if _is_not_utf8(f"{name}{value}"))
+        raise MessageIllegalError(f"property {name!r} cannot be written as UTF-8: {error.reason}") from None
+
+
+def _is_not_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:

@@ -59,6 +59,11 @@ class Evidence:
                 if key not in self._subscribed:
                     self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
 
+    def note_received(self, group: str, topic: str) -> None:
+        """Note that a simple consumer of the group got a message of the topic."""
+        if (group, topic) in self._subscribed:
+            self._subscribed[group, topic].was_read = True
+
     # ---- questions of the test: the methods of `Kit`
 
     def delivered(self, group: str) -> list[DeliveryAttempt]:

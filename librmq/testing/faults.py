@@ -6,16 +6,18 @@ and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 from librmq.clock import ManualClock
-from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError
+from librmq.config import to_seconds, wrong_kind
+from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
 from librmq.testing.network import Network
-from librmq.testing.process import Process, Repeated
+from librmq.testing.process import A_PROCESS, Process, Repeated
 
 __all__ = ["Faults"]
 
@@ -56,6 +58,9 @@ class _Due:
     seconds: float = 0.0
     code: int = 0
 
+    def __post_init__(self) -> None:
+        _check_times(self.times)
+
 
 class Faults:
     """Faults of one test, each requested by a call: ``rmq.faults``."""
@@ -92,6 +97,7 @@ class Faults:
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
         """Let the next listener of a group work immediately and return ``seconds`` later."""
+        _check_times(times)
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
@@ -127,7 +133,9 @@ class Faults:
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
         """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""
-        process.skew_ms = round(1000 * _seconds(seconds))
+        if not isinstance(process, Process):
+            raise wrong_kind("process", process, A_PROCESS)
+        process.skew_ms = round(1000 * to_seconds("seconds", seconds, -math.inf))
         self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
 
     # ---- called by the kit
@@ -193,4 +201,9 @@ class Faults:
 
 
 def _seconds(duration: float | timedelta) -> float:
-    return duration.total_seconds() if isinstance(duration, timedelta) else duration
+    return to_seconds("seconds", duration)
+
+
+def _check_times(times: int) -> None:
+    if type(times) is not int or times < 1:
+        raise ConfigError(f"times: expected a whole number of at least 1, found {times!r:.80}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -14,8 +15,9 @@ from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
-from librmq.config import StoreConfig, to_seconds
+from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
+from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
@@ -28,7 +30,7 @@ from librmq.testing.kit_replica import KitReplica, open_replica
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network, broker_names
 from librmq.testing.observer import KitObserver
-from librmq.testing.process import ConsumerArguments, Process, ProducerArguments
+from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
@@ -256,8 +258,9 @@ class Kit:
 
         Raises:
             NotIdleError: A coroutine waits for something that does not happen.
+            ConfigError: The time is below 0, or no number.
         """
-        until = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+        until = self.clock.now_ms() + _milliseconds(hours, minutes, seconds, ms)
         return self._driver.run(lambda: until)
 
     def run_until_idle(self) -> Elapsed:
@@ -270,7 +273,7 @@ class Kit:
 
     def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
         """Let time pass up to this limit, but only while something is due; return the passed time."""
-        end = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+        end = self.clock.now_ms() + _milliseconds(hours, minutes, seconds, ms)
 
         def until() -> int:
             due = self.runner.next_due_ms()
@@ -322,6 +325,8 @@ class Kit:
 
     def join(self, process: Process) -> Process:
         """Start one more process like this one, and return it."""
+        if not isinstance(process, Process):
+            raise wrong_kind("process", process, A_PROCESS)
         other = self._process_table.make(
             self._process_table.free_name(process.name), process.factory, site=process.site
         )
@@ -536,3 +541,19 @@ class Kit:
             self.abandon()
         else:
             self.close()
+
+
+def _milliseconds(hours: float, minutes: float, seconds: float, ms: int) -> int:
+    """Return how long time is to pass.
+
+    Raises:
+        ConfigError: It is below 0, or no number.
+    """
+    parts = {"hours": hours, "minutes": minutes, "seconds": seconds, "ms": ms}
+    for name, value in parts.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(f"{name}: expected a number, found {value!r:.80}")
+    total = round(ms + 1000 * (seconds + 60 * (minutes + 60 * hours)))
+    if total < 0:
+        raise ConfigError(f"time can't go back: expected at least 0 ms, found {total:,}")
+    return total

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from librmq.clock import ManualClock
 from librmq.errors import RmqError
-from librmq.protocol import Heartbeat, PullMessage, SendResponse
+from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse
 from librmq.runtime.runner import Work
 from librmq.testing.evidence import Evidence
 from librmq.testing.faults import Faults
-from librmq.testing.history import History
+from librmq.testing.history import History, show
 from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.process import Process, Repeated
 from librmq.testing.process_table import ProcessStateError, ProcessTable
@@ -60,6 +60,14 @@ class KitObserver:
             if before is not None:
                 where = self.place(request.topic, broker_name, request.queue_id)
                 self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
+
+    def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
+        """Note what a simple consumer received."""
+        for one in messages:
+            self._evidence.note_received(request.group, request.topic)
+            where = f"{self.place(one.message.topic, broker_name, one.message.queue_id)}:{one.message.queue_offset}"
+            attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
+            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(one.message)}{attempt}")
 
     def forget_pulls(self) -> None:
         """Forget which process pulls which queue, because a broker came."""

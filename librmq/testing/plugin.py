@@ -110,6 +110,10 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
             report.sections.append(("what happened (rmq)", history))
 
 
+_EXPLORE_SETTINGS = ("runs", "lines", "seed")
+"""The settings of the marker ``rmq_explore``."""
+
+
 class _NothingToExplore(Exception):
     """The test was skipped."""
 
@@ -126,6 +130,11 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         )
     if "rmq" not in getattr(item, "fixturenames", ()):
         raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
+    if unknown := marker.kwargs.keys() - _EXPLORE_SETTINGS:
+        raise pytest.UsageError(
+            f"{item.nodeid}: rmq_explore has no setting {', '.join(sorted(unknown))}; its settings are "
+            f"{', '.join(_EXPLORE_SETTINGS)}"
+        )
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))

@@ -7,7 +7,7 @@ broker, so that producers and consumers need no code for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
@@ -30,6 +30,8 @@ from librmq.protocol import (
     PullStatus,
     QueueData,
     QueueOffsetAt,
+    Receive,
+    Received,
     Request,
     Route,
     SendBack,
@@ -83,6 +85,8 @@ class ProcessDied(BaseException):
         return f"{self.args[0]}: the process has died in this test: its producers and consumers can't be used any more"
 
 
+A_PROCESS: Final = "a Process, as rmq.app returns one"
+"""What errors about an argument expect."""
 Repeated = Literal["request", "answer"]
 """What comes twice."""
 
@@ -96,6 +100,10 @@ class ProcessObserver(Protocol):
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull."""
+        ...
+
+    def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
+        """Note what a simple consumer received."""
         ...
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
@@ -352,7 +360,10 @@ class _Connection:
         elif isinstance(request, UpdateOffset) and request.queue_offset:
             place = kit.observer.place(request.topic, self._name, request.queue_id)
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
-        return broker.call(request)
+        answer = broker.call(request)
+        if isinstance(request, Receive):
+            kit.observer.noted_receive(process, request, self._name, cast(Any, answer).messages)
+        return answer
 
     def _has_arrived(self, request: PullMessage) -> bool:
         """Return whether a pull has crossed its link; otherwise notify its client when it has."""

@@ -8,7 +8,7 @@ from typing import Any
 from librmq.config import wrong_kind
 from librmq.runtime.runner import Work
 from librmq.testing.kit_runner import current_work, group_of
-from librmq.testing.process import Process, ProcessHost
+from librmq.testing.process import A_PROCESS, Process, ProcessHost
 
 __all__ = ["ProcessStateError", "ProcessTable"]
 
@@ -56,7 +56,7 @@ class ProcessTable:
             TypeError: It is no process.
         """
         if not isinstance(process, Process):
-            raise wrong_kind("process", process, "a Process, as rmq.app returns one")
+            raise wrong_kind("process", process, A_PROCESS)
         for one in reversed(self.processes):
             if one.name == process.name and not one.dead:
                 return one

@@ -601,3 +601,20 @@ def test_store_after_receives_is_one_of_rocketmq(tmp_path: Path) -> None:
             ("%DLQ%g", b"a", 3),
             ("%DLQ%g", b"b", 3),
         ]
+
+
+def test_mistakes_of_a_simple_consumer_are_named(broker: Broker) -> None:
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("T")
+        broker.create_topic("T", 1)
+        with Producer(broker, "p") as producer:
+            producer.send("T", b"x")
+        for invisible in (0, 43_201):
+            with pytest.raises(ConfigError, match=r"^invisible: .* from 0\.001 to 43200\.0"):
+                consumer.receive(invisible=invisible)
+        messages = consumer.receive(wait=0)
+        with pytest.raises(ConfigError, match=r"^invisible: .* from 0 to 43200\.0"):
+            consumer.extend(messages[0], 43_201)
+        with pytest.raises(TypeError, match=r"ack: expected received messages, as in .* ack\(\*messages\)"):
+            consumer.ack(messages)  # type: ignore[arg-type]
+        consumer.ack(*messages)

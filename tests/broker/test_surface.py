@@ -419,3 +419,11 @@ def test_a_shutdown_keeps_a_reset_under_way(rmq: Kit, broker: Broker, orderly: b
     rmq.advance(ms=5_000)
     consumer.shutdown()
     assert broker.consumer_offset("g", "T") == (2 if is_direct else 0)
+
+
+def test_queues_that_no_group_reads_are_logged(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    broker.create_topic("T", 4, write_queues=2)
+    assert not caplog.records
+    broker.create_topic("T", 2, write_queues=4)
+    (told,) = caplog.messages
+    assert told.startswith("topic T: producers write to 4 queues, and consumers read only 2: no group gets")

@@ -24,6 +24,8 @@ COMMANDS = (
     "dump", "queues", "queue", "query", "ask", "verify", "recover", "load", "broker-conf", "filter", "bloom",
 )  # fmt: skip
 
+NEXT = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
+
 Fake = Callable[[Callable[[argparse.Namespace, Output], int]], list[argparse.Namespace]]
 
 
@@ -57,7 +59,7 @@ def raiser(error: BaseException) -> Callable[[argparse.Namespace, Output], int]:
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (CorruptionError("f", 7, "size", "too short"), 1, "librmq queues: f: at 7: too short\n"),
+        (CorruptionError("f", 7, "size", "too short"), 1, f"librmq queues: f: at 7: too short{NEXT}\n"),
         (RecordError("bad"), 1, "librmq queues: bad (at byte 0 of the record)\n"),
         (NotAStoreError("no store"), 2, "librmq queues: no store\n"),
         (ConfigError("wrong \x1b[2J"), 2, "librmq queues: wrong \\u001b[2J\n"),

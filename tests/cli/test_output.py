@@ -117,6 +117,20 @@ def drawn(*rows: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
+def test_a_table_raises_if_its_reader_has_left() -> None:
+    pytest.importorskip("rich")
+    from librmq.cli.table import Table
+
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    table = Table(Left())
+    table.row({"type": "stats", "topics": 1})
+    with pytest.raises(BrokenPipeError):
+        table.close()
+
+
 MESSAGE = {
     "type": "message",
     "phys": 1234567,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -657,6 +658,24 @@ def test_bad_settings(rmq: Kit) -> None:
         consumer.subscribe("t", tags="a", sql="b = 1")
     with pytest.raises(ConfigError, match="function"):
         consumer.subscribe("t")(3)  # type: ignore[type-var]
+
+
+async def _async_generator(message: DeliveredMessage) -> AsyncIterator[DeliveredMessage]:
+    yield message
+
+
+class _Generator:
+    def __call__(self, message: DeliveredMessage) -> Iterator[DeliveredMessage]:
+        yield message
+
+
+@pytest.mark.parametrize("listener", [_Generator(), _Generator().__call__, _async_generator])
+def test_a_listener_that_is_a_generator_is_refused(one_queue: Kit, listener: Callable[..., object]) -> None:
+    """A call runs nothing of it, so every message would count as consumed."""
+    consumer = PushConsumer(one_queue.broker, "g")
+    with pytest.raises(ConfigError, match=r"topic 't': the listener .* is a generator.*remove `yield`"):
+        consumer.subscribe("t", listener)
+    consumer.subscribe("t", lambda message: None)
 
 
 def test_hooks_see_each_delivery(one_queue: Kit) -> None:

@@ -428,6 +428,16 @@ def test_findings_of_5() -> None:
     assert "5.3" in finding.advice
 
 
+def test_a_negated_term_is_explained_without_its_negation() -> None:
+    """The line under it has the opposite verdict, so it needs other words."""
+    explanation = SqlFilter("a IS NOT NULL AND b <> 'x'").explain({"a": "1", "b": "x"})
+    assert (explanation.decided_by, explanation.why) == ("b = 'x'", "b is 'x'; that is TRUE")
+    assert [tuple(line.rsplit(None, 1)[0].split()) for line in SqlFilter("a is not null").explain({}).tree] == [
+        ("a", "is", "not", "null"),
+        ("a", "IS", "NULL", "TRUE", "a", "is"),
+    ]
+
+
 def test_explanations_show_every_term() -> None:
     sql = SqlFilter("a > 5 AND (region = 'eu' OR b BETWEEN 1 AND 10) AND c = 'x'")
     explanation = sql.explain({"a": "7", "region": "us", "b": "50"})

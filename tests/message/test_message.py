@@ -9,6 +9,7 @@ import pytest
 
 from librmq.errors import MessageIllegalError
 from librmq.message.message import Message
+from librmq.message.properties import encode_properties
 from librmq.message.record import RESERVED_PROPERTIES
 
 
@@ -166,3 +167,9 @@ def test_long_bodies_are_cut_when_shown() -> None:
 def test_a_keyword_that_a_message_does_not_take_is_named() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'tag'"):
         Message("T", b"x", tag="a")  # type: ignore[call-arg]
+
+
+def test_a_property_that_is_not_unicode_is_named() -> None:
+    for properties in ({"a": "1", "b": "\ud800"}, {"a": "1", "b\ud800": "1"}):
+        with pytest.raises(MessageIllegalError, match=r"^property 'b.* cannot be written as UTF-8: surrogates"):
+            encode_properties(properties)

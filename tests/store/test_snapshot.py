@@ -13,6 +13,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import (
+    ConfigError,
     CorruptionError,
     MessageIllegalError,
     NotAStoreError,
@@ -151,6 +152,16 @@ def test_modification_times_are_kept(tmp_path: Path) -> None:
         for copy in ("store", "one", "back"):
             if (tmp_path / copy / name).exists():  # index files that are not full are rebuilt
                 assert (tmp_path / copy / name).stat().st_mtime == time, (copy, name)
+
+
+def test_a_snapshot_in_its_own_store_is_refused(tmp_path: Path) -> None:
+    on_disk(filled(SMALL, 20), tmp_path / "store")
+    (tmp_path / "link").symlink_to(tmp_path / "store", target_is_directory=True)
+    for target in ("store/copy", "link/config/copy"):
+        with pytest.raises(ConfigError, match="is in the store; name a folder outside of it"):
+            snapshot(str(tmp_path / "store"), str(tmp_path / target))
+        assert not (tmp_path / target).exists()
+    snapshot(str(tmp_path / "store"), str(tmp_path / "store-copy"))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")

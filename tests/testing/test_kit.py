@@ -16,12 +16,13 @@ from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.config import StoreConfig
-from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
 from librmq.dedup import DedupListener
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
     BrokerUnreachableError,
+    ConfigError,
     EndlessLoopError,
     SendTimeoutError,
 )
@@ -766,3 +767,49 @@ def test_unawaited_calls_are_noticed() -> None:
     for once in (True, False):
         with pytest.raises(NotAwaitedError, match=r"moves time at test_kit\.py:\d+ was not awaited"):
             asyncio.run(moves_no_time(once=once))
+
+
+def test_what_a_simple_consumer_receives_is_known(rmq: Kit) -> None:
+    consumer = SimpleConsumer(rmq.route, "mailer")
+    consumer.subscribe("orders")
+    with consumer:
+        rmq.producer().send("orders", b"x")
+        (first,) = consumer.receive(invisible=30)
+        rmq.advance(seconds=31)
+        (second,) = consumer.receive()
+        consumer.ack(second)
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert not rmq.undelivered()
+    assert "receives orders/0:0 b'x'" in str(rmq.history())
+
+
+@pytest.mark.parametrize(
+    ("time", "said"),
+    [
+        ({"seconds": -1}, "time can't go back: expected at least 0 ms, found -1,000"),
+        ({"minutes": 1, "seconds": -61}, "time can't go back"),
+        ({"seconds": "1"}, "seconds: expected a number, found '1'"),
+        ({"hours": float("nan")}, "hours: expected a number, found nan"),
+    ],
+)
+def test_a_time_that_cannot_pass_is_refused(rmq: Kit, time: dict[str, Any], said: str) -> None:
+    for call in (rmq.advance, rmq.run_for):
+        with pytest.raises(ConfigError, match=said):
+            call(**time)
+    rmq.advance(minutes=1, seconds=-59)
+    assert rmq.clock.now_ms() % 10_000 == 1_000
+
+
+def test_a_fault_that_cannot_happen_is_refused(rmq: Kit) -> None:
+    for times in (0, -1):
+        for fault in (rmq.faults.lose_answer, rmq.faults.refuse_send, rmq.faults.repeat_request):
+            with pytest.raises(ConfigError, match="times: expected a whole number of at least 1"):
+                fault("orders", times=times)
+        with pytest.raises(ConfigError, match="times: expected a whole number of at least 1"):
+            rmq.faults.slow_listener("billing", 5, times=times)
+    with pytest.raises(ConfigError, match="seconds: expected seconds or a timedelta of at least 0"):
+        rmq.faults.late_answer(-1)
+    calls: list[Callable[[Any], object]] = [rmq.join, lambda process: rmq.faults.skew_clock(process, 5)]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"process: expected a Process, as rmq\.app returns one, found 'shop'"):
+            call("shop")

@@ -157,6 +157,13 @@ def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*takes the fixture rmq*"])
 
 
+def test_an_unknown_setting_of_the_marker_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(run=3)\ndef test(rmq): pass\n")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*rmq_explore has no setting run; its settings are runs, lines, seed*"])
+
+
 @pytest.mark.thorough
 def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)

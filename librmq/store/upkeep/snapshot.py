@@ -27,6 +27,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_path
 from librmq.errors import (
+    ConfigError,
     CorruptionError,
     MessageIllegalError,
     NotAStoreError,
@@ -113,11 +114,13 @@ def snapshot(
     Raises:
         CorruptionError: The log is damaged.
         StoreIOError: For example, the disk is full, or ``target`` is not empty.
+        ConfigError: ``target`` is in the store.
     """
     check_path("path", path, "the folder of a store")
     check_path("target", target, "the folder of a new store")
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
+    _check_outside(path, target)
     config = config or directory.infer_config(path, files)
     keep_deleted = _is_whole(path, files)
     with _growing(target, files) as part:
@@ -294,6 +297,13 @@ def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
 
 
 # ------------------------------------------------------------------------------------------------------ the target
+
+
+def _check_outside(path: str, target: str) -> None:
+    """Refuse a target below the store, where a later copy of the folder would find it; links don't hide it."""
+    folder = os.path.realpath(path)
+    if os.path.realpath(target) != folder and os.path.commonpath([folder, os.path.realpath(target)]) == folder:
+        raise ConfigError(f"target: {target} is in the store; name a folder outside of it")
 
 
 @contextlib.contextmanager

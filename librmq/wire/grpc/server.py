@@ -42,6 +42,9 @@ _OPTIONS: Final = (
 _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 
 
+_LAST_PORT: Final = 65_535
+
+
 class GrpcServer:
     """Serves one broker to official clients of RocketMQ 5. Thread-safe.
 
@@ -81,6 +84,8 @@ class GrpcServer:
         """
         if not isinstance(broker, Broker):
             raise ConfigError(f"GrpcServer: expected a Broker, found {broker!r:.80}")
+        if type(port) is not int or not 0 <= port <= _LAST_PORT:  # gRPC takes the remainder of larger ones
+            raise ConfigError(f"port: expected 0 to {_LAST_PORT}, found {port!r:.80}")
         if tls is not None:
             server_context(*tls)  # gRPC tells nothing of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
