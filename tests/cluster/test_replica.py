@@ -445,7 +445,7 @@ def test_a_store_killed_with_an_empty_file_is_read(tmp_path: Path, part: str) ->
 
 
 def test_senders_in_threads_share_a_copy(tmp_path: Path) -> None:
-    config = BrokerConfig(replication="sync")
+    config = BrokerConfig(replication="sync", replica_timeout_s=60)
     with (
         Broker.open(tmp_path / "m", config) as broker,
         Replica.open(tmp_path / "c", of=broker, metrics=(metrics := Metrics())) as replica,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 
@@ -9,8 +10,10 @@ import pytest
 
 import librmq
 from librmq import ConsumeFrom, DeliveredMessage, SendTimeoutError
+from librmq.clock import SystemClock
 from librmq.message.properties import decode_properties
 from librmq.protocol import Route
+from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remoting.codes import RequestCode
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Served
@@ -87,9 +90,28 @@ def test_another_client_asks(served: Served) -> None:
     assert pushed.fields["topic"] == "DefaultCluster_REPLY_TOPIC"
 
 
+class Skipping(SystemClock):
+    """A clock that jumps to the end of what the main thread waits for."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        if threading.current_thread() is not threading.main_thread() or seconds is None:
+            return super().wait(event, seconds)
+        self.ahead_s += seconds
+        return event.is_set()
+
+
 def test_no_reply_comes_in_time(served: Served) -> None:
+    runner = ThreadRunner(Skipping())
     with (
-        librmq.Producer(served.route, "shop") as producer,
+        librmq.connect(served.server.address, runner=runner) as route,
+        librmq.Producer(route, "shop") as producer,
         pytest.raises(SendTimeoutError, match="the request is stored"),
     ):
-        producer.request("orders", b"tea", timeout=1.5)
+        producer.request("orders", b"tea", timeout=WAIT_S)
+    assert runner.shutdown()
+    assert [message.body for message in served.broker.messages("orders")] == [b"tea"]
