@@ -260,18 +260,20 @@ def test_invalid_addresses_are_refused(address: str) -> None:
         librmq.connect(address)
 
 
-def test_nothing_at_the_address_is_said() -> None:
-    free = listen()
-    port = free.getsockname()[1]
-    free.close()
-    with pytest.raises(BrokerUnreachableError, match=f"no name server answers: 127.0.0.1:{port}"):
-        librmq.connect(f"127.0.0.1:{port}", timeout=5)
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """Return an address where nothing listens, and that no other test can get."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_the_second_name_server_answers(served: Served) -> None:
-    free = listen()
-    dead = f"127.0.0.1:{free.getsockname()[1]}"
-    free.close()
+def test_nothing_at_the_address_is_said(dead: str) -> None:
+    with pytest.raises(BrokerUnreachableError, match=f"no name server answers: {dead}"):
+        librmq.connect(dead)
+
+
+def test_the_second_name_server_answers(served: Served, dead: str) -> None:
     with librmq.connect(f"{dead};{served.server.address}") as route:
         assert route.broker_names() == ("broker-a",)
 
