@@ -790,7 +790,7 @@ def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None
 
         def read(reader: int) -> None:
             rng = random.Random(reader)
-            while not done.is_set():
+            while not (done.is_set() and seen[reader]):
                 for topic, queue_id in list(store.queues):
                     queue_offset = 0
                     while messages := store.read(topic, queue_id, queue_offset, rng.choice([1, 32])).messages:
