@@ -12,13 +12,16 @@ import pytest
 import librmq
 from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
+from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_by_tcp
 from librmq.wire.remote.connections import Connections, is_held_here
+from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remote.transport import Requested, Transport
+from librmq.wire.remote.transport import Ended, Requested, Transport
 from librmq.wire.remoting.frames import Frame
+from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import until
 
@@ -31,7 +34,7 @@ class Line:
     def ask(self, frame: Frame, timeout_s: float) -> Frame:
         raise NotImplementedError
 
-    def begin(self, frame: Frame, ended: object) -> None:
+    def begin(self, frame: Frame, ended: Ended) -> None:
         raise NotImplementedError
 
     def tell(self, frame: Frame) -> None:
@@ -143,6 +146,38 @@ def test_short_time_outs_end_a_silent_connection() -> None:
             with pytest.raises(BrokerUnreachableError, match="has not answered"):
                 opened.ask(Frame(999), 0.1)
             assert opened.is_open == is_open
+
+
+class Answering(Line):
+    """A line whose answers a test gives."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ended] = []
+
+    def begin(self, frame: Frame, ended: Ended) -> None:
+        self.asked.append(ended)
+
+
+def test_a_pull_after_an_interrupted_one_gets_its_answer() -> None:
+    """Ctrl-C comes at each call while a pull is sent."""
+    told: list[str] = []
+    request = PullMessage("c", "g", "t", 0, 0, notify=lambda: told.append("it is here"))
+    made = list[tuple[Answering, LongPulls]]()
+
+    def make() -> None:
+        line = Answering()
+        made.append((line, LongPulls("b", ManualClock().now_ms, lambda _: line, lambda call: call(), 3)))
+
+    make()
+    rounds = 0
+    for _ in at_each_call(lambda: made[-1][1].pull(request)):
+        line, pulls = made[-1]
+        assert pulls.pull(request).status is PullStatus.HELD
+        line.asked[-1](Frame(19))
+        assert told.pop() == "it is here"
+        make()
+        rounds += 1
+    assert rounds > 5
 
 
 def test_brokers_stay_when_a_name_server_has_just_started() -> None:

@@ -133,21 +133,25 @@ class LongPulls:
             self._later(lambda: None if pull.notify is None else pull.notify())
 
         transport = self._connect(request.client_id)
-        with self._lock:
-            self._pulls[key] = pull
         try:
-            transport.begin(_frame(request), ended)
-        except RmqError:
             with self._lock:
-                if self._pulls.get(key) is pull:
-                    del self._pulls[key]
+                self._pulls[key] = pull
+            transport.begin(_frame(request), ended)
+            with self._lock:
+                pull.is_being_sent = False
+                answer = pull.outcome()
+                if answer is not None:
+                    self._drop(key, pull)
+        except BaseException:  # also Ctrl-C, after which the next pull must not wait for this one
+            with self._lock:
+                self._drop(key, pull)
             raise
-        with self._lock:
-            pull.is_being_sent = False
-            answer = pull.outcome()
-            if answer is not None and self._pulls.get(key) is pull:
-                del self._pulls[key]
         return self._held(request) if answer is None else self._response(request, answer)
+
+    def _drop(self, key: _Key, pull: _Pull) -> None:
+        """Forget a pull, unless a later one has replaced it. Under the lock."""
+        if self._pulls.get(key) is pull:
+            del self._pulls[key]
 
     def _held(self, request: PullMessage) -> PullResponse:
         begin, end = self._bounds.get((request.topic, request.queue_id), (0, request.queue_offset))
