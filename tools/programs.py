@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from screen import Screen, Step
 
@@ -31,6 +31,8 @@ GROUPS_SECONDS = 5
 HAS_GROUPS = os.name == "posix"
 _signals: list[int] = []
 """Signals that end the command. They interrupt the main thread; others that run programs look here."""
+_starts = False
+"""Whether the main thread starts a program; a signal interrupts it only when the program can be ended."""
 
 Result = TypeVar("Result")
 
@@ -52,7 +54,8 @@ def interruptible() -> Iterator[None]:
         if _signals and number != signal.SIGINT:
             return  # `timeout` sends SIGTERM twice, and only a second Ctrl-C is impatient
         _signals.append(number)
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+        if not _starts:
+            raise _interruption(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])]
     before = {number: signal.getsignal(number) for number in numbers}
@@ -65,6 +68,11 @@ def interruptible() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         _signals.clear()
+
+
+def _interruption(number: int) -> KeyboardInterrupt:
+    """Return what a signal raises in the main thread."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
@@ -89,34 +97,53 @@ def result_of(future: Future[Result], step: Step) -> Result:
 
 def run_here(command: Sequence[str | Path], *, folder: Path, variables: Mapping[str, str]) -> int:
     """Run a program on the caller's terminal; return its exit status."""
-    process = subprocess.Popen([str(word) for word in command], cwd=folder, env=variables)
-    with ending(process, in_group=False, runs_groups=True):
+    with running(command, folder, variables, is_read=False, runs_groups=True) as process:
         return process.wait()
 
 
-def start(
-    command: Sequence[str | Path], *, variables: Mapping[str, str], folder: Path | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a program whose output is read, in a group of its own."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0 if HAS_GROUPS else None,
-    )
+@contextmanager
+def running(
+    command: Sequence[str | Path],
+    folder: Path | None,
+    variables: Mapping[str, str],
+    *,
+    is_read: bool,
+    runs_groups: bool,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and end it if an exception leaves the block.
+
+    One whose output is read leads a group of its own, which ends with it.
+    """
+    pipes: dict[str, Any] = {}
+    if is_read:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        pipes["process_group"] = 0 if HAS_GROUPS else None
+    process = None
+    try:
+        with _uninterrupted():
+            process = subprocess.Popen([str(word) for word in command], cwd=folder, env=variables, **pipes)
+        yield process
+    except BaseException:
+        if process is not None:
+            end(process, in_group=is_read and HAS_GROUPS, runs_groups=runs_groups)
+        raise
 
 
 @contextmanager
-def ending(process: subprocess.Popen[bytes], *, in_group: bool, runs_groups: bool) -> Iterator[None]:
-    """End the program, or its group, if an exception leaves the block."""
+def _uninterrupted() -> Iterator[None]:
+    """Let a signal interrupt the main thread only after the block."""
+    global _starts
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = len(_signals)
+    _starts = True
     try:
         yield
-    except BaseException:
-        end(process, in_group=in_group, runs_groups=runs_groups)
-        raise
+    finally:
+        _starts = False
+        if len(_signals) > before:
+            raise _interruption(_signals[-1])
 
 
 def end(process: subprocess.Popen[bytes], *, in_group: bool, runs_groups: bool) -> None:
@@ -164,12 +191,10 @@ def watch(
     """
     if _signals:
         raise CancelledError
-    process = start(command, folder=folder, variables=variables)
     pieces: queue.Queue[bytes] = queue.Queue()
-    reader = threading.Thread(target=_read, args=(process, pieces), daemon=True)
-    reader.start()
     output = b""
-    with ending(process, in_group=HAS_GROUPS, runs_groups=False):
+    with running(command, folder, variables, is_read=True, runs_groups=False) as process:
+        threading.Thread(target=_read, args=(process, pieces), daemon=True).start()
         while True:
             if _signals:
                 raise CancelledError
@@ -190,13 +215,15 @@ class Beside:
     """A program that runs while others do, and prints when it is waited for. A context manager, which ends it."""
 
     def __init__(self, command: Sequence[str | Path], screen: Screen, variables: Mapping[str, str]) -> None:
+        self._command = command
         self._screen = screen
+        self._variables = variables
         self._pieces: queue.Queue[bytes] = queue.Queue()
-        self._process = start(command, variables=variables)
-        self._reader = threading.Thread(target=_read, args=(self._process, self._pieces), daemon=True)
-        self._reader.start()
 
     def __enter__(self) -> Self:
+        with running(self._command, None, self._variables, is_read=True, runs_groups=True) as self._process:
+            self._reader = threading.Thread(target=_read, args=(self._process, self._pieces), daemon=True)
+            self._reader.start()
         return self
 
     def __exit__(

@@ -132,6 +132,43 @@ def test_a_program_has_time_to_end_after_ctrl_c(tmp_path: Path, way: str) -> Non
 
 @POSIX
 @pytest.mark.parametrize(
+    "way",
+    [
+        "programs.run_here(command, folder='.', variables=os.environ)",
+        "programs.watch(command, None, folder='.', variables=os.environ)",
+        "with programs.Beside(command, Screen(), os.environ) as installing: installing.wait()",
+    ],
+    ids=["here", "watched", "beside"],
+)
+def test_a_program_that_has_just_started_ends_with_the_command(tmp_path: Path, way: str) -> None:
+    os.mkfifo(lives := tmp_path / "lives")
+    os.mkfifo(started := tmp_path / "started")
+    inner = (
+        f"import signal\nheld = open({str(lives)!r}, 'wb', buffering=0)\n"
+        f"open({str(started)!r}, 'wb', buffering=0).write(b'x')\nsignal.pause()"
+    )
+    outer = (
+        f"import os, signal, sys\nsys.path.insert(0, {str(CHECKOUT / 'tools')!r})\n"
+        "import programs, project\nfrom screen import Screen\n"
+        "class Popen(programs.subprocess.Popen):\n"
+        "    def __init__(self, *words, **settings):\n"
+        "        super().__init__(*words, **settings)\n"
+        f"        open({str(started)!r}, 'rb').read(1)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "programs.subprocess.Popen = Popen\n"
+        f"def check(_):\n    command = [sys.executable, '-c', {inner!r}]\n    {way}\n"
+        "project.check = check\nsys.exit(project.main(['check']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], stderr=subprocess.PIPE, text=True)
+    with lives.open("rb", buffering=0) as held:
+        says = process.communicate(timeout=60)[1]
+        assert (says.splitlines()[-1], process.returncode) == ("librmq: terminated", 128 + signal.SIGTERM)
+        assert select.select([held], [], [], 20)[0], "the inner program still runs"
+        assert held.read() == b""
+
+
+@POSIX
+@pytest.mark.parametrize(
     ("way", "number"),
     [
         ("programs.run_here(command, folder='.', variables=os.environ)", signal.SIGTERM),
