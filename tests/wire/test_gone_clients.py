@@ -20,6 +20,7 @@ from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
 from librmq.wire.grpc import service as service_module
 from librmq.wire.grpc.commands import Commands
+from librmq.wire.grpc.polls import Poll
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.service import Service
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
@@ -226,6 +227,27 @@ def test_closed_server_returns_messages_of_push_consumers(kit: Kit, service: Ser
     service.close()
     kit.advance(seconds=1)
     assert received(service) == [(b"a", 2), (b"b", 2)]
+
+
+def test_a_message_at_the_begin_of_a_wait_is_work(kit: Kit, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a test would move the clock before its push consumer has the message."""
+    service.sessions.take_settings("c", consumer_settings("g", 2), "5.1.2", Commands())
+    assert len(received(service)) == 2
+    hold, settled = Poll.hold, list[bool]()
+
+    def hold_later(poll: Poll) -> None:
+        if not settled:
+            kit.producer().send("t", b"c")
+            kit.run_until_idle()
+        hold(poll)
+        settled.append(service.is_settled())
+
+    monkeypatch.setattr(Poll, "hold", hold_later)
+    request = receive_request()
+    request.long_polling_timeout.FromSeconds(20)
+    frames = list(service.receives.receive_message(request, Call()))
+    assert [frame.message.body for frame in frames if frame.WhichOneof("content") == "message"] == [b"c"]
+    assert settled == [False]
 
 
 def test_places_of_unknown_clients_are_not_kept(service: Service) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from librmq.runtime.locks import Lock
@@ -15,19 +16,25 @@ Place = tuple[str, int]
 class Poll:
     """One receive."""
 
-    def __init__(self, polls: Polls, client_id: str, place: Place) -> None:
+    def __init__(self, polls: Polls, client_id: str, place: Place, arrived: threading.Event) -> None:
         self._polls = polls
         self.client_id = client_id
         self.place = place
-        self.waits = False
+        self._arrived = arrived
+        self._is_held = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits, and nothing has arrived."""
+        return self._is_held and not self._arrived.is_set()
 
     def hold(self) -> None:
-        """Note that it waits."""
-        self.waits = True
+        """Note that it waits until something arrives."""
+        self._is_held = True
 
     def wake(self) -> None:
-        """Note that it has something to do."""
-        self.waits = False
+        """Note that it looks again."""
+        self._is_held = False
 
     def end(self) -> None:
         """Note that it is answered."""
@@ -42,9 +49,9 @@ class Polls:
         self._open: set[Poll] = set()
         self._places: dict[str, set[Place]] = {}
 
-    def begin(self, client_id: str, place: Place, *, is_push: bool) -> Poll:
-        """Note a receive, and the place of a known push consumer, until `forget`."""
-        poll = Poll(self, client_id, place)
+    def begin(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
+        """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `forget`."""
+        poll = Poll(self, client_id, place, arrived)
         with self._lock:
             self._open.add(poll)
             if is_push:

@@ -131,12 +131,9 @@ class Receives:
         context.add_callback(arrived.set)
         queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
-        poll = self.polls.begin(client_id, (topic, queue_id), is_push=self._sessions.get(client_id) is not None)
-
-        def notify() -> None:
-            poll.wake()
-            arrived.set()
-
+        is_push = self._sessions.get(client_id) is not None
+        poll = self.polls.begin(client_id, (topic, queue_id), arrived, is_push=is_push)
+        notify = arrived.set
         asked = Receive(
             client_id,
             group,
@@ -157,8 +154,7 @@ class Receives:
                 messages = self._endpoints(client_id).call(asked).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
-                if not arrived.is_set():
-                    poll.hold()
+                poll.hold()
                 remaining = deadline - clock.monotonic()
                 if remaining <= 0 or not clock.wait(arrived, remaining):
                     break
