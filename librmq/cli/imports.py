@@ -17,10 +17,11 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from librmq.cli.input import parse_object, settle_config
-from librmq.cli.output import Output
+from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.topic_changes import MOST_QUEUES
 from librmq.clock import ManualClock, SystemClock
+from librmq.config import nearest
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
@@ -37,6 +38,16 @@ _LARGEST: Final = (1 << 63) - 1
 _OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700
 _FLUSH_BYTES: Final = 64 << 20
 _READ_PERMISSION: Final = 6
+_COLUMNS: Final = frozenset((
+    "topic", "queueId", "body", "body_b64", "properties", "propertiesString", "tags", "keys", "uniqueKey",
+    "bornTimestamp", "storeTimestamp", "reconsumeTimes", "sysFlag", "flag", "bornHost", "storeHost",
+    "preparedTransactionOffset",
+))  # fmt: skip
+"""The columns that are restored."""
+_OF_ANOTHER_STORE: Final = frozenset((
+    "queueOffset", "physicalOffset", "size", "bodyCrc", "tagsCode", "storedBody", "store", "date", "_corrupt_record",
+))  # fmt: skip
+"""Columns of an export that say where the message was, or what its bytes were."""
 
 
 class _Read(NamedTuple):
@@ -51,6 +62,7 @@ class _Read(NamedTuple):
 def import_(arguments: argparse.Namespace, output: Output) -> int:
     """Append the messages in a file or folder, and print a line for each of their topics."""
     counted: dict[str, list[int]] = {}
+    unknown: set[str] = set()
     skip = _number("--skip", arguments.skip)
     with ExitStack() as opened:
         rows = opened.enter_context(_Rows(arguments.path, arguments.input_format))
@@ -63,6 +75,8 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                 if number <= skip:
                     continue
                 read = _read(row)
+                for column in map(str, row.keys() - _COLUMNS - _OF_ANOTHER_STORE):
+                    _note_unknown(column, unknown)
                 if write is not None:
                     write(read)
             except (InputError, MessageIllegalError, csv.Error, UnicodeEncodeError) as error:
@@ -77,6 +91,14 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
         row = {"topic": topic, "queues": queues, "messages": messages, "body_bytes": size}
         output.row({**row, "dry_run": arguments.dry_run})
     return 0
+
+
+def _note_unknown(column: str, noted: set[str]) -> None:
+    """Say once that a column is not imported."""
+    if column not in noted:
+        noted.add(column)
+        near = nearest(column, _COLUMNS)
+        complain(f"note: column {column!r} is unknown and not imported{f'; did you mean {near}?' if near else ''}")
 
 
 def _number(name: str, text: str) -> int:

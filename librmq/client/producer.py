@@ -383,7 +383,10 @@ class Producer(Startable):
         elif isinstance(message, str):
             message = Message(message, body, **fields)
         else:
-            raise MessageIllegalError(f"message: expected a Message, or a topic and a body, found {message!r:.80}")
+            several = ": send several by send_batch" if isinstance(message, list | tuple) else ""
+            raise MessageIllegalError(
+                f"message: expected a Message, or a topic and a body, found {message!r:.80}{several}"
+            )
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
             if message.topic in NOT_FOR_SENDING:

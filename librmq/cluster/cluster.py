@@ -67,6 +67,8 @@ class Cluster(RouteTable):
             ConfigError: There is no broker, two have the same name, or a name cannot be that of a folder; nothing was
                 opened.
         """
+        if not isinstance(brokers, Iterable):
+            raise ConfigError(f"brokers: expected names such as ['broker-a', 'broker-b'], found {brokers!r:.80}")
         names = [brokers] if isinstance(brokers, str) else list(brokers)
         _check(names)
         with ExitStack() as undo:

@@ -166,3 +166,15 @@ def test_an_export_of_some_queues_and_of_a_text(shell: Shell) -> None:
     assert set(rows[0]) == {"topic", "keys"} if rows else not users
     wrong = shell("export", "store", "-o", "w.csv", "--grep", "(")
     assert (wrong.status, "grep" in wrong.said) == (2, True)
+
+
+def test_columns_that_are_not_imported_are_noted_once(shell: Shell) -> None:
+    rows = [{"topic": "T", "Body": "x", "queue_id": 3}] * 2 + [{"topic": "T", "queueOffset": 7, "owner": "me"}]
+    (shell.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = shell("import", "new", "in.jsonl")
+    assert answer.status == 0
+    assert sorted(answer.said.splitlines()) == [
+        "note: column 'Body' is unknown and not imported; did you mean body?",
+        "note: column 'owner' is unknown and not imported",
+        "note: column 'queue_id' is unknown and not imported; did you mean queueId?",
+    ]

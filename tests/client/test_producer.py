@@ -469,6 +469,7 @@ def test_wrong_arguments_are_named(broker: Broker) -> None:
     producer: Any = Producer(broker, "shop")
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: producer.send(3, b"x"), "message: expected a Message, or a topic and a body, found 3"),
+        (lambda: producer.send([Message("T", b"x")]), ": send several by send_batch"),
         (lambda: producer.send_batch(["T"]), "messages: expected only Message objects, found 'T'"),
         (
             lambda: producer.send("T", b"x", queue="1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,9 +99,15 @@ def test_store_hosts_stay_when_a_cluster_is_reopened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [([], "at least one"), (["a", "a"], "two brokers are named 'a'"), (["a", "../b"], "name folders"), ([""], "name")],
+    [
+        ([], "at least one"),
+        (["a", "a"], "two brokers are named 'a'"),
+        (["a", "../b"], "name folders"),
+        ([""], "name"),
+        (2, r"brokers: expected names such as \['broker-a', 'broker-b'\], found 2"),
+    ],
 )
-def test_bad_names_are_refused_before_a_file_is_made(names: list[str], expected: str, tmp_path: Path) -> None:
+def test_bad_names_are_refused_before_a_file_is_made(names: Any, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         Cluster.open(tmp_path / "new", names)
     assert not (tmp_path / "new").exists()
