@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
-from librmq.store.format.broker_tables import ConfigTable, group_row
+from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, group_row
 
 __all__ = ["Group", "Groups", "consumption_is_off", "group_settings"]
 
@@ -33,6 +33,9 @@ _NAMES: Final = {
     "consumeBroadcastEnable": "broadcasts",
 }
 """The names of settings in Python by those in ``subscriptionGroup.json``."""
+_MOST: Final = (1 << 31) - 1
+_BOUNDS: Final = {"retryMaxTimes": (-1, _MOST), "retryQueueNums": (0, MOST_QUEUES)}
+"""The least and the most of a number; of others 0 and `_MOST`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,12 @@ def group_settings(
 
 def _check(key: str, value: object, usual: object) -> None:
     """Refuse a setting of another kind than a usual row's, or a number that is out of bounds."""
-    least = -1 if key == "retryMaxTimes" else 0
-    expected = {bool: "True or False", int: f"a whole number of at least {least}", str: "text"}[type(usual)]
-    is_sound = type(value) is type(usual) and (type(value) is not int or least <= value < 1 << 31)
+    if isinstance(usual, bool):
+        expected, is_sound = "True or False", isinstance(value, bool)
+    else:
+        least, most = _BOUNDS.get(key, (0, _MOST))
+        expected = f"a whole number from {least} to {most}"
+        is_sound = type(value) is int and least <= value <= most
     if not is_sound:
         raise BrokerError(
             ResponseCode.SYSTEM_ERROR, f"{_NAMES.get(key, key)}: expected {expected}, found {value!r:.80}"
@@ -138,13 +144,13 @@ class Groups:
     def set(self, name: str, settings: Mapping[str, object]) -> Group:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
 
-        Settings that no row of 4.9 has are ignored, as there.
+        Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
         """
         if not isinstance(name, str):
             raise MessageIllegalError(f"group: expected text, found {name!r:.80}")
         validate_group(name)
         usual = {**group_row(name), _ORDERED: False}
-        changes = {key: value for key, value in settings.items() if key in usual}
+        changes = {key: value for key, value in settings.items() if key in usual and key != "groupName"}
         for key, value in changes.items():
             _check(key, value, usual[key])
         self._table.set(name, {**(self._table.rows.get(name) or group_row(name)), **changes})

@@ -27,12 +27,11 @@ from librmq.message.topics import (
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.broker_tables import ConfigTable, topic_row, topic_type, with_topic_type
+from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
 
 __all__ = ["Topic", "Topics", "not_readable"]
 
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
-_MOST_QUEUES: Final = 1 << 16
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 
 _log = EventLog("librmq.broker")
@@ -183,8 +182,8 @@ class Topics:
         validate_client_topic(name)
         self._check_of_users(name)
         for what, value, most in (
-            ("read_queues", read_queues, _MOST_QUEUES),
-            ("write_queues", write_queues, _MOST_QUEUES),
+            ("read_queues", read_queues, MOST_QUEUES),
+            ("write_queues", write_queues, MOST_QUEUES),
             ("permission", permission, _READ_WRITE | PERM_INHERIT),
         ):
             if type(value) is not int or not 0 <= value <= most:

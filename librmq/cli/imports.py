@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 from librmq.cli.input import parse_object, settle_config
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
-from librmq.cli.topic_changes import MOST_QUEUES
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError
@@ -29,7 +28,7 @@ from librmq.message.hosts import parse_host
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendFields
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
 from librmq.store.format.directory import CONFIG, check_kind
 
 __all__ = ["import_"]

@@ -13,14 +13,13 @@ from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
+from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_row, topic_row, with_topic_type
 
-__all__ = ["MOST_QUEUES", "group", "topic"]
+__all__ = ["group", "topic"]
 
 _QUEUES: Final = 8
 _NAMED: Final = 10
 """The most retries that are named."""
-MOST_QUEUES: Final = 1 << 16
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
 

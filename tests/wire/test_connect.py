@@ -221,7 +221,10 @@ def test_administration(served: Served) -> None:
     assert [(one.read_queues, one.write_queues) for one in admin.topics()["orders"]] == [(2, 2)]
     assert admin.groups()["billing"] == 3
     served.broker.set_group("billing", consumes=False)
+    admin.set_group("billing")
+    assert admin.groups()["billing"] == 3
     admin.set_group("billing", 4)
+    assert admin.groups()["billing"] == 4
     with pytest.raises(BrokerError, match="consumption switched off"):
         served.broker.call(PullMessage("c", "billing", "orders", 0, 0))
     assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]

@@ -31,10 +31,12 @@ from librmq.message.topics import TOPIC_TYPES, TopicType
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerTables", "ConfigTable", "group_row", "topic_row", "topic_type", "with_topic_type"]
+__all__ = ["MOST_QUEUES", "BrokerTables", "ConfigTable", "group_row", "topic_row", "topic_type", "with_topic_type"]
 
 Rows = dict[Any, Any]
 
+MOST_QUEUES: Final = 1 << 16
+"""The most queues that an administrator can give a topic."""
 _DATA_VERSION: Final = "dataVersion"
 _BACKUP: Final = ".bak"
 _ATTRIBUTES: Final = "attributes"

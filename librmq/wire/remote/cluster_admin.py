@@ -143,11 +143,15 @@ class ClusterAdmin:
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
         return self._read(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
 
-    def set_group(self, group: str, retry_max_times: int = 16) -> None:
-        """Create a consumer group, or change its number of redeliveries, at all brokers; other settings remain."""
+    def set_group(self, group: str, retry_max_times: int | None = None) -> None:
+        """Create a consumer group, or change its number of redeliveries, at all brokers; other settings remain.
+
+        None keeps the number; it is 16 in a new group.
+        """
+        changes = {} if retry_max_times is None else {"retryMaxTimes": retry_max_times}
         for broker in self._brokers():
             row = dict(self._group_rows(broker)).get(group, {})
-            broker.call(SetGroup(group, {**row, "retryMaxTimes": retry_max_times}))
+            broker.call(SetGroup(group, {**row, **changes}))
 
     def delete_group(self, group: str, *, removes_progress: bool = False) -> None:
         """Delete a consumer group's settings at all brokers, and its progress if wanted."""

@@ -25,6 +25,7 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import queue_key, read_body, records_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
@@ -200,10 +201,12 @@ class AdminRequests:
     # ---- groups
 
     def _set_group(self, call: RemotingCall) -> bytes:
+        """Put a row in the place of a group's: a setting that the request leaves out gets its default."""
         asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
-        if not isinstance(asked.get("groupName"), str):
-            raise MalformedError("a group: expected groupName, text")
-        self._broker.call(SetGroup(asked["groupName"], asked))
+        name = asked.get("groupName")
+        if not isinstance(name, str):
+            raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")
+        self._broker.call(SetGroup(name, {**group_row(name), **asked}))
         return call.answer()
 
     def _delete_group(self, call: RemotingCall) -> bytes:

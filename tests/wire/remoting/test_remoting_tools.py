@@ -11,6 +11,7 @@ from librmq import Broker, ManualRunner
 from librmq.java import json as java_json
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties
+from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, encode
@@ -209,6 +210,8 @@ def test_tables_and_topic_lists_are_complete(client: RawClient, broker: Broker) 
     client.call(Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, asked)
     del asked["unknown"]
     assert client.ask(Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)["subscriptionGroupTable"]["g"] == asked
+    client.call(Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "g", "retryMaxTimes": 3})
+    assert client.ask(Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)["subscriptionGroupTable"]["g"] == group_row("g", 3)
     assert "t" in client.ask(Code.GET_TOPICS_BY_CLUSTER, cluster="DefaultCluster")["topicList"]
     for code in (Code.GET_SYSTEM_TOPIC_LIST_FROM_NS, Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER):
         topics = client.ask(code)["topicList"]
@@ -222,6 +225,23 @@ def test_tables_and_topic_lists_are_complete(client: RawClient, broker: Broker) 
 
 
 @pytest.mark.skipif("not __import__('socket').has_dualstack_ipv6()", reason="one port is for one kind of address here")
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"retryQueueNums": 65_537}, "retryQueueNums: expected a whole number from 0 to 65536, found 65537"),
+        ({"retryQueueNums": "2"}, "retryQueueNums: expected a whole number"),
+        ({"consumeEnable": None}, "consumes: expected True or False, found None"),
+        ({"groupName": ["g"]}, "expected groupName, text, found"),
+    ],
+)
+def test_a_row_of_a_group_is_checked(client: RawClient, broker: Broker, settings: dict[str, object], text: str) -> None:
+    """A client makes each queue of a topic, so billions of retry queues would take all its memory."""
+    answer = client.call(Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "g", **settings})
+    assert answer.code == 1
+    assert text in (answer.remark or "")
+    assert "g" not in broker.groups()
+
+
 def test_all_addresses_are_those_of_ipv4_too(broker: Broker) -> None:
     """A client of IPv4 sees its own kind of address, and counts as one on this machine."""
     with (
