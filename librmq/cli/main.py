@@ -12,9 +12,13 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from librmq.cli.arguments import parse
 from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, Enough, Output, complain, open_output
+
+if TYPE_CHECKING:
+    from librmq.errors import CorruptionError
 
 __all__ = ["main"]
 
@@ -63,8 +67,7 @@ def _run(chosen: argparse.Namespace) -> int:
     try:
         return _call(chosen)
     except (CorruptionError, RecordError) as error:
-        advice = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
-        complain(f"librmq {name}: {error}{advice if isinstance(error, CorruptionError) else ''}")
+        complain(f"librmq {name}: {error}{_advice(error) if isinstance(error, CorruptionError) else ''}")
         return DAMAGED
     except RmqError as error:
         complain(f"librmq {name}: {error}")
@@ -80,6 +83,13 @@ def _run(chosen: argparse.Namespace) -> int:
             f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
         )
         return BAD_INPUT
+
+
+def _advice(error: CorruptionError) -> str:
+    """Return the end of a message about damage: what to do."""
+    if os.path.basename(os.path.dirname(error.file)) == "config":
+        return "; restore the file from a copy, or move it away: the store then lacks what it holds"
+    return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 
 def _call(chosen: argparse.Namespace) -> int:

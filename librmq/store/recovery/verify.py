@@ -26,6 +26,7 @@ from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import read_closed_state
@@ -87,6 +88,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
         notes.append("there is an abort marker: the store was not closed")
+    try:
+        BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+    except CorruptionError as error:
+        notes.append(f"a broker can't open the store: {error}: restore the file from a copy, or move it away")
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
