@@ -14,12 +14,12 @@ from _pytest.runner import runtestprotocol
 
 from librmq.broker import BrokerConfig
 from librmq.clock import SystemClock
-from librmq.errors import InputError
+from librmq.errors import ConfigError, InputError
 from librmq.message.hosts import format_host
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
-from librmq.testing.kit import SMALL_FILES, Kit
+from librmq.testing.kit import SMALL_FILES, Kit, KitKeywords
 from librmq.testing.pausable_threads import end_threads
 
 if TYPE_CHECKING:
@@ -35,12 +35,7 @@ _ERROR: Final = pytest.StashKey[BaseException | None]()
 def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
     """Make the fixture ``rmq``."""
     node = request.node
-    marker = node.get_closest_marker("rmq")
-    settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
-    if settings.pop("on_disk", False):
-        folder = request.getfixturevalue("tmp_path") / "broker"
-        folder.mkdir()
-        settings["path"] = folder
+    settings = _settings(request)
     if request.config.getoption("rmq_over_tcp"):
         settings.setdefault("over_tcp", True)
     explorer = node.stash.get(_EXPLORER, None)
@@ -60,11 +55,10 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
 
     node = request.node
     serve: Serve = serve_grpc
-    marker = node.get_closest_marker("rmq")
     settings: dict[str, Any] = {
         "broker_config": BrokerConfig(timers=TimerConfig()),
         "now_ms": SystemClock().now_ms(),  # clients compute times of delivery by theirs
-        **(marker.kwargs if marker is not None else {}),
+        **_settings(request),
     }
     if remoting:
         from librmq.wire.remoting import listen
@@ -82,6 +76,20 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
                 kit.close()
         finally:
             del node.stash[_KIT]
+
+
+def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the settings of the kit that the marker ``rmq`` names."""
+    marker = request.node.get_closest_marker("rmq")
+    settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
+    known = ["on_disk", *KitKeywords.__annotations__]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(known)}")
+    if settings.pop("on_disk", False):
+        folder = request.getfixturevalue("tmp_path") / "broker"
+        folder.mkdir()
+        settings["path"] = folder
+    return settings
 
 
 @contextmanager

@@ -142,6 +142,32 @@ def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_settings_of_the_marker(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.rmq(on_disk=True, now_ms=5_000)
+        def test_served(rmq_remoting, tmp_path):
+            assert (tmp_path / "broker" / "commitlog").is_dir()
+            assert rmq_remoting.kit.clock.now_ms() == 5_000
+
+        @pytest.mark.rmq(timers=True)
+        def test_unknown(rmq):
+            pass
+
+        @pytest.mark.rmq(timers=True)
+        def test_unknown_too(rmq_remoting):
+            pass
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, errors=2)
+    result.stdout.fnmatch_lines(
+        ["E *the marker rmq has no setting timers; its settings are on_disk, path, broker_config, *"] * 2
+    )
+
+
 def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(rmq): pass\n")
     result = run(pytester, "--rmq-seed=rmq1-nonsense")
