@@ -30,6 +30,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, to_seconds
 from librmq.consumer import OrderlyResult
+from librmq.consumer.listeners import is_generator_function
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.idempotence.keep import KEEP_CONSUMED, LONGEST
 from librmq.idempotence.stores import (
@@ -168,6 +169,10 @@ class DedupListener:
         self.config = DedupConfig().with_settings(given)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")
+        if is_generator_function(listener):
+            raise ConfigError(
+                f"the listener {listener!r:.80} is a generator, whose body a call does not run: remove `yield` from it"
+            )
         self.listener = listener
         self.store = store
         self.counts = DedupCounts()

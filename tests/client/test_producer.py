@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import timedelta
@@ -17,6 +18,7 @@ from librmq.client.identity import Client
 from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
+from librmq.config import StoreConfig
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -164,6 +166,16 @@ def test_large_bodies_are_compressed_from_4096_bytes_on(broker: Broker) -> None:
     assert (plain.sys_flag, packed.sys_flag) == (0, 0x301)
     assert packed.body == b"x" * 4096
     assert len(packed.stored_body) < 100
+
+
+def test_a_body_that_compression_enlarges_is_sent_as_it_is() -> None:
+    """Otherwise a body of exactly the largest size would be refused."""
+    body = random.Random(1).randbytes(4 << 20)
+    config = StoreConfig(commitlog_file_size=8 << 20)
+    with Broker.temporary(store_config=config, runner=ManualRunner()) as broker:
+        Producer(broker, "shop").send("T", body)
+        (stored,) = broker.store
+    assert (stored.sys_flag, stored.stored_body == body) == (0, True)
 
 
 def test_a_selector_alone_chooses_the_queue(two: tuple[Broker, Broker]) -> None:

@@ -642,3 +642,11 @@ def test_threads_are_counted_right() -> None:
 
     together(*[partial(consume, part) for part in range(4)])
     assert guarded.guard.counts == DedupCounts(consumed=800)
+
+
+def test_a_listener_that_is_a_generator_cannot_be_guarded() -> None:
+    def listener(message: Any) -> Any:
+        yield
+
+    with pytest.raises(ConfigError, match="is a generator, whose body a call does not run"):
+        DedupListener(listener, MemoryDedupStore(), group="g")
