@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal, Unpack, get_args
 
 import pyarrow as pa
@@ -250,8 +251,7 @@ def _format_of(path: str, asked: str | None) -> str:
 
 def _check_outside(path: str, store: str) -> None:
     """Refuse a path in the store, or the store itself; links don't hide it."""
-    folder = os.path.realpath(store)
-    if os.path.commonpath([folder, os.path.realpath(path)]) == folder:
+    if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
         raise ConfigError(f"out: {path} is in the store; export to a folder outside of it")
 
 

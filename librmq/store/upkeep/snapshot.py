@@ -19,6 +19,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -301,8 +302,7 @@ def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
 
 def _check_outside(path: str, target: str) -> None:
     """Refuse a target below the store, where a later copy of the folder would find it; links don't hide it."""
-    folder = os.path.realpath(path)
-    if os.path.realpath(target) != folder and os.path.commonpath([folder, os.path.realpath(target)]) == folder:
+    if Path(os.path.realpath(path)) in Path(os.path.realpath(target)).parents:
         raise ConfigError(f"target: {target} is in the store; name a folder outside of it")
 
 
