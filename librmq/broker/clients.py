@@ -59,7 +59,8 @@ class Clients:
         """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
             group = self._groups.get(data.group)
-            self._topics.ensure(retry_topic(group.name), group.retry_queues)
+            # At least one queue, because a group without any can get some later, and the topic stays as it is.
+            self._topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))
         self._warn_of_same_id(request)
         for data in request.consumers:
             self._warn_of_settings(request.client_id, data)

@@ -25,7 +25,16 @@ from librmq.errors import (
 from librmq.listener import DeadLetter, ReconsumeLater
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import ConsumeFrom, ConsumerIds, PullMessage, QueryOffset, ResetGroup, SendBack, UpdateOffset
+from librmq.protocol import (
+    ConsumeFrom,
+    ConsumerIds,
+    PullMessage,
+    QueryOffset,
+    ResetGroup,
+    SendBack,
+    SetGroup,
+    UpdateOffset,
+)
 from librmq.testing import Kit
 from tests.consumer.parties import (
     Noted,
@@ -164,6 +173,18 @@ def test_retries_then_dead_letter(rmq: Kit) -> None:
         assert due_ms <= at_ms < due_ms + 100 * (number + 1)
     assert {one.message.topic for one in rmq.delivered("g")[1:]} == {"%RETRY%g"}
     assert [message.body for message in rmq.dead_letters("g")] == [b"a"]
+
+
+def test_a_group_without_retry_queues_can_get_some(rmq: Kit) -> None:
+    rmq.broker.call(SetGroup("g", {"retryQueueNums": 0}))
+    subscribed(rmq, Noted(rmq, {"a": 1, "b": 1}))
+    send(rmq, "a")
+    rmq.advance(minutes=1)
+    assert bodies(rmq) == ["a"]
+    rmq.broker.call(SetGroup("g", {"retryQueueNums": 1}))
+    send(rmq, "b")
+    rmq.advance(minutes=1)
+    assert bodies(rmq) == ["a", "b", "b"]
 
 
 def test_a_redelivery_shows_its_first_topic(one_queue: Kit) -> None:
