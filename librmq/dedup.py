@@ -169,6 +169,9 @@ class DedupListener:
         self.config = DedupConfig().with_settings(given)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")
+        for name, function in (("listener", listener), ("key", key)):
+            if not callable(function):
+                raise ConfigError(f"{name}: expected a function of a message, found {function!r:.80}")
         if is_generator_function(listener):
             raise ConfigError(
                 f"the listener {listener!r:.80} is a generator, whose body a call does not run: remove `yield` from it"

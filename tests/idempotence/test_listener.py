@@ -644,6 +644,14 @@ def test_threads_are_counted_right() -> None:
     assert guarded.guard.counts == DedupCounts(consumed=800)
 
 
+def test_what_is_no_function_is_refused_before_a_message_comes() -> None:
+    make: Any = DedupListener
+    with pytest.raises(ConfigError, match="listener: expected a function of a message, found None"):
+        make(None, MemoryDedupStore(), group="g")
+    with pytest.raises(ConfigError, match="key: expected a function of a message, found 'order'"):
+        make(print, MemoryDedupStore(), group="g", key="order")
+
+
 def test_a_listener_that_is_a_generator_cannot_be_guarded() -> None:
     def listener(message: Any) -> Any:
         yield
