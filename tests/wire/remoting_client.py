@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from librmq.errors import MalformedError
 from librmq.java import json as java_json
@@ -17,12 +17,15 @@ from librmq.wire.remoting.fields import to_fields
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.headers import REQUESTS
 
+_WAIT_S: Final = 60
+
 
 class RawClient:
     """One connection."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S)
+        self._socket.settimeout(None)  # it may be idle for as long as a test takes
         self._opaque = 0
         self._answers: queue.Queue[Frame | None] = queue.Queue()
         self._told: queue.Queue[Frame] = queue.Queue()
@@ -58,19 +61,19 @@ class RawClient:
 
     def answer(self) -> Frame:
         """Return the next answer."""
-        frame = self._answers.get(timeout=30)
+        frame = self._answers.get(timeout=_WAIT_S)
         assert frame is not None, "the server has closed the connection"
         return frame
 
     def asked(self, code: RequestCode) -> Frame:
         """Return the server's next request with that code."""
-        while (frame := self._told.get(timeout=30)).code != code:
+        while (frame := self._told.get(timeout=_WAIT_S)).code != code:
             pass
         return frame
 
     def has_ended(self) -> bool:
         """Wait until the connection ends; return False if an answer arrives first."""
-        return self._answers.get(timeout=30) is None
+        return self._answers.get(timeout=_WAIT_S) is None
 
     def call(self, code: RequestCode, body: object = b"", **fields: Any) -> Frame:
         """Send a request, and return its answer."""
@@ -118,7 +121,7 @@ class RawClient:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._reader.join(30)
+        self._reader.join(_WAIT_S)
 
     def __enter__(self) -> Self:
         return self

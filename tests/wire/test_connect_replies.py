@@ -16,7 +16,7 @@ from librmq.protocol import Route
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remoting.codes import RequestCode
 from tests.wire.remoting_client import RawClient
-from tests.wire.test_connect import WAIT_S, Served
+from tests.wire.test_connect import WAIT_S, Served, until
 
 
 @pytest.fixture
@@ -25,6 +25,12 @@ def served() -> Iterator[Served]:
     with made.stack:
         made.broker.create_topic("orders", 1)
         yield made
+
+
+def until_known(served: Served, producer: librmq.Producer) -> None:
+    """Wait for the heartbeat of a producer, without which no reply reaches it."""
+    producer.start()
+    until(lambda: producer.client.client_id in {one.client_id for one in served.broker.clients()})
 
 
 @pytest.mark.parametrize(("asks_over_tcp", "replies_over_tcp"), [(True, True), (True, False), (False, True)])
@@ -38,6 +44,7 @@ def test_a_request_crosses_the_route(served: Served, asks_over_tcp: bool, replie
         def handle(message: DeliveredMessage) -> None:
             replies.reply(message, message.body * 3000, keys=["k1"])
 
+        until_known(served, producer)
         with consumer:
             for body in (b"tea", b"jam"):
                 reply = producer.request("orders", body, timeout=WAIT_S)
@@ -64,6 +71,7 @@ def test_another_client_replies(served: Served, is_compressed: bool) -> None:
             body = zlib.compress(b"yes" * 2000) if is_compressed else b"yes" * 2000
             replied.append(client.call(RequestCode.SEND_REPLY_MESSAGE_V2, body, **fields).code)
 
+        until_known(served, producer)
         with consumer:
             reply = producer.request("orders", b"tea", timeout=WAIT_S)
     assert reply.body == b"yes" * 2000
