@@ -297,6 +297,7 @@ class Broker:
 
         Raises:
             BrokerError: A value is wrong, or the broker refuses.
+            MessageIllegalError: The name of the group is invalid.
         """
         self.call(SetGroup(group, group_settings(retry_max_times, is_ordered, consumes, broadcasts)))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from librmq.errors import BrokerError, MessageIllegalError
+from librmq.errors import BrokerError
 from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, group_row
@@ -146,8 +146,6 @@ class Groups:
 
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
         """
-        if not isinstance(name, str):
-            raise MessageIllegalError(f"group: expected text, found {name!r:.80}")
         validate_group(name)
         usual = {**group_row(name), _ORDERED: False}
         changes = {key: value for key, value in settings.items() if key in usual and key != "groupName"}

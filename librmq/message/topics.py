@@ -90,10 +90,12 @@ def validate_group(group: str) -> None:
     """
     if not isinstance(group, str):
         raise MessageIllegalError(f"group: expected text, found {group!r:.80}")
-    if not _CLIENT_PATTERN.fullmatch(group):
-        raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
+    if not group:
+        raise MessageIllegalError("group: expected a name, found an empty text")
     if len(group) > _MAX_GROUP:
         raise MessageIllegalError(f"group {group[:80]!r}… has {len(group)} characters; expected at most {_MAX_GROUP}")
+    if not _CLIENT_PATTERN.fullmatch(group):
+        raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
 
 
 def is_system_topic(topic: str) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
-from librmq.errors import BrokerBusyError, BrokerError, NoRouteError, StoreIOError
+from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
@@ -189,6 +190,21 @@ def test_a_group_that_may_not_be_made() -> None:
         with pytest.raises(BrokerError, match=r"^consumes: expected True or False, found 'no'"):
             broker.set_group("g", consumes="no")  # type: ignore[arg-type]
         assert "g" not in broker.groups()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("", "group: expected a name, found an empty text"),
+        (5, "group: expected text, found 5"),
+        ("a b", r"group 'a b' may only contain letters"),
+        ("é" * 121, "group 'é+'… has 121 characters; expected at most 120$"),
+    ],
+    ids=["empty", "number", "blank", "long"],
+)
+def test_a_bad_name_of_a_group_is_refused(name: Any, text: str) -> None:
+    with opened() as broker, pytest.raises(MessageIllegalError, match=f"^{text}"):
+        broker.set_group(name)
 
 
 def test_settings_of_a_group_that_are_not_given_remain() -> None:
