@@ -184,10 +184,8 @@ class SendAttempts:
         if batch is None:
             sent, sys_flag = message, 0
             if len(message.body) >= self.config.compress_from:
-                packed = record.compress_body(message.body)
-                if len(packed) < len(message.body):  # others grow, even beyond the largest body that a broker takes
-                    sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
-                    sys_flag = _COMPRESSED
+                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
+                sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(
                 self._group,
                 sent,

@@ -9,7 +9,6 @@ import random
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -846,12 +845,3 @@ def test_producers_in_many_threads(files: MemoryFiles) -> None:
             bodies = [message.body for message in store.find_by_key("T", f"p{number}", max_messages=100)]
             assert bodies == [b"%d %d" % (number, n) for n in range(60)]
     assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize(("body", "is_packed"), [(b"x" * 500, True), (bytes(range(256)), False)], ids=["same", "all"])
-def test_a_body_is_compressed_if_that_makes_it_smaller(body: bytes, is_packed: bool) -> None:
-    with opened(MemoryFiles(), replace(SMALL, compress_from=100)) as store:
-        store.append(Message("T", body))
-        (stored,) = store
-    assert (stored.body, len(stored.stored_body) < len(body)) == (body, is_packed)
-    assert bool(stored.sys_flag & record.COMPRESSED) is is_packed

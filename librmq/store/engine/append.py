@@ -165,10 +165,11 @@ class Appender(AppendState):
             lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
             body_size = len(body)
             if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
-                packed = record_format.compress_body(body)
-                if len(packed) < body_size:
-                    body, body_size = packed, len(packed)
-                    sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
+                body, sys_flag = (
+                    record_format.compress_body(body),
+                    sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
+                )
+                body_size = len(body)
             if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
                 check_sizes(body_size, len(raw), self._max_body_size)
             get = properties.get
