@@ -19,7 +19,7 @@ STYLE = """
 
 
 WIDTH = 380
-"""Of every picture: little more than a phone has."""
+"""Width of every picture in pixels, little more than that of a phone."""
 
 
 @dataclass

@@ -67,8 +67,13 @@ def group_settings(
     retry_max_times: int | None, is_ordered: bool | None, consumes: bool | None, broadcasts: bool | None
 ) -> dict[str, object]:
     """Return those settings that are not None by their names in ``subscriptionGroup.json``."""
-    values = (retry_max_times, is_ordered, consumes, broadcasts)
-    return {key: value for key, value in zip(_NAMES, values, strict=True) if value is not None}
+    settings = {
+        "retryMaxTimes": retry_max_times,
+        _ORDERED: is_ordered,
+        "consumeEnable": consumes,
+        "consumeBroadcastEnable": broadcasts,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _check(key: str, value: object, usual: object) -> None:
