@@ -64,6 +64,29 @@ def test_no_signal_leaves_it_taken(make: Callable[[], Made], alarm: None) -> Non
         assert is_free(lock)
 
 
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers that send signals")
+def test_no_signal_keeps_a_stream_from_its_commands(alarm: None) -> None:
+    """Its commands have a condition, whose own ``with`` block a signal can leave locked."""
+    pytest.importorskip("grpc")
+    from librmq.wire.grpc.commands import Commands
+
+    def end(commands: Commands, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            commands.end()
+
+    for number in range(200):
+        commands = Commands()
+        with pytest.raises(Hit):
+            end(commands, seconds=5e-5 + number * 1e-7)
+        commands.end()
+        reading = threading.Thread(target=list, args=(commands,), daemon=True)
+        reading.start()
+        reading.join(60)
+        assert not reading.is_alive()
+
+
 @BOTH
 def test_a_block_holds_it(make: Callable[[], Made]) -> None:
     lock = make()

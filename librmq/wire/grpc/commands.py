@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from librmq.clock import SystemClock
+from librmq.runtime.locks import RLock
 
 __all__ = ["Commands"]
 
@@ -20,7 +21,10 @@ class Commands:
     """The commands of one stream. Bounded: a client that does not read misses further commands. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = RLock()
+        self._changed = threading.Condition(
+            self._lock
+        )  # taken by the lock, because Ctrl-C can leave a condition locked
         self._waiting: deque[tuple[Any, int]] = deque()
         self._size = 0
         self._has_ended = False
@@ -31,7 +35,7 @@ class Commands:
     def put(self, command: Any) -> bool:  # noqa: ANN401 (a message)
         """Send a command; return False if it was dropped."""
         size = command.ByteSize()
-        with self._changed:
+        with self._lock:
             is_full = len(self._waiting) >= _MAX_COMMANDS or self._size + size > _MAX_SIZE
             if self._has_ended or (is_full and self._waiting):
                 return False
@@ -42,26 +46,26 @@ class Commands:
 
     def put_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
         """Send a command again shortly."""
-        with self._changed:
+        with self._lock:
             self._again = command, self._clock.monotonic() + _AGAIN_S
             self._changed.notify()
 
     def end(self, error: Exception | None = None) -> None:
         """End the stream after the commands in it are sent, with an error if one is given."""
-        with self._changed:
+        with self._lock:
             self._has_ended = True
             self._error = self._error or error
             self._changed.notify()
 
     def wait_for_first(self, seconds: float) -> bool:
         """Wait for a command or the end, with a timeout by the wall clock; return whether there is one."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: bool(self._waiting) or self._has_ended, seconds)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield commands until the stream ends, waiting for each."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._waiting:
                     if self._error is not None:
                         raise self._error
