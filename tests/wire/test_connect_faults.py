@@ -17,6 +17,7 @@ import pytest
 
 import librmq
 from librmq import Broker, BrokerUnreachableError, ClientStateError, ConsumeFrom, Message, TransactionState
+from librmq.clock import SystemClock
 from librmq.errors import ClientError
 from librmq.protocol import (
     ConsumerIds,
@@ -28,8 +29,10 @@ from librmq.protocol import (
     TopicGroups,
     ViewMessage,
 )
+from librmq.runtime.threads import ThreadRunner
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.remote.connections import Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.codes import RequestCode
@@ -306,6 +309,27 @@ def test_a_pull_consumer_polls_on_after_a_cut() -> None:
         producer = stack.enter_context(librmq.Producer(broker, "shop"))
         producer.send("orders", b"x")
         assert [message.body for message in consumer.poll(WAIT_S)] == [b"x"]
+
+
+class Standing(SystemClock):
+    """A clock by which no time passes, while waiting takes real time."""
+
+    def now_ms(self) -> int:
+        return 1_700_000_000_000
+
+
+def test_the_first_heartbeat_waits_only_for_the_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller waits a moment only, because it holds the lock. The next regular heartbeat would come after 30 s."""
+    monkeypatch.setattr("librmq.wire.remote.remote_route.Connections", partial(Connections, patience_s=0.0))
+    runner = ThreadRunner(Standing())
+    with librmq.connect(served.server.address, runner=runner) as route:
+        served.broker.create_topic("orders", 2)
+        consumer = librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders")
+        with consumer:
+            until(lambda: [one.client_id for one in served.broker.clients()] == [consumer.client.client_id])
+            until(lambda: {queue.queue_id for queue in consumer.assigned if queue.topic == "orders"} == {0, 1})
+    assert runner.shutdown()
 
 
 def test_a_shut_down_consumer_polls_no_more(served: Served) -> None:

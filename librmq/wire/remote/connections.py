@@ -65,6 +65,7 @@ class Connections:
         back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
         is_hurried: Callable[[], bool] = lambda: False,
         patience_s: float = _PATIENCE_S,
+        late: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         """Open connections by ``dial``.
 
@@ -76,6 +77,7 @@ class Connections:
             back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
             is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
             patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
+            late: Gets address and client id of a connection that opens after its caller has stopped waiting.
         """
         self._dial = dial
         self._monotonic = monotonic
@@ -84,6 +86,7 @@ class Connections:
         self._back_off_s = back_off_s
         self._is_hurried = is_hurried
         self._patience_s = patience_s
+        self._late = late
         self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
@@ -118,7 +121,7 @@ class Connections:
 
     def _opened_aside(self, key: _Key, line: _Line) -> Transport:
         """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
-        address, opening, patience_s = key[0], line.opening, 0.0
+        address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
         if opening is None or opening.done():
             self._check_rested(line, address)
             patience_s = 0.0 if address in self._rests else self._patience_s
@@ -131,9 +134,12 @@ class Connections:
             except RuntimeError as error:
                 raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
             line.opening = opening
+            is_first = True
         try:
             return opening.result(patience_s)
         except TimeoutError:
+            if is_first:
+                opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
             raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
 
     def _run(self, opening: Future[Transport], key: _Key, line: _Line) -> None:

@@ -126,6 +126,7 @@ class RemoteRoute:
             self._lost,
             back_off_s or (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
             is_hurried=lambda: is_held_here(runner.lock),
+            late=self._late,
         )
         self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
@@ -393,6 +394,17 @@ class RemoteRoute:
                 self._states.failing(("connection", name), f"reaching {name}", error)
             self._lost_ones |= names
             self.runner.wake(self._reviving, self.runner.now_ms() + REVIVE_MS)
+
+    def _late(self, address: str, client_id: str) -> None:
+        if client_id and not self._is_closed:
+            self._later(lambda: self._note_late(address, client_id))
+
+    def _note_late(self, address: str, client_id: str) -> None:
+        """Send a heartbeat now that did not find the connection open."""
+        names = {name for name, group in self._groups.items() if group.member_of(address, client_id)}
+        if names and not self._is_closed:
+            self._lost_ones |= names
+            self.runner.wake(self._reviving, self.runner.now_ms())
 
     def _requested(self, address: str, client_id: str, transport: Transport, frame: Frame) -> None:
         for group in list(self._groups.values()):
