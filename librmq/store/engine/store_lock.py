@@ -38,8 +38,8 @@ def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLo
             left = deadline - clock.monotonic()
             if left <= 0:
                 raise StoreLockedError(
-                    f"{error}; only one process can write to a store (docs/processes.md): close it there, wait "
-                    f"with wait=seconds, or open it here with read_only=True"
+                    f"{error}; only one process can write to a store (docs/processes.md): close it there first; in "
+                    f"Python, wait=seconds waits for that, and read_only=True opens the store to read"
                 ) from None
         clock.wait(never, min(left, _LOOK_AGAIN_S))
 
