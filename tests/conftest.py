@@ -297,7 +297,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped[report.nodeid] = _reason(report)
     if report.when == "teardown":
         for name, line in report.user_properties:
-            _told[name].append(str(line))
+            if name in _told:
+                _told[name].append(str(line))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
