@@ -68,6 +68,16 @@ def rmq_remoting(request: pytest.FixtureRequest) -> Generator[ServedKit, None, N
     yield from served_kit_of(request, remoting=True)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse explored tests that are written wrong before any test runs."""
+    for item in items:
+        if (marker := item.get_closest_marker("rmq_explore")) is not None:
+            from librmq.testing.plugin import check_explored
+
+            check_explored(item, marker)
+
+
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if item.get_closest_marker("rmq_explore") is None:
         return None

@@ -7,7 +7,7 @@ and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -20,6 +20,15 @@ from librmq.testing.network import Network
 from librmq.testing.process import A_PROCESS, Process, Repeated
 
 __all__ = ["Faults"]
+
+_METHODS = {
+    "lose": "lose_answer",
+    "refuse": "refuse_send",
+    "late": "late_answer",
+    "request": "repeat_request",
+    "answer": "repeat_answer",
+}
+"""The method that requests a fault, by its kind."""
 
 
 class _Runner(Protocol):
@@ -57,6 +66,7 @@ class _Due:
     broker: str | None
     seconds: float = 0.0
     code: int = 0
+    has_happened: bool = False
 
     def __post_init__(self) -> None:
         _check_times(self.times)
@@ -69,6 +79,7 @@ class Faults:
         self._kit = kit
         self._due: list[_Due] = []
         self._slow: dict[str, list[int]] = {}
+        self._slowed: set[str] = set()  # groups in which that has happened
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
@@ -140,6 +151,16 @@ class Faults:
 
     # ---- called by the kit
 
+    def missed(self) -> Iterator[str]:
+        """Yield a sentence for each requested fault that never happened."""
+        for due in self._due:
+            if not due.has_happened:
+                names = (("topic", due.topic), ("broker", due.broker))
+                place = " and ".join(f"{kind} {name!r}" for kind, name in names if name is not None)
+                yield f"the fault {_METHODS[due.kind]} never happened: nothing was sent to {place or 'any topic'}"
+        for group in self._slow.keys() - self._slowed:
+            yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
+
     def before_send(self, process: Process, topic: str, broker: str) -> Repeated | None:
         """Raise the error of a refused send, if one is due; return what comes twice, if anything does."""
         if self._due and (due := self._take("refuse", topic, broker)) is not None:
@@ -188,12 +209,16 @@ class Faults:
     def slow(self, group: str) -> int:
         """Return the delay of the next listener of the group in milliseconds."""
         waits = self._slow.get(group)
-        return waits.pop(0) if waits else 0
+        if not waits:
+            return 0
+        self._slowed.add(group)
+        return waits.pop(0)
 
     def _take(self, kind: str, topic: str, broker: str) -> _Due | None:
         for due in self._due:
             if due.kind == kind and due.topic in (None, topic) and due.broker in (None, broker):
                 due.times -= 1
+                due.has_happened = True
                 if due.times <= 0:
                     self._due.remove(due)
                 return due

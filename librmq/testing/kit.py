@@ -458,13 +458,13 @@ class Kit:
         return self._history
 
     def undelivered(self) -> list[str]:
-        """Return a sentence for each subscription that matched nothing, and each topic that no group subscribes to.
+        """Return a sentence for each subscription that matched nothing, topic without a group, and unused fault.
 
         A passing test issues them as an `UndeliveredWarning`, a failing test shows them. Excluded are topics that the
         test has read with `messages`, groups that it has passed to `delivered`, and topics to which only the
         application sends, unless their name is similar to a subscribed one.
         """
-        return self._evidence.undelivered()
+        return [*self._evidence.undelivered(), *self.faults.missed()]
 
     # ---- called by runner, processes, faults and observer
 

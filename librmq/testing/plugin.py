@@ -126,11 +126,8 @@ class _NothingToExplore(Exception):
     """The test was skipped."""
 
 
-def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Repeat the whole protocol of a test with its own fixtures, and report the most informative run."""
-    config = item.config
-    marker = item.get_closest_marker("rmq_explore")
-    assert marker is not None
+def check_explored(item: pytest.Item, marker: pytest.Mark) -> None:
+    """Raise `pytest.UsageError` for a test that can't be explored, or wrong settings of its marker."""
     for served in {"rmq_grpc", "rmq_remoting"}.intersection(getattr(item, "fixturenames", ())):
         raise pytest.UsageError(
             f"{item.nodeid}: a test with {served} can't be explored, because librmq cannot choose the order in which "
@@ -143,6 +140,13 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
             f"{item.nodeid}: rmq_explore has no setting {', '.join(sorted(unknown))}; its settings are "
             f"{', '.join(_EXPLORE_SETTINGS)}"
         )
+
+
+def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Repeat the whole protocol of a test with its own fixtures, and report the most informative run."""
+    config = item.config
+    marker = item.get_closest_marker("rmq_explore")
+    assert marker is not None
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))

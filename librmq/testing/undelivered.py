@@ -18,7 +18,7 @@ _MOST_TAGS = 5
 
 
 class UndeliveredWarning(UserWarning):
-    """A test ended with messages that no listener got, or a subscription that matched nothing."""
+    """A test ended with messages that no listener got, a subscription that matched nothing, or an unused fault."""
 
 
 @dataclass(slots=True)

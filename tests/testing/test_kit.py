@@ -298,9 +298,11 @@ def test_a_late_answer_uses_the_time_of_the_tries(rmq: Kit) -> None:
     assert rmq.clock.now_ms() == begin + 6_000
     assert [m.body for m in rmq.messages("orders")] == [b"x", b"late"]
     rmq.faults.late_answer(timedelta(seconds=4))
-    rmq.faults.lose_answer(times=3)
-    with pytest.raises((SendTimeoutError, BrokerUnreachableError)):
+    with pytest.raises(SendTimeoutError):
         rmq.producer().send("orders", b"y")
+    rmq.faults.lose_answer(times=3)
+    with pytest.raises(BrokerUnreachableError):
+        rmq.producer().send("orders", b"z")
 
 
 def counting_shop(process: Process) -> list[bytes]:
@@ -705,6 +707,27 @@ def test_a_subscription_that_matched_nothing(
     with pytest.raises(pytest.fail.Exception) as caught:
         scenario(lambda: pytest.fail("for another reason"))
     assert said in caught.value.__notes__[-1]
+
+
+def test_a_fault_that_never_happens_is_named() -> None:
+    def scenario() -> None:
+        with Kit() as rmq:
+            rmq.consumer("billing").subscribe("orders")(lambda message: None)
+            rmq.faults.lose_answer("order")
+            rmq.faults.refuse_send(broker="broker-z", topic="orders")
+            rmq.faults.late_answer(1, times=5)
+            rmq.faults.slow_listener("biling", 5)
+            rmq.faults.slow_listener("billing", 5, times=2)
+            rmq.producer().send("orders", b"x")
+            rmq.run_until_idle()
+
+    with pytest.warns(UndeliveredWarning) as told:
+        scenario()
+    assert str(told[0].message).splitlines() == [
+        "the fault lose_answer never happened: nothing was sent to topic 'order'",
+        "the fault refuse_send never happened: nothing was sent to topic 'orders' and broker 'broker-z'",
+        "the fault slow_listener never happened: no listener of group 'biling' was called",
+    ]
 
 
 def test_messages_that_were_read_do_not_count_as_unread(rmq: Kit) -> None:
