@@ -30,7 +30,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, to_seconds
 from librmq.consumer import OrderlyResult
-from librmq.consumer.listeners import is_generator_function
+from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.idempotence.keep import KEEP_CONSUMED, LONGEST
 from librmq.idempotence.stores import (
@@ -172,10 +172,7 @@ class DedupListener:
         for name, function in (("listener", listener), ("key", key)):
             if not callable(function):
                 raise ConfigError(f"{name}: expected a function of a message, found {function!r:.80}")
-        if is_generator_function(listener):
-            raise ConfigError(
-                f"the listener {listener!r:.80} is a generator, whose body a call does not run: remove `yield` from it"
-            )
+        refuse_generator(listener)
         self.listener = listener
         self.store = store
         self.counts = DedupCounts()

@@ -107,10 +107,17 @@ def is_coroutine_function(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def is_generator_function(function: object) -> bool:
-    """Return whether a call of ``function`` returns a generator, of either kind, and runs nothing."""
+def refuse_generator(function: object, where: str = "") -> None:
+    """Raise `ConfigError` for a listener whose call returns a generator, of either kind, and runs nothing.
+
+    ``where`` begins the message.
+    """
     call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - the type's own is what is looked at
-    return any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, call))
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, call)):
+        raise ConfigError(
+            f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
+            "remove `yield` from it"
+        )
 
 
 def with_predicate(

@@ -25,7 +25,7 @@ from librmq.consumer.listeners import (
     Listeners,
     MessageListener,
     is_coroutine_function,
-    is_generator_function,
+    refuse_generator,
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
@@ -169,11 +169,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         def register(function: F) -> F:
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: expected a function as listener, found {function!r:.80}")
-            if is_generator_function(function):
-                raise ConfigError(
-                    f"topic {topic!r}: the listener {function!r:.80} is a generator, whose body a call does not run: "
-                    "remove `yield` from it"
-                )
+            refuse_generator(function, f"topic {topic!r}: ")
             called: Callable[..., Any] = function
             if predicate is not None:
                 watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)

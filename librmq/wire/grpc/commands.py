@@ -22,9 +22,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._changed = threading.Condition(
-            self._lock
-        )  # taken by the lock, because Ctrl-C can leave a condition locked
+        self._changed = threading.Condition(self._lock)  # never taken itself: Ctrl-C can leave a condition locked
         self._waiting: deque[tuple[Any, int]] = deque()
         self._size = 0
         self._has_ended = False
