@@ -66,7 +66,6 @@ class _Due:
     broker: str | None
     seconds: float = 0.0
     code: int = 0
-    has_happened: bool = False
 
     def __post_init__(self) -> None:
         _check_times(self.times)
@@ -79,7 +78,7 @@ class Faults:
         self._kit = kit
         self._due: list[_Due] = []
         self._slow: dict[str, list[int]] = {}
-        self._slowed: set[str] = set()  # groups in which that has happened
+        self._met: set[tuple[str, str]] = set()  # kinds and names of topics, brokers and groups
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
@@ -152,17 +151,18 @@ class Faults:
     # ---- called by the kit
 
     def missed(self) -> Iterator[str]:
-        """Yield a sentence for each requested fault that never happened."""
+        """Yield a sentence for each fault that names a topic, broker or group to which nothing was sent."""
         for due in self._due:
-            if not due.has_happened:
-                names = (("topic", due.topic), ("broker", due.broker))
-                place = " and ".join(f"{kind} {name!r}" for kind, name in names if name is not None)
-                yield f"the fault {_METHODS[due.kind]} never happened: nothing was sent to {place or 'any topic'}"
-        for group in self._slow.keys() - self._slowed:
-            yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
+            for kind, name in (("topic", due.topic), ("broker", due.broker)):
+                if name is not None and (kind, name) not in self._met:
+                    yield f"the fault {_METHODS[due.kind]} never happened: nothing was sent to {kind} {name!r}"
+        for group in self._slow:
+            if ("group", group) not in self._met:
+                yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
 
     def before_send(self, process: Process, topic: str, broker: str) -> Repeated | None:
         """Raise the error of a refused send, if one is due; return what comes twice, if anything does."""
+        self._met |= {("topic", topic), ("broker", broker)}
         if self._due and (due := self._take("refuse", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
@@ -209,16 +209,13 @@ class Faults:
     def slow(self, group: str) -> int:
         """Return the delay of the next listener of the group in milliseconds."""
         waits = self._slow.get(group)
-        if not waits:
-            return 0
-        self._slowed.add(group)
-        return waits.pop(0)
+        self._met.add(("group", group))
+        return waits.pop(0) if waits else 0
 
     def _take(self, kind: str, topic: str, broker: str) -> _Due | None:
         for due in self._due:
             if due.kind == kind and due.topic in (None, topic) and due.broker in (None, broker):
                 due.times -= 1
-                due.has_happened = True
                 if due.times <= 0:
                     self._due.remove(due)
                 return due
