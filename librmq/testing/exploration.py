@@ -441,7 +441,7 @@ def explore(
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
-                explorer.trace.history = str(kit.history())
+                explorer.trace.history = kit.account()
                 return error
             return None
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
+from traceback import format_exception
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
@@ -466,6 +467,23 @@ class Kit:
         """
         return [*self._evidence.undelivered(), *self.faults.missed()]
 
+    def account(self) -> str:
+        """Return the history and the sentences of `undelivered`, to show with a failure.
+
+        It raises nothing, so that the failure itself is always shown: where a part fails, its error is in the text.
+        """
+
+        def sentences() -> str:
+            return "\n".join(self.undelivered())
+
+        parts: list[str] = []
+        for text_of in (self._history.__str__, sentences):
+            try:
+                parts.append(text_of())
+            except Exception as error:
+                parts.append("".join(["librmq failed to describe the test:\n", *format_exception(error)]))
+        return "\n".join(filter(None, parts))
+
     # ---- called by runner, processes, faults and observer
 
     def note(self, who: str, what: str | Callable[[], str]) -> None:
@@ -537,7 +555,7 @@ class Kit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            error.add_note("\n".join([f"what happened:\n{self._history}", *self.undelivered()]))
+            error.add_note(f"what happened:\n{self.account()}")
             self.abandon()
         else:
             self.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["add_history", "end_threads", "explore_item", "kit_of", "served_kit_of"]
 
 _KIT: Final = pytest.StashKey[Kit]()
-_EXPLORER: Final = pytest.StashKey[Explorer]()
+_EXPLORER: Final = pytest.StashKey[Explorer | None]()
 _ERROR: Final = pytest.StashKey[BaseException | None]()
 
 
@@ -111,11 +111,10 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
         item.stash[_ERROR] = error
     kit, explorer = item.stash.get(_KIT, None), item.stash.get(_EXPLORER, None)
     if kit is not None:
-        history = "\n".join([str(kit.history()), *kit.undelivered()])
         if explorer is not None:
-            explorer.trace.history = history
+            explorer.trace.history = kit.account()
         else:
-            report.sections.append(("what happened (rmq)", history))
+            report.sections.append(("what happened (rmq)", kit.account()))
 
 
 _EXPLORE_SETTINGS = ("runs", "lines", "seed")
@@ -171,19 +170,27 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
             failed[id(explorer.trace)] = list(reports)
         return error
 
-    try:
-        result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
-    except _NothingToExplore:
-        pass
-    else:
+    def search_all() -> None:
+        try:
+            result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
+        except _NothingToExplore:
+            return
         if result.found is not None:
-            reports = failed[id(result.found.trace)]
+            reports[:] = failed[id(result.found.trace)]
             _describe(item, reports, result)
         reports[-1].user_properties.append(("rmq_explored", result.summary()))
-    finally:
+
+    def tear_down() -> None:
         item.stash[_ERROR] = None
-        del item.stash[_EXPLORER]
+        item.stash[_EXPLORER] = None
         item.session._setupstate.teardown_exact(nextitem)
+
+    phases: list[tuple[Callable[[], None], Literal["call", "teardown"]]]
+    phases = [(search_all, "call"), (tear_down, "teardown")]
+    for phase, when in phases:  # an error fails this test, and later ones run
+        ended = pytest.CallInfo.from_call(phase, when, (pytest.exit.Exception, KeyboardInterrupt))
+        if ended.excinfo is not None:
+            reports.append(item.ihook.pytest_runtest_makereport(item=item, call=ended))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

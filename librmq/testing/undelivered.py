@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from librmq.errors import FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
@@ -83,7 +84,10 @@ def _why_none_of(
 ) -> str:
     expression = one.subscription.expression
     if one.subscription.expression_type == SQL92:
-        sql = SqlFilter(expression)
+        try:
+            sql = SqlFilter(expression)
+        except FilterSyntaxError as error:  # of an official client; librmq's own clients refuse it
+            return f"its filter {expression!r} is not valid, at character {error.position + 1:,}: {error.reason}"
         reasons = [(message, sql.explain(message.properties)) for message in found]
         passing = [message for message, reason in reasons if reason.matches]
         first = reasons[0][1]

@@ -142,6 +142,54 @@ def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_an_error_at_the_end_of_a_test_ends_no_session(pytester: pytest.Pytester) -> None:
+    """The errors: a wrong filter of an official client, a body that can't be shown, a fixture's end, a full disk."""
+    pytest.importorskip("grpc")
+    pytester.makepyfile(
+        """
+        import pytest
+        from librmq.wire.grpc.schema import message_class
+        from tests.wire.stub import Stub, message
+
+        @pytest.mark.parametrize("fails", [True, False])
+        def test_filter(rmq_grpc, fails):
+            settings = message_class("Settings")(client_type=2)
+            settings.subscription.group.name = "g"
+            entry = settings.subscription.subscriptions.add()
+            entry.topic.name, entry.expression.expression, entry.expression.type = "t", "amount >", 2
+            with Stub(rmq_grpc.address) as stub:
+                stub.send(message("t", b"a"))
+                next(stub.telemetry(settings))
+                assert not fails
+
+        def test_history(rmq):
+            rmq.note("test", lambda: 1 / 0)
+            pytest.fail("of the test itself")
+
+        @pytest.fixture(scope="module")
+        def fails_at_its_end():
+            yield
+            raise OSError("no space left on device")
+
+        @pytest.mark.rmq_explore(runs=2)
+        def test_explored(rmq, fails_at_its_end):
+            pass
+        """,
+        test_later="def test_later(): pass\n",
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=3, failed=2, errors=3)
+    result.stdout.fnmatch_lines(
+        [
+            "*OSError: no space left on device*",
+            "*its filter 'amount >' is not valid, at character 9: the expression ends here;*",
+            "*of the test itself",
+            "*librmq failed to describe the test:",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*INTERNALERROR*")
+
+
 def test_settings_of_the_marker(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
