@@ -1,4 +1,4 @@
-"""The life of a message: each of its records in log order, then each group that has or has not passed it.
+"""The life of a message: each of its records in log order, then its end in each group.
 
 ::
 
@@ -10,6 +10,13 @@
     SCHEDULE_TOPIC_XXXX, the wheel   delayed
     %RETRY%group                     retried
     %DLQ%group                       dead
+
+    end in a group    known by
+    dead              a later record in the group's topic of dead letters
+    not_passed        progress at or before the record, or none in its queue
+    filtered          the group's filter in consumerFilter.json; for a running broker also its tags
+    skipped           a note of `librmq.diagnosis.skip`
+    passed            progress behind the record, and none of the above; a folder does not know filters by tags
 """
 
 from __future__ import annotations
@@ -18,7 +25,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.findings import counted
+from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.view import Source, StoreView, is_user_topic, viewed
+from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
+from librmq.filter.tags import TagFilter
 from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
@@ -33,7 +43,7 @@ __all__ = ["EventKind", "StoryEvent", "story"]
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",
-    "passed", "not_passed",
+    "filtered", "skipped", "passed", "not_passed",
 ]  # fmt: skip
 
 _WAITING: Final = frozenset((SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC))
@@ -66,8 +76,8 @@ class StoryEvent(NamedTuple):
 def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryEvent]:
     """Return the events of the message with a unique id, an offset id or a key, in log order.
 
-    Each group with progress in the message's topic comes last, ``passed`` or ``not_passed``. The result is empty if no
-    record has this id or key.
+    The end of each record in each group with progress in its topic comes last: ``dead``, ``filtered``, ``skipped``,
+    ``passed`` or ``not_passed``. The result is empty if no record has this id or key.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
@@ -77,6 +87,7 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
+        ConfigError: ``consumerFilter.json`` is malformed.
     """
     with viewed(source) as view:
         view.store.refresh()
@@ -173,6 +184,12 @@ def _times_checked(one: StoredMessage) -> int:
     return java_int(one.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
 
 
+def _identity(message: StoredMessage) -> str:
+    """Return the id that the records of one message share."""
+    origin = message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+    return message.unique_key or origin or message.offset_id
+
+
 def _is_commit(one: StoredMessage) -> bool:
     return one.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
 
@@ -204,18 +221,85 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
 
 
 def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
-    """Yield, for each record that groups consume, the groups that have passed it."""
-    for one in records:
-        topic = one.topic
-        if (not is_user_topic(topic) and not topic.startswith(RETRY_PREFIX)) or topic == HOP_TOPIC:
-            continue
-        for (group, of), offsets in sorted(view.progress.items()):
-            if of == topic:
-                at = offsets.get(one.queue_id)
-                has_passed = at is not None and at > one.queue_offset
-                note = "the group has no progress in this queue" if at is None else f"its progress is {at}"
-                event = _event(one, "passed" if has_passed else "not_passed", group, note)
-                yield event._replace(at_ms=None)
+    """Yield, for each record that groups consume, what became of it in each group."""
+    consumed = [
+        message
+        for message in records
+        if (is_user_topic(message.topic) and message.topic != HOP_TOPIC) or message.topic.startswith(RETRY_PREFIX)
+    ]
+    topics = {message.topic for message in consumed}
+    groups = [(name, offsets) for name, offsets in sorted(view.progress.items()) if name[1] in topics]
+    if groups:
+        ends = _Ends(view, records)
+        for message in consumed:
+            for (group, topic), offsets in groups:
+                if topic == message.topic:
+                    event, note = ends.of_group(group, message, offsets.get(message.queue_id))
+                    yield _event(message, event, group, note)._replace(at_ms=None)
+
+
+class _Ends:
+    """What became of records in consumer groups: dead letters, filters, skips and progress."""
+
+    def __init__(self, view: StoreView, records: Sequence[StoredMessage]) -> None:
+        from librmq.diagnosis.policies import skipped  # loads the broker
+
+        self._view = view
+        self._records = records
+        self._skips = skipped(view)
+        now_ms = (view.now_ms or 0) + DEAD_ON_LOAD_MS  # so that a group that lived at the last save counts as alive
+        self._registrations = view.tables.registrations(now_ms) if view.broker is None else view.broker.store.filters
+
+    def of_group(self, group: str, message: StoredMessage, progress: int | None) -> tuple[EventKind, str]:
+        """Return the last event of a record in a group, with a note; ``progress`` is that in its queue."""
+        letter = self._later_copy(message, DEAD_LETTER_PREFIX + group)
+        if letter is not None:
+            return "dead", f"its dead letter is at {letter.physical_offset}"
+        filtered = self._rejection(group, message)
+        if progress is None or progress <= message.queue_offset:
+            place = "the group has no progress in this queue" if progress is None else f"its progress is {progress}"
+            return "not_passed", f"{place}; {filtered}" if filtered else place
+        if filtered:
+            return "filtered", filtered
+        if self._later_copy(message, RETRY_PREFIX + group) is not None:
+            return "passed", f"it failed, and came again as a retry; its progress is {progress}"
+        for skip in self._skips:
+            if (skip.group, skip.topic) == (group, message.topic) and any(
+                queue.queue_id == message.queue_id and queue.begin <= message.queue_offset < queue.end
+                for queue in skip.queues
+            ):
+                copied = "" if skip.aside is None else f", and copied to {skip.aside}"
+                return "skipped", f"by the policy: {skip.policy}{copied}"
+        return "passed", f"its progress is {progress}"
+
+    def _later_copy(self, message: StoredMessage, topic: str) -> StoredMessage | None:
+        """Return the first later record of this message in a group's topic of retries or dead letters, if any."""
+        for copy in self._records:
+            real = copy.properties.get(record.PROPERTY_REAL_TOPIC) if copy.topic in _WAITING else copy.topic
+            if (
+                real == topic
+                and copy.physical_offset > message.physical_offset
+                and _identity(copy) == _identity(message)
+            ):
+                origin = given_up("", copy).original_topic
+                if message.topic.startswith(RETRY_PREFIX) or origin in (message.topic, copy.topic):
+                    return copy
+        return None
+
+    def _rejection(self, group: str, message: StoredMessage) -> str:
+        """Return which filter of a group rejects a record; empty if none is known to."""
+        broker = self._view.broker
+        connections = None if broker is None else broker.connections(group)
+        subscription = None if connections is None else connections.subscriptions.get(message.topic)
+        if subscription is not None and is_tag_type(subscription.expression_type):
+            tags = TagFilter(subscription.expression)
+            return "" if tags.matches(message.tags) else f"the group's tags are {subscription.expression}"
+        own = None if self._registrations is None else self._registrations.get(message.topic, group)
+        if own is None or own.matches(message.properties):
+            return ""
+        if own.dead and own.dead_timestamp_ms < message.store_timestamp_ms:
+            return ""  # the group had ended this subscription, and may have had another one
+        return f"the group's registered filter is {own.expression}"
 
 
 def _event(one: StoredMessage, event: EventKind, group: str | None, note: str) -> StoryEvent:

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from librmq import DeadLetter, Message, ReconsumeLater, TransactionProducer, TransactionState
-from librmq.diagnosis import StoreView, StoryEvent, story
+from librmq import (
+    Broker,
+    DeadLetter,
+    Message,
+    Producer,
+    PushConsumer,
+    ReconsumeLater,
+    TransactionProducer,
+    TransactionState,
+)
+from librmq.consumer import DeliveredMessage
+from librmq.diagnosis import StoreView, StoryEvent, plan_skip, skip, story
+from librmq.diagnosis.view import Source
 from librmq.message import record
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.testing import Kit
-from tests.reference import folders
+from tests.reference import folders, jsonl
 from tests.stores import SMALL
 
 
@@ -33,9 +44,9 @@ def test_every_record_is_in_the_story_of_its_message(folder: Path) -> None:
                 told = [one for one in events if one.at_ms is not None]
                 assert {one.physical_offset for one in told} >= set(records[key])
                 assert [one.physical_offset for one in told] == sorted(one.physical_offset for one in told)
-                assert [one.event for one in events[len(told) :]] == [
-                    one.event for one in events if one.event in ("passed", "not_passed")
-                ]
+                ends = events[len(told) :]
+                assert all(one.at_ms is None for one in ends)
+                assert {one.event for one in ends} <= {"dead", "filtered", "skipped", "passed", "not_passed"}
 
 
 @pytest.mark.parametrize("folder", folders("clients-t"))
@@ -48,9 +59,12 @@ def test_each_transaction_of_a_recording_has_one_end(folder: Path) -> None:
             assert len(ends) <= 1
 
 
+NAMED = ("retried", "dead", "filtered", "skipped", "passed", "not_passed")
+
+
 def events(rmq: Kit, name: str) -> list[str]:
     return [
-        f"{one.event} {one.group}" if one.event in ("passed", "not_passed", "retried", "dead") else one.event
+        f"{one.event} {one.group}" if one.group is not None and one.event in NAMED else one.event
         for one in story(rmq.broker, name)
     ]
 
@@ -94,7 +108,7 @@ def test_retries_up_to_the_dead_letter(rmq: Kit) -> None:
     sent = rmq.producer().send("orders", b"x")
     rmq.advance(seconds=120)
     assert events(rmq, sent.message_id) == [
-        "stored", "delayed", "retried G", "delayed", "retried G", "dead G", "passed G", "passed G", "passed G",
+        "stored", "delayed", "retried G", "delayed", "retried G", "dead G", "dead G", "dead G", "dead G",
     ]  # fmt: skip
 
 
@@ -105,8 +119,94 @@ def test_a_dead_letter_tells_its_cause(rmq: Kit) -> None:
     rmq.consumer("G").subscribe("orders", fail)
     sent = rmq.producer().send("orders", b"x")
     rmq.advance(seconds=1)
-    (dead,) = [one for one in story(rmq.broker, sent.message_id) if one.event == "dead"]
-    assert "no such customer" in dead.note
+    letter, end = [one for one in story(rmq.broker, sent.message_id) if one.event == "dead"]
+    assert "no such customer" in letter.note
+    assert (end.at_ms, end.topic, end.group) == (None, "orders", "G")
+
+
+def test_a_retry_that_succeeds_ends_passed(rmq: Kit) -> None:
+    attempts: list[int] = []
+
+    def fail_once(message: DeliveredMessage) -> None:
+        attempts.append(message.reconsume_times)
+        if len(attempts) == 1:
+            raise ReconsumeLater
+
+    rmq.consumer("G").subscribe("orders", fail_once)
+    sent = rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=60)
+    assert events(rmq, sent.message_id) == ["stored", "delayed", "retried G", "passed G", "passed G"]
+
+
+def test_a_dead_letter_that_was_sent_again_and_consumed(rmq: Kit) -> None:
+    seen: list[bytes] = []
+
+    def fail_once(message: DeliveredMessage) -> None:
+        seen.append(message.body)
+        if len(seen) == 1:
+            raise DeadLetter("no such customer")
+
+    rmq.consumer("G").subscribe("orders", fail_once)
+    sent = rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=1)
+    assert rmq.broker.resend_dead_letters("G") == 1
+    rmq.advance(seconds=20)
+    assert len(seen) == 2
+    assert events(rmq, sent.message_id)[-2:] == ["dead G", "passed G"]
+
+
+def test_a_message_that_the_groups_filter_rejects(rmq: Kit, tmp_path: Path) -> None:
+    """The running broker knows filters by SQL and by tags; its files only the registered ones, by SQL."""
+    seen: list[bytes] = []
+    with Broker.open(tmp_path / "store", runner=rmq.runner) as broker:
+        producer = Producer(broker, "P")
+        cheap = producer.send("orders", b"cheap", tags="b", properties={"price": "1"}).message_id
+        dear = producer.send("orders", b"dear", tags="b", properties={"price": "9"}).message_id
+        by_sql, by_tags = PushConsumer(broker, "sql"), PushConsumer(broker, "tags")
+        by_sql.subscribe("orders", lambda message: seen.append(message.body), sql="price > 5")
+        by_tags.subscribe("orders", lambda message: seen.append(message.body), tags="a")
+        by_sql.start()
+        by_tags.start()
+        rmq.advance(seconds=20)
+        assert seen == [b"dear"]
+        assert ends(broker, cheap) == {"sql": "filtered", "tags": "filtered"}
+        assert ends(broker, dear) == {"sql": "passed", "tags": "filtered"}
+        (event,) = [one for one in story(broker, cheap) if one.group == "sql"]
+        assert "price > 5" in event.note
+        by_sql.shutdown()
+        by_tags.shutdown()
+        late = producer.send("orders", b"late", properties={"price": "1"}).message_id
+    assert ends(tmp_path / "store", cheap) == {"sql": "filtered", "tags": "passed"}
+    assert ends(tmp_path / "store", dear)["sql"] == "passed"
+    assert ends(tmp_path / "store", late)["sql"] == "not_passed"
+
+
+def ends(source: Source, name: str) -> dict[str | None, str]:
+    """Return the last event of a message by group."""
+    return {one.group: one.event for one in story(source, name) if one.at_ms is None}
+
+
+@pytest.mark.parametrize("folder", folders("clients-sql-filter"))
+def test_a_recorded_group_passed_what_it_got_and_filtered_the_rest(folder: Path) -> None:
+    delivered = {
+        one["msgId"] for row in jsonl(folder / "events.jsonl") if row["kind"] == "deliver" and row["client"] == "c1"
+        for one in row["msgs"]
+    }  # fmt: skip
+    with StoreView.open(folder / "store") as view:
+        sent = {message.message_id for message in view.store if message.topic == "SqlTopic"}
+        told = {one: ends(view, one)["g_sql1"] for one in sent}
+    assert {one for one, end in told.items() if end == "passed"} == delivered
+    assert {end for one, end in told.items() if one not in delivered} == {"filtered"}
+
+
+def test_a_message_that_the_group_skipped(rmq: Kit) -> None:
+    rmq.broker.set_group("G")
+    sent = rmq.producer().send("orders", b"x")
+    rmq.broker.reset_group("G", "orders", "begin")
+    skip(rmq.broker, plan_skip(rmq.broker, "G", "orders", to_end=True))
+    assert ends(rmq.broker, sent.message_id) == {"G": "skipped"}
+    rmq.broker.reset_group("G", "orders", "begin")
+    assert ends(rmq.broker, sent.message_id) == {"G": "not_passed"}
 
 
 def transaction(rmq: Kit, state: TransactionState, later: TransactionState = TransactionState.UNKNOWN) -> str:
