@@ -17,7 +17,7 @@ from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGE
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
 
-__all__ = ["DelayedSends"]
+__all__ = ["DelayedSends", "names_time", "time_properties"]
 
 _TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
 _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
@@ -97,6 +97,13 @@ class DelayedSends:
 def names_time(properties: dict[str, str]) -> bool:
     """Return whether a message may name a time; a quick check."""
     return DELAY_MS in properties or DELIVER_MS in properties or DELAY_SEC in properties
+
+
+def time_properties(message: Message) -> dict[str, str]:
+    """Return the properties of 5.x for the delivery time that an application gave a message."""
+    if message.deliver_at_ms is not None:
+        return {DELIVER_MS: str(message.deliver_at_ms)}
+    return {DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
 
 
 def _without_time(message: Message) -> Message:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import FailedMessages
-from librmq.broker.delayed_sends import DelayedSends, names_time
+from librmq.broker.delayed_sends import DelayedSends, names_time, time_properties
 from librmq.broker.replication import Replication
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
@@ -108,7 +108,7 @@ class SendHandler:
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if message._delays is not None:
-            _name_time(message, properties)
+            properties.update(time_properties(message))
         made = Message._of(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
@@ -345,14 +345,6 @@ class SendHandler:
 
 def _is_timed(message: Message) -> bool:
     return names_time(message.properties) and is_timed(message.properties)
-
-
-def _name_time(message: Message, properties: dict[str, str]) -> None:
-    """Set the properties of 5.x for the delivery time that an application gave a message."""
-    if message.deliver_at_ms is not None:
-        properties[DELIVER_MS] = str(message.deliver_at_ms)
-    elif message.delay_s:
-        properties[DELAY_MS] = str(round(1000 * message.delay_s))
 
 
 def _choose(topic: Topic, queue_id: int) -> int:

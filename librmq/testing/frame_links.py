@@ -22,6 +22,7 @@ from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.producing import SENDS
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 
@@ -154,7 +155,7 @@ class _TurnTransport:
     def begin(self, frame: Frame, ended: Ended) -> None:
         self._number = frame.opaque = self._number + 1
         self._ended[frame.opaque] = ended
-        what = self._repeated()
+        what = self._repeated() if frame.code in SENDS else None
         self._is_answered_twice = what == "answer"
         self._send(frame, times=2 if what == "request" else 1)
 
@@ -197,7 +198,7 @@ class FrameLinks:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.repeat: str | None = None
-        """What of the next request arrives twice: ``request`` or ``answer``."""
+        """What of the next send arrives twice: ``request`` or ``answer``."""
         self._cable = _Cable()
         self._servers: dict[str, _Server] = {}
         self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}

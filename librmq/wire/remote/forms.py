@@ -64,7 +64,7 @@ from librmq.wire.remoting.headers import (
     TopicNameHeader,
 )
 
-__all__ = ["FORMS", "check", "frame_of", "header_of", "messages_of", "offsets_of", "refusal"]
+__all__ = ["FORMS", "Form", "check", "frame_of", "header_of", "messages_of", "offsets_of", "refusal"]
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _LONGEST_TIME_MS: Final = (1 << 63) - 1
@@ -141,7 +141,7 @@ def offsets_of(found: object) -> dict[MessageQueue, int]:
     return table
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """How one kind of request is written, and its answer read."""
 
     write: Callable[[Any], Frame]
@@ -326,55 +326,55 @@ def _read_reset(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
 
 
 _C = RequestCode
-FORMS: Final[Mapping[type[Any], _Form]] = {
-    SendMessage: _Form(_write_send, _read_sent),
-    SendBatch: _Form(_write_batch, _read_sent),
-    SendReply: _Form(_write_reply, lambda of, answer: _read_sent(of.send, answer)),
-    EndTransaction: _Form(_write_end, _read_none),
-    Heartbeat: _Form(lambda of: frame_of(_C.HEART_BEAT, body=heartbeat_body(of)), _read_none),
-    Unregister: _Form(
+FORMS: Final[Mapping[type[Any], Form]] = {
+    SendMessage: Form(_write_send, _read_sent),
+    SendBatch: Form(_write_batch, _read_sent),
+    SendReply: Form(_write_reply, lambda of, answer: _read_sent(of.send, answer)),
+    EndTransaction: Form(_write_end, _read_none),
+    Heartbeat: Form(lambda of: frame_of(_C.HEART_BEAT, body=heartbeat_body(of)), _read_none),
+    Unregister: Form(
         lambda of: frame_of(
             _C.UNREGISTER_CLIENT, LeavingClientHeader(of.client_id, of.producer_group, of.consumer_group)
         ),
         _read_none,
     ),
-    ConsumerIds: _Form(_write_ids, _read_ids),
-    QueryOffset: _Form(
+    ConsumerIds: Form(_write_ids, _read_ids),
+    QueryOffset: Form(
         lambda of: frame_of(_C.QUERY_CONSUMER_OFFSET, GroupQueueHeader(of.group, of.topic, of.queue_id)), _read_progress
     ),
-    UpdateOffset: _Form(
+    UpdateOffset: Form(
         lambda of: frame_of(
             _C.UPDATE_CONSUMER_OFFSET, GroupProgressHeader(of.group, of.topic, of.queue_id, of.queue_offset)
         ),
         _read_none,
     ),
-    MaxOffset: _Form(
+    MaxOffset: Form(
         lambda of: frame_of(_C.GET_MAX_OFFSET, QueueOfTopicHeader(of.topic, of.queue_id)),
         lambda _, answer: _read_offset(_C.GET_MAX_OFFSET, answer),
     ),
-    MinOffset: _Form(
+    MinOffset: Form(
         lambda of: frame_of(_C.GET_MIN_OFFSET, QueueOfTopicHeader(of.topic, of.queue_id)),
         lambda _, answer: _read_offset(_C.GET_MIN_OFFSET, answer),
     ),
-    QueueOffsetAt: _Form(
+    QueueOffsetAt: Form(
         lambda of: frame_of(_C.SEARCH_OFFSET_BY_TIMESTAMP, QueueAtTimeHeader(of.topic, of.queue_id, of.timestamp_ms)),
         lambda _, answer: _read_offset(_C.SEARCH_OFFSET_BY_TIMESTAMP, answer),
     ),
-    LockQueues: _Form(lambda of: _write_locks(_C.LOCK_BATCH_MQ, of), _read_locked),
-    UnlockQueues: _Form(lambda of: _write_locks(_C.UNLOCK_BATCH_MQ, of), _read_none),
-    SendBack: _Form(_write_send_back, _read_none),
-    CheckSubscription: _Form(_write_check, _read_none),
-    CreateTopic: _Form(_write_topic, _read_none),
-    DeleteTopic: _Form(lambda of: frame_of(_C.DELETE_TOPIC_IN_BROKER, TopicNameHeader(of.topic)), _read_none),
-    CleanUnusedTopics: _Form(lambda of: frame_of(_C.CLEAN_UNUSED_TOPIC), lambda _, answer: (check(answer), ())[1]),
-    SetGroup: _Form(_write_group, _read_none),
-    DeleteGroup: _Form(
+    LockQueues: Form(lambda of: _write_locks(_C.LOCK_BATCH_MQ, of), _read_locked),
+    UnlockQueues: Form(lambda of: _write_locks(_C.UNLOCK_BATCH_MQ, of), _read_none),
+    SendBack: Form(_write_send_back, _read_none),
+    CheckSubscription: Form(_write_check, _read_none),
+    CreateTopic: Form(_write_topic, _read_none),
+    DeleteTopic: Form(lambda of: frame_of(_C.DELETE_TOPIC_IN_BROKER, TopicNameHeader(of.topic)), _read_none),
+    CleanUnusedTopics: Form(lambda of: frame_of(_C.CLEAN_UNUSED_TOPIC), lambda _, answer: (check(answer), ())[1]),
+    SetGroup: Form(_write_group, _read_none),
+    DeleteGroup: Form(
         lambda of: frame_of(_C.DELETE_SUBSCRIPTIONGROUP, GroupToDeleteHeader(of.group, of.removes_progress)), _read_none
     ),
-    ViewMessage: _Form(
+    ViewMessage: Form(
         lambda of: frame_of(_C.VIEW_MESSAGE_BY_ID, PhysicalOffsetHeader(of.physical_offset)), _read_viewed
     ),
-    QueryMessages: _Form(_write_query, _read_found),
-    ResetGroup: _Form(_write_reset, _read_reset),
+    QueryMessages: Form(_write_query, _read_found),
+    ResetGroup: Form(_write_reset, _read_reset),
 }
 """By class of request."""

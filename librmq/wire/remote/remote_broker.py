@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
-from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError
+from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError, MessageIllegalError
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
@@ -32,9 +33,10 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner
+from librmq.wire.remote.broker_delays import BrokerDelays
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connections import Connections
-from librmq.wire.remote.forms import FORMS, check, frame_of
+from librmq.wire.remote.forms import FORMS, Form, check, frame_of
 from librmq.wire.remote.group_clients import consumer_data, group_names
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.transport import Transport
@@ -91,6 +93,7 @@ class RemoteBroker:
         self._lock = Lock()
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
+        self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
         self._silent_until_ms = 0
         self._requests = ClientRequests(name, self._beats.get, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
@@ -104,6 +107,7 @@ class RemoteBroker:
         Raises:
             BrokerError: The broker refuses the request, or a broker of 4.x has no such request.
             BrokerUnreachableError: It can't be reached, does not answer in time, or its answer can't be read.
+            MessageIllegalError: It can't delay a message as long as its sender wants.
         """
         kind = type(request)
         if kind is PullMessage:
@@ -111,11 +115,9 @@ class RemoteBroker:
         form = FORMS.get(kind)
         if form is None:
             return cast("R", self._call_otherwise(request))
+        if kind in _SENDS or kind is SendReply:
+            return cast("R", self._send(form, request))
         frame = form.write(request)
-        if kind in _SENDS:
-            return cast("R", self._send(request, frame))
-        if kind is SendReply:
-            return cast("R", self._send(cast("SendReply", request).send, frame))
         if kind is EndTransaction:
             self._connections.get(self.address).tell(frame)
             return cast("R", None)
@@ -149,16 +151,42 @@ class RemoteBroker:
 
     # ---- sends
 
-    def _send(self, request: Any, frame: Frame) -> object:  # noqa: ANN401 SendMessage | SendBatch
+    def _send(self, form: Form, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
+        send: SendMessage | SendBatch = request.send if type(request) is SendReply else request
         transport = self._connections.get(self.address)
-        if type(request) is SendMessage and request.is_one_way:
+        timeout_s = self._timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
+        if isinstance(send, SendMessage) and send.message._delays is not None:
+            begin_ms = self._runner.now_ms()
+            waiting = self._delays_of(transport, timeout_s).waiting_form(send.message, self.name, begin_ms)
+            send = replace(send, message=waiting)
+            request = SendReply(send) if type(request) is SendReply else send
+            timeout_s = max(0.0, timeout_s - (self._runner.now_ms() - begin_ms) / 1000)
+        frame = form.write(request)
+        if isinstance(send, SendMessage) and send.is_one_way:
             transport.tell(frame)
-            return SendResponse(SendStatus.SEND_OK, request.queue_id, _NOT_SENT, _NOT_SENT, ("",))
-        timeout_s = self._timeout_s if request.timeout_ms is None else max(0.0, request.timeout_ms / 1000)
+            return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
         answer = transport.ask(frame, timeout_s)
-        response = self._read(FORMS[type(request)].read, request, answer)
+        response = self._read(form.read, request, answer)
         self._stored(frame.fields["b"])
         return response
+
+    def _delays_of(self, transport: Transport, timeout_s: float) -> BrokerDelays:
+        """Return what the broker can delay; it is asked once a connection, because it can return with other settings.
+
+        Raises:
+            MessageIllegalError: It does not say.
+        """
+        known = self._delays
+        if known is None or known[0] is not transport:
+            try:
+                delays = BrokerDelays.of(transport.ask(frame_of(RequestCode.GET_BROKER_CONFIG), timeout_s))
+            except BrokerError as error:
+                raise MessageIllegalError(
+                    f"broker {self.name} does not say what it can delay, so that delay= and deliver_at= can't be sent: "
+                    f"{error}: give delay_level="
+                ) from error
+            known = self._delays = transport, delays
+        return known[1]
 
     # ---- clients
 

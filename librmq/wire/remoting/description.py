@@ -77,6 +77,7 @@ class Description:
             "maxMessageSize": broker.store.config.max_message_size,
             "messageDelayLevel": broker.store.config.message_delay_level,
             "storePathRootDir": broker.store.path,
+            "timerWheelEnable": broker.config.timers is not None or broker.config.hops,  # 5.x's: any delay is taken
         }
         return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in settings.items()}
 

@@ -1,0 +1,271 @@
+"""One message by every route: in process, through frames in a test, by `connect`, and by a client of 5.x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import pytest
+
+import librmq
+from librmq import BrokerConfig, Message, MessageIllegalError, Producer, TimerConfig, TransactionProducer
+from librmq.clock import SystemClock
+from librmq.message.message import StoredMessage
+from librmq.protocol import Route, TransactionState
+from librmq.testing import Kit
+from librmq.testing.served import ServedKit, serve_grpc, serve_remoting
+from librmq.wire.remoting import listen
+from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.frames import Frame, answer_to
+from tests.wire.fake_servers import FakeServer
+from tests.wire.stub import Stub, message
+
+ROUTES = ("kit", "kit over tcp", "connect")
+TIMERS = BrokerConfig(timers=TimerConfig())
+SENT = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "0"}
+
+
+class Opened(NamedTuple):
+    """A kit, and the route by which a producer reaches its broker."""
+
+    kit: Kit
+    route: Route
+
+
+@contextmanager
+def opened(way: str, config: BrokerConfig) -> Iterator[Opened]:
+    """Open a broker whose clock a test moves, and the route to it."""
+    with ExitStack() as rest:
+        kit = Kit(broker_config=config, now_ms=SystemClock().now_ms() // 1000 * 1000, over_tcp=way == "kit over tcp")
+        rest.callback(kit.abandon)
+        kit.broker.create_topic("t", 4)
+        if way != "connect":
+            yield Opened(kit, kit.route)
+            return
+        served = rest.enter_context(ServedKit(kit, serve_remoting(listen())))
+        yield Opened(kit, rest.enter_context(librmq.connect(served.address)))
+
+
+def cases(now_ms: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments of a send, by what they try."""
+    now = datetime.fromtimestamp(now_ms / 1000, UTC)
+    return {
+        "bytes": {"body": b"\0\1\2\xff"},
+        "text": {"body": "größe"},
+        "json": {"json": {"id": 1, "name": "ü"}},
+        "tags": {"body": b"x", "tags": "created"},
+        "keys": {"body": b"x", "keys": ["order-1", "order-2"]},
+        "properties": {"body": b"x", "properties": {"region": "süd", "amount": "12.5"}},
+        "flag": {"body": b"x", "flag": -7},
+        "unique key": {"body": b"x", "unique_key": "id-1"},
+        "without waiting": {"body": b"x", "wait_store_ok": False},
+        "level": {"body": b"x", "delay_level": 3},
+        "level without waiting": {"body": b"x", "delay_level": 3, "wait_store_ok": False},
+        "delay of a level": {"body": b"x", "delay": 5},
+        "timed delta": {"body": b"x", "delay": timedelta(minutes=1)},
+        "delay": {"body": b"x", "delay": 7},
+        "delay of half seconds": {"body": b"x", "delay": 12.5},
+        "no delay": {"body": b"x", "delay": 0},
+        "time": {"body": b"x", "deliver_at": now + timedelta(seconds=90)},
+        "time that was": {"body": b"x", "deliver_at": now - timedelta(days=1)},
+        "all": {
+            "body": b"x",
+            "tags": "created",
+            "keys": "order-1",
+            "properties": {"region": "north"},
+            "delay": 3601,
+            "flag": 1,
+            "unique_key": "id-2",
+            "wait_store_ok": False,
+        },
+        "large": {"body": bytes(range(256)) * 1200},
+        "compressed": {"body": b"again and again " * 2000},
+        "queue": {"body": b"x", "queue": 2},
+        "selector": {"body": b"x", "selector": lambda queues, _, arg: queues[arg], "arg": 3},
+    }
+
+
+def row(stored: StoredMessage, begin_ms: int, names: dict[str, str]) -> tuple[Any, ...]:
+    """Return what arrived, without what differs from run to run: ids, and the queue of a send in turn."""
+    what = names.get(stored.message_id, "")
+    is_in_turn = what == "transaction"
+    properties = [
+        (name, what if name == "UNIQ_KEY" else value)
+        for name, value in stored.properties.items()
+        if not (is_in_turn and name == "REAL_QID")
+    ]
+    return (
+        stored.body,
+        stored.flag,
+        stored.sys_flag,
+        stored.reconsume_times,
+        None if is_in_turn else stored.queue_id,
+        properties,
+        stored.store_timestamp_ms - begin_ms,
+    )
+
+
+def sent_by(way: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Send everything by a route; return what arrived by what was tried."""
+    with opened(way, TIMERS) as (kit, route):
+        begin_ms = kit.clock.now_ms()
+        names: dict[str, str] = {}
+        with (
+            Producer(route, "shop") as producer,
+            TransactionProducer(route, "sales", lambda _: TransactionState.UNKNOWN) as transactions,
+        ):
+            # What has no answer comes first: the next answer on the connection shows that it has arrived.
+            half = Message("t", b"half", tags="a", keys="k", properties={"n": "1"}, flag=3)
+            commit = transactions.send_in_transaction(half, execute=lambda *_: TransactionState.COMMIT)
+            names[commit.sent.message_id] = "transaction"
+            producer.send_oneway("t", b"one-way", queue=1, tags="one", delay=8)
+            for name, fields in cases(begin_ms).items():
+                place = {} if "selector" in fields else {"queue": 0}
+                names[producer.send("t", **(place | fields)).message_id] = name
+            batch = [
+                Message("t", b"first", tags="a", flag=1, properties={"n": "1"}),
+                Message("t", b"second", keys="k", flag=2),
+            ]
+            for message_id in producer.send_batch(batch, queue=1).message_id.split(","):
+                names[message_id] = "batch"
+        kit.advance(hours=2)
+        arrived: dict[str, list[tuple[Any, ...]]] = {}
+        for stored in kit.broker.messages("t"):
+            what = names.get(stored.message_id, stored.tags or "")
+            arrived.setdefault(what, []).append(row(stored, begin_ms, names))
+        return arrived
+
+
+@pytest.mark.parametrize("way", ROUTES[1:])
+def test_each_field_of_a_message_arrives_alike_by_every_route(way: str) -> None:
+    expected, found = sent_by("kit"), sent_by(way)
+    assert found.keys() == expected.keys() >= cases(0).keys() | {"one", "batch", "transaction"}
+    for what, rows in expected.items():
+        assert found[what] == rows, what
+    late = {what: rows[0][-1] for what, rows in found.items() if rows[0][-1]}
+    assert late["delay of a level"] == 5_000
+    assert late["timed delta"] == 60_000
+    assert 7_000 <= late["delay"] <= 8_000
+    assert 90_000 <= late["time"] <= 91_000
+    assert 3_601_000 <= late["all"] <= 3_602_000
+    assert "time that was" not in late
+
+
+def test_a_client_of_5_sends_the_same_messages() -> None:
+    alike = ("bytes", "text", "tags", "keys", "properties", "unique key", "time", "time that was")
+    expected = sent_by("kit")
+    with Kit(broker_config=TIMERS, now_ms=SystemClock().now_ms() // 1000 * 1000) as kit:
+        kit.broker.create_topic("t", 4)
+        begin_ms = kit.clock.now_ms()
+        with ServedKit(kit, serve_grpc) as served, Stub(served.address) as stub:
+            for what in alike:
+                fields = cases(begin_ms)[what]
+                body = fields["body"]
+                system = {"keys": fields.get("keys", ()), "properties": fields.get("properties", {})}
+                if "tags" in fields:
+                    system["tag"] = fields["tags"]
+                if "deliver_at" in fields:
+                    system["deliver_ms"] = round(1000 * fields["deliver_at"].timestamp())
+                    system["message_type"] = 3
+                raw = body.encode() if isinstance(body, str) else body
+                sent = stub.send(message("t", raw, fields.get("unique_key", what), **system))
+                assert sent.status.code == 20000, what
+            kit.advance(hours=2)
+        arrived = {fields.message_id: fields for fields in kit.broker.messages("t")}
+    for what in alike:
+        stored = arrived[cases(0)[what].get("unique_key", what)]
+        body, _, sys_flag, times, _, properties, late_ms = expected[what][0]
+        assert (stored.body, stored.sys_flag, stored.reconsume_times) == (body, sys_flag, times), what
+        assert stored.store_timestamp_ms - begin_ms == late_ms, what
+        for name in ("TAGS", "KEYS", "region", "amount"):
+            assert stored.properties.get(name) == dict(properties).get(name), what
+
+
+@pytest.mark.parametrize("way", ROUTES)
+def test_a_delay_that_the_broker_lacks_is_refused(way: str) -> None:
+    with opened(way, BrokerConfig()) as (kit, route), Producer(route, "shop") as producer:
+        begin_ms = kit.clock.now_ms()
+        with pytest.raises(MessageIllegalError, match=r"is to wait 7 s.*BrokerConfig\(timers=TimerConfig\(\)\)"):
+            producer.send("t", b"x", delay=7)
+        with pytest.raises(MessageIllegalError, match="is to wait"):
+            producer.send("t", b"x", deliver_at=datetime.fromtimestamp(begin_ms / 1000 + 86_400, UTC))
+        producer.send("t", b"x", delay=5)
+        kit.advance(hours=1)
+        assert [one.store_timestamp_ms - begin_ms for one in kit.broker.messages("t")] == [5_000]
+
+
+@pytest.mark.parametrize("way", ROUTES)
+def test_a_relay_takes_any_delay(way: str) -> None:
+    with opened(way, BrokerConfig(hops=True)) as (kit, route), Producer(route, "shop") as producer:
+        begin_ms = kit.clock.now_ms()
+        producer.send("t", b"x", delay=95)
+        kit.advance(hours=1)
+        (arrived,) = kit.broker.messages("t")
+        assert 95_000 <= arrived.store_timestamp_ms - begin_ms <= 96_100
+
+
+# ---- brokers of RocketMQ, as they describe themselves
+
+
+class Described:
+    """A broker that answers with settings, and keeps the properties of what is sent."""
+
+    def __init__(self, settings: str | None) -> None:
+        self.properties: list[dict[str, str]] = []
+        self._settings = settings
+
+    def __call__(self, frame: Frame) -> Frame | None:
+        if frame.code == RequestCode.GET_BROKER_CONFIG:
+            if self._settings is None:
+                return answer_to(frame, 16, "no permission")
+            return answer_to(frame, body=self._settings.encode())
+        if frame.code in (RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_REPLY_MESSAGE_V2):
+            pairs = [pair.split("\1") for pair in frame.fields["i"].split("\2") if pair]
+            self.properties.append({name: value for name, value in pairs if name not in ("UNIQ_KEY", "WAIT")})
+            return answer_to(frame, fields=SENT)
+        return None
+
+
+LEVELS = "messageDelayLevel=1s 2s 5s\nmaxMessageSize=4194304\n"
+
+
+def test_a_broker_of_4_9_gets_a_level_of_its_own() -> None:
+    broker = Described(LEVELS)
+    with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
+        producer.send("t", b"x", delay=2)
+        producer.send_oneway("t", b"x", delay=5)
+        producer.send("t", b"x", delay=0)
+        lacks = r"broker fake has no timer, .* 1s 2s 5s, is that long"
+        with pytest.raises(MessageIllegalError, match=lacks):
+            producer.send("t", b"x", delay=10)
+        with pytest.raises(MessageIllegalError, match=lacks):
+            producer.send("t", b"x", deliver_at=datetime(2100, 1, 1, tzinfo=UTC))
+        producer.send("t", b"x")
+        assert broker.properties == [{"DELAY": "2"}, {"DELAY": "3"}, {}, {}]
+        asked = [frame.code for frame in server.asked].count(RequestCode.GET_BROKER_CONFIG)
+    assert asked == 1
+
+
+def test_a_broker_of_5_gets_the_properties_of_its_timer() -> None:
+    broker = Described(LEVELS + "timerWheelEnable=true\n")
+    at = datetime(2100, 1, 1, tzinfo=UTC)
+    with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
+        producer.send("t", b"x", delay=10)
+        producer.send("t", b"x", deliver_at=at)
+        producer.send("t", b"x", delay=1)
+    assert broker.properties == [
+        {"TIMER_DELAY_MS": "10000"},
+        {"TIMER_DELIVER_MS": str(round(1000 * at.timestamp()))},
+        {"DELAY": "1"},
+    ]
+
+
+def test_a_broker_that_hides_its_settings_gets_no_delay() -> None:
+    broker = Described(None)
+    with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
+        with pytest.raises(MessageIllegalError, match=r"does not say what it can delay.*no permission.*delay_level="):
+            producer.send("t", b"x", delay=5)
+        producer.send("t", b"x", delay_level=3)
+    assert broker.properties == [{"DELAY": "3"}]
