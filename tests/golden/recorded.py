@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tests.reference import Row
+from tests.reference import Row, rows
 
 
 def of_record(row: Any) -> Row:
@@ -48,3 +48,8 @@ def contents(store: Path) -> dict[str, str]:
         str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in sorted(store.rglob("*"))
     }
+
+
+def left_sound(folder: Path) -> bool:
+    """Return whether the store was closed cleanly and has not been damaged since."""
+    return not rows(folder, "config")[0]["abort_file_present"] and not (folder / "mutation.json").exists()
