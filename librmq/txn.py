@@ -33,14 +33,16 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.check_schedule import CheckBack, Checked, CheckHooks, CheckSchedule, TransactionConfig
-from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, TransactionOffsets
+from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, RepeatedHalves, TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transactions"]
 
+_log = EventLog("librmq.txn")
 
 _SAME_KEY: Final = 4096  # records examined for the family of a half
 _SYSTEM_ERROR: Final = 1
@@ -84,6 +86,8 @@ class Transactions:
     op
       message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is the
       reverse. 4.9 delivers once for each commit.
+    - A producer that got no answer sends its half again. Halves of one group with the same unique id, topic and body
+      are one transaction. 4.9 delivers each of them.
     - An end by the offsets of a half that a check has copied ends its copies too. In 4.9 they stay pending, are
       checked again, and delivered again.
     - The final message has the flag of the sent message; a copy has none.
@@ -154,6 +158,7 @@ class Transactions:
         op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
         self._recent: dict[int, _Recent] = {}  # by physical offset: the latest halves, which need not be read again
+        self._repeated = RepeatedHalves(store)
 
     # ---------------------------------------------------------------------------------------------- prepare and end
 
@@ -175,17 +180,29 @@ class Transactions:
         half = Message._of(HALF_TOPIC, message.body, message.flag, properties)
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
         if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
-            return self._store.append(half, QUEUE, **fields)
+            result = self._store.append(half, QUEUE, **fields)
+            self.stored(half.unique_key, result.physical_offset)
+            return result
         raw = record.encode_properties(properties)
         result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
+        is_new = self.stored(half.unique_key, result.physical_offset)
         has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # records read from the log have no empty values
-        if not has_empty and len(raw) <= _REMEMBERED_SIZE:
+        if is_new and not has_empty and len(raw) <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
             self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, raw, fields)
             if len(self._recent) > _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
         return result
+
+    def stored(self, unique_key: str | None, physical_offset: int) -> bool:
+        """Note a half that was stored without `prepare`; return False if it repeats another. Thread-safe."""
+        if not unique_key or self._original:
+            return True
+        repeated = self._repeated.add(unique_key, physical_offset)
+        if repeated is not None:
+            self._recent.pop(repeated, None)
+        return unique_key not in self._repeated
 
     def commit(self, physical_offset: int, queue_offset: int, group: str) -> AppendResult | None:
         """Deliver the message whose half is at these offsets, and return its place; None if it was delivered before.
@@ -212,6 +229,14 @@ class Transactions:
                 how = "was rolled back" if half.unique_key else "has ended"
                 raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
             final = self._write_final(half, family[0].flag)
+        elif half.queue_offset not in self._ended_halves() and half.unique_key in self._repeated:
+            _log.warning(
+                "group %(group)s: the message of transaction %(message_id)s was delivered before, so its half at "
+                "queue offset %(queue_offset)d ends without a delivery; remove UNIQ_KEY to send a message again",
+                group=group,
+                message_id=half.unique_key,
+                queue_offset=queue_offset,
+            )
         self._end_all(family)
         return final
 
@@ -284,6 +309,7 @@ class Transactions:
             and half.queue_offset not in self._ended_halves()
             and half.physical_offset not in self._without_op
             and record.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
+            and half.unique_key not in self._repeated
         )
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
@@ -296,16 +322,19 @@ class Transactions:
         return self._ended
 
     def _family(self, half: StoredMessage) -> list[StoredMessage]:
-        """Return a half and its copies in the order of storage."""
+        """Return the halves of a half's transaction, and their copies, in the order of storage."""
         return self._same(HALF_TOPIC, half) or [half]
 
     def _same(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
-        """Return the records of a topic that belong to the same message as a half."""
+        """Return the records of a topic that belong to the same transaction as a half.
+
+        Time of birth and queue can differ: a producer that got no answer chooses them again.
+        """
 
         def marks(message: StoredMessage) -> tuple[object, ...]:
             properties = message.properties
-            names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID
-            return (message.unique_key, message.born_timestamp_ms, *map(properties.get, names))
+            names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
+            return (message.unique_key, message.stored_body, *map(properties.get, names))
 
         if not half.unique_key:
             return []
@@ -377,6 +406,7 @@ class Transactions:
         # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
+        self._recent.pop(physical_offset, None)
         if result.queue_offset != self._next_op:  # another writer has added op messages, of any half
             self._recent.clear()
         self._next_op = result.queue_offset + 1

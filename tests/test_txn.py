@@ -246,6 +246,27 @@ def test_equal_unique_ids_of_two_messages_are_kept_apart(desk: Desk) -> None:
     assert desk.bodies() == [b"0", b"1"]
 
 
+@pytest.mark.parametrize("crashes", [False, True])
+@pytest.mark.parametrize("ended_first", [0, 1])
+def test_a_half_that_is_sent_again_is_the_same_transaction(desk: Desk, ended_first: int, crashes: bool) -> None:
+    """A producer that got no answer to its half sends it again, born later and for another queue."""
+    halves = [desk.prepare(born_timestamp_ms=START_MS)]
+    desk = desk.after_crash() if crashes else desk
+    halves.append(desk.prepare(born_timestamp_ms=START_MS + 3000, properties={"CLUSTER": "c"}))
+    assert desk.commit(halves[ended_first]) is not None
+    assert desk.commit(halves[1 - ended_first]) is None
+    assert (desk.bodies(), desk.check()) == ([b"0"], [])
+
+
+def test_a_rollback_ends_a_half_that_was_sent_twice(desk: Desk) -> None:
+    halves = [desk.prepare(born_timestamp_ms=START_MS + number) for number in range(2)]
+    desk.rollback(halves[1])
+    assert desk.check() == []
+    with pytest.raises(TransactionRefusedError):
+        desk.commit(halves[0])
+    assert desk.bodies() == []
+
+
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
     half = desk.prepare(flag=5)

@@ -105,7 +105,9 @@ class Handlers:
             store.levels, context.runner.now_ms, deliveries.timers, has_relay=deliveries.relay is not None
         )
         replication = self.replication = Replication(context, check_open)
-        sending = self.sending = SendHandler(context, deliveries.arrivals, delayed, context.writing.write, replication)
+        sending = self.sending = SendHandler(
+            context, deliveries.arrivals, delayed, context.writing.write, replication, transactions.stored
+        )
         pulling = PullHandler(context, sending, replication)
         locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
         clients = Clients(context, locks, context.saving.filters_changed)

@@ -62,8 +62,12 @@ class SendHandler:
         delayed_sends: DelayedSends,
         write_tables: Callable[[], None],
         replication: Replication,
+        half_stored: Callable[[str | None, int], None],
     ) -> None:
-        """``write_tables()`` returns when new topics are durable."""
+        """``write_tables()`` returns when new topics are durable.
+
+        ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer.
+        """
         store, config = context.store, context.config
         self._runner = context.runner
         self._store = store
@@ -76,6 +80,7 @@ class SendHandler:
         self._delayed_sends = delayed_sends
         self._odd_levels: set[tuple[str, int]] = set()
         self._write_tables = write_tables
+        self._half_stored = half_stored
         self._waits = store.config.durability == "sync"
         self._replication = replication
         self._confirms = self._waits or replication.is_sync
@@ -132,6 +137,8 @@ class SendHandler:
             sys_flag,
             request.reconsume_times,
         )
+        if is_half:
+            self._half_stored(made.unique_key, result.physical_offset)
         status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))

@@ -78,6 +78,10 @@ class BrokerTransactions:
             with self._runner.lock:
                 self._runner.wake(self._step)
 
+    def stored(self, unique_key: str | None, physical_offset: int) -> None:
+        """Note a half message that was stored. Thread-safe."""
+        self._transactions.stored(unique_key, physical_offset)
+
     def end(self, request: EndTransaction) -> None:
         """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:

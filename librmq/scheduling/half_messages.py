@@ -14,10 +14,20 @@ from librmq.java.numbers import java_long
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 
-__all__ = ["CHECK_GROUP", "OP_TAG", "QUEUE", "EndedHalves", "TransactionOffsets", "half_of", "progress"]
+__all__ = [
+    "CHECK_GROUP",
+    "OP_TAG",
+    "QUEUE",
+    "EndedHalves",
+    "RepeatedHalves",
+    "TransactionOffsets",
+    "half_of",
+    "progress",
+]
 
 _log = EventLog("librmq.txn")
 
@@ -27,6 +37,8 @@ QUEUE: Final = 0
 """The only queue of halves, of op messages, and of discarded halves."""
 OP_TAG: Final = "d"
 """The tag of every op message."""
+_IDS: Final = 1 << 15
+_IDS_AT_OPENING: Final = 1 << 12
 
 
 class TransactionOffsets(Protocol):
@@ -99,6 +111,50 @@ class EndedHalves:
         if at >> 3 >= len(self._bits):
             self._bits.extend(bytes((at >> 3) + 1 - len(self._bits)))
         self._bits[at >> 3] |= 1 << (at & 7)
+
+
+class RepeatedHalves:
+    """Which of the latest unique ids several halves have: a producer that got no answer sends its half again.
+
+    Thread-safe. It remembers the latest 32,768 ids, and at the opening those of the last 4,096 halves.
+    """
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+        self._lock = Lock()
+        self._places: dict[str, int | None] | None = None  # physical offset of the only half of an id; None for several
+
+    def add(self, unique_key: str, physical_offset: int) -> int | None:
+        """Note a half that was stored; return the physical offset of the only half that it repeats, if there is one."""
+        with self._lock:
+            if self._places is None:
+                self._places = self._read(physical_offset)
+            is_new = unique_key not in self._places
+            before = self._places.pop(unique_key, None)
+            self._places[unique_key] = physical_offset if is_new else None
+            if len(self._places) > _IDS:
+                del self._places[next(iter(self._places))]
+            return before
+
+    def __contains__(self, unique_key: str | None) -> bool:
+        """Return whether several halves have this id."""
+        with self._lock:
+            return unique_key is not None and self._places is not None and self._places.get(unique_key, -1) is None
+
+    def _read(self, before: int) -> dict[str, int | None]:
+        """Return the ids of the last halves in the log before a physical offset."""
+        places: dict[str, int | None] = {}
+        low, end = self._store.queue_range(HALF_TOPIC, QUEUE)
+        at = max(low, end - _IDS_AT_OPENING)
+        while at < end:
+            batch = self._store.read(HALF_TOPIC, QUEUE, at)
+            for half in batch.messages:
+                if half.unique_key and half.physical_offset < before:
+                    places[half.unique_key] = None if half.unique_key in places else half.physical_offset
+            if batch.next_offset <= at:
+                break
+            at = batch.next_offset
+        return places
 
 
 def _is_marked(bits: bytes | bytearray, at: int) -> bool:

@@ -238,6 +238,32 @@ def test_a_lost_end_is_checked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> N
     assert shop.delivered == [b"x"]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_lost_answer_to_a_half_does_not_deliver_twice(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """The producer sends the half again, and commits at once or when it is asked."""
+    call, sends = shop.broker.call, list[SendMessage]()
+
+    def losing(request: Any) -> Any:
+        answer = call(request)
+        if isinstance(request, SendMessage):
+            sends.append(request)
+            if len(sends) == 1:
+                shop.runner.advance(1000)
+                raise BrokerUnreachableError("the answer is lost")
+        return answer
+
+    shop.broker.create_topic("T", 4)
+    monkeypatch.setattr(shop.broker, "call", losing)
+    shop.answers[b"x"] = COMMIT
+    shop.producer().send_in_transaction(Message("T", b"x"), execute=says(COMMIT if at_once else UNKNOWN))
+    shop.runner.advance(10 * MINUTE)
+    assert sends[0].born_timestamp_ms != sends[1].born_timestamp_ms
+    assert sends[0].queue_id != sends[1].queue_id
+    assert shop.delivered == [b"x"]
+
+
 def test_limits(shop: Shop) -> None:
     producer = shop.producer()
     with pytest.raises(MessageIllegalError, match="delayed"):
