@@ -178,14 +178,17 @@ class Broker:
         runner: Runner | None = None,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Open a new broker in a new directory that is deleted on closing, by default with small files."""
+        """Open a new broker in a new directory that is deleted on closing.
+
+        Its files are small by default. The largest batch that clients send, 4 MiB, fits into one.
+        """
         folder = TemporaryFolder()
         try:
             broker = cls.open(
                 folder.name,
                 config,
                 name=name,
-                store_config=store_config or StoreConfig(commitlog_file_size=4 << 20, max_total_size=1 << 30),
+                store_config=store_config or StoreConfig(commitlog_file_size=16 << 20, max_total_size=1 << 30),
                 runner=runner,
                 metrics=metrics,
             )

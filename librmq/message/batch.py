@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from librmq.errors import MessageIllegalError
 from librmq.message.message import Message
-from librmq.message.record import PROPERTY_DELAY, PROPERTY_WAIT, encode_properties
+from librmq.message.record import PROPERTY_DELAY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, encode_properties
 from librmq.message.refusals import body_too_large, delayed_batch
 
 __all__ = [
@@ -34,6 +34,8 @@ _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body le
 _SHORT: Final = struct.Struct(">h")
 BATCH_FIXED_SIZE: Final = _HEADER.size + 2
 """Size of a message in a batch without its body and its properties."""
+_ADDED: Final = {PROPERTY_UNIQUE_KEY: "0" * 56, PROPERTY_WAIT: "false"}
+"""The longest properties that a producer adds to a message without them."""
 
 
 def check_batch(messages: Sequence[Message]) -> None:
@@ -69,13 +71,15 @@ def check_batch_size(size: int, max_size: int) -> None:
 def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
     """Cut ``messages``, in order, into batches of at most ``max_size`` bytes as a client encodes them.
 
+    The unique id and the wait flag that a producer adds to each message are counted.
+
     Raises:
         MessageIllegalError: A single message is larger.
     """
     batch: list[Message] = []
     total = 0
     for message in messages:
-        size = encoded_size(message)
+        size = BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(_ADDED | message.properties))
         if len(message.body) > max_size:
             raise body_too_large(len(message.body), max_size)
         if size > max_size:

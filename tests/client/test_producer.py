@@ -339,6 +339,15 @@ def test_a_batch_is_stored_contiguously(broker: Broker) -> None:
     assert len(bodies(broker)) == 7
 
 
+def test_a_batch_of_short_messages_takes_what_split_batch_cuts(broker: Broker) -> None:
+    """Their unique ids and wait flags are longer than the rest."""
+    for messages in ([Message("T", b"x")] * 2000, [Message("T", b"x", unique_key="own", wait_store_ok=False)] * 2000):
+        with Producer(broker, "shop", config=ProducerConfig(max_message_size=4000)) as producer:
+            assert (
+                sum(producer.send_batch(part).message_id.count(",") + 1 for part in split_batch(messages, 4000)) == 2000
+            )
+
+
 @pytest.mark.parametrize(
     ("topic", "body", "why"),
     [

@@ -70,8 +70,10 @@ def test_messages_are_cut_into_batches_by_their_encoded_size() -> None:
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         items = [BatchItem(one.body, one.flag, encode_properties(one.properties)) for one in part]
         size = len(encode_batch(items))
-        assert size == sum(map(encoded_size, part)) <= 500
-        assert following is None or size + encoded_size(following[0]) > 500
+        assert size == sum(map(encoded_size, part))
+        added = sum(len("UNIQ_KEY\1\2WAIT\1false\2") + 56 for _ in part)
+        assert size + added <= 500
+        assert following is None or size + added + encoded_size(following[0]) + 80 > 500
     assert list(split_batch([])) == []
     with pytest.raises(MessageIllegalError, match=r"does not fit .* send it alone"):
         list(split_batch([Message("T", bytes(500))], 500))

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 
 import librmq
-from librmq import BrokerConfig, Message, MessageIllegalError, Producer, TimerConfig, TransactionProducer
+from librmq import (
+    BrokerConfig,
+    Message,
+    MessageIllegalError,
+    Producer,
+    StoreConfig,
+    TimerConfig,
+    TransactionProducer,
+    split_batch,
+)
 from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route, TransactionState
@@ -35,10 +44,11 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(way: str, config: BrokerConfig) -> Iterator[Opened]:
+def opened(way: str, config: BrokerConfig, files: StoreConfig | None = None) -> Iterator[Opened]:
     """Open a broker whose clock a test moves, and the route to it."""
     with ExitStack() as rest:
-        kit = Kit(broker_config=config, now_ms=SystemClock().now_ms() // 1000 * 1000, over_tcp=way == "kit over tcp")
+        now_ms = SystemClock().now_ms() // 1000 * 1000
+        kit = Kit(broker_config=config, store_config=files, now_ms=now_ms, over_tcp=way == "kit over tcp")
         rest.callback(kit.abandon)
         kit.broker.create_topic("t", 4)
         if way != "connect":
@@ -204,6 +214,16 @@ def test_a_relay_takes_any_delay(way: str) -> None:
         kit.advance(hours=1)
         (arrived,) = kit.broker.messages("t")
         assert 95_000 <= arrived.store_timestamp_ms - begin_ms <= 96_100
+
+
+@pytest.mark.parametrize("way", ROUTES)
+def test_a_batch_takes_what_split_batch_cuts(way: str) -> None:
+    messages = [Message("t", b"x" * 1000, keys=f"order-{number}") for number in range(6000)]
+    files = StoreConfig.tiny(commitlog_file_size=16 << 20, max_message_size=4 << 20)
+    with opened(way, BrokerConfig(), files) as (kit, route), Producer(route, "shop") as producer:
+        stored = [producer.send_batch(part).message_id.count(",") + 1 for part in split_batch(messages)]
+        assert (len(stored), sum(stored)) == (2, 6000)
+        assert sum(1 for _ in kit.broker.messages("t")) == 6000
 
 
 # ---- brokers of RocketMQ, as they describe themselves
