@@ -190,7 +190,8 @@ class ConcurrentDelivery(Delivery):
         kept: list[DeliveredMessage] = []
         again: list[DeliveredMessage] = []
         due_ms: int | None = None
-        most = self.max_times()
+        most: int | None = self.max_times()
+        what_next = "the next comes"
         for message in failed:
             sent = self._send_back(assigned, message, level, cause_of(error))
             if sent is False:
@@ -198,12 +199,14 @@ class ConcurrentDelivery(Delivery):
             elif sent is not None and sent.is_dead:
                 self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
             else:
-                if sent is not None and not again:
+                if sent is None:
+                    most, what_next = None, "and the broker does not say whether the next comes"
+                elif not again:
                     most, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
                 again.append(message)
         if again:
             wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
-            self.log_retry(assigned, again, again[0].reconsume_times + 1, most, f"the next comes{wait}", error)
+            self.log_retry(assigned, again, again[0].reconsume_times + 1, most, what_next + wait, error)
         if kept:
             told = f"the next comes in {AGAIN_MS / 1000:g} s, because no broker accepted it back"
             self.log_retry(assigned, kept, kept[0].reconsume_times + 1, most, told, error)
@@ -222,6 +225,7 @@ class ConcurrentDelivery(Delivery):
             message.topic,
             message.origin_message_id,
             cause,
+            super(DeliveredMessage, message).reconsume_times,
         )
         broker_name = assigned.queue.broker_name
         key, what = ("send back", broker_name), f"sending failed messages back to {broker_name}"

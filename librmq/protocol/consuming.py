@@ -221,6 +221,8 @@ class SendBack(Request["SentBack | None"]):
     origin_message_id: str = ""
     cause: str = ""
     """Cause of the failure, which a dead letter keeps as a property."""
+    reconsume_times: int = 0
+    """Those of the record, by which a client derives the result if the broker does not report it."""
 
 
 @value

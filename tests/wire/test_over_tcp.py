@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from librmq import BrokerError, MessageIllegalError
+from librmq import BrokerError, DeadLetter, DeliveredMessage, MessageIllegalError
 from librmq.protocol import Receive
 from librmq.testing import Kit
 from tests.over_tcp import NOT_OVER_TCP
 from tests.reference import CHECKOUT
+
+BOTH = pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
 
 
 @pytest.mark.rmq(over_tcp=True)
@@ -52,7 +58,7 @@ def test_faults_over_tcp(rmq: Kit) -> None:
     assert sorted(set(got)) == [b"1", b"2", b"3", b"4"]
 
 
-@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+@BOTH
 def test_a_request_that_arrives_twice_is_explained(rmq: Kit, over_tcp: bool) -> None:
     """It is one message id and two records, and the history names the fault."""
     got: list[str] = []
@@ -67,7 +73,7 @@ def test_a_request_that_arrives_twice_is_explained(rmq: Kit, over_tcp: bool) -> 
     assert "sends to orders arrives twice, and is stored twice" in str(rmq.history())
 
 
-@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+@BOTH
 def test_a_send_without_an_answer_arrives_twice(rmq: Kit, over_tcp: bool) -> None:
     """The next request does not."""
     rmq.faults.repeat_request("orders")
@@ -76,13 +82,68 @@ def test_a_send_without_an_answer_arrives_twice(rmq: Kit, over_tcp: bool) -> Non
     assert [one.body for one in rmq.broker.messages("orders")] == [b"x", b"x", b"y"]
 
 
-@pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
+@BOTH
 def test_an_answer_that_arrives_twice_is_ignored(rmq: Kit, over_tcp: bool) -> None:
     rmq.faults.repeat_answer(times=2)
     sent = [rmq.producer().send("orders", b"%d" % number) for number in range(4)]
     stored = list(rmq.broker.messages("orders"))
     assert [one.offset_id for one in stored] == sorted(one.offset_id for one in sent)
     assert "the answer to test, topic orders, arrives twice" in str(rmq.history())
+
+
+def fail(message: DeliveredMessage) -> None:
+    raise ValueError("no stock")
+
+
+def failed_attempts(rmq: Kit, caplog: pytest.LogCaptureFixture, listener: Callable[..., None], **settings: Any) -> str:
+    """Let a message fail until it is a dead letter; return what was logged of its attempts, by level."""
+    rmq.consumer("g", fail_fast=False, **settings).subscribe("t", listener)
+    with caplog.at_level(logging.INFO, "librmq.consumer"):
+        rmq.producer().send("t", b"x", keys="o-1")
+        rmq.advance(hours=6)
+    (letter,) = rmq.dead_letters("g")
+    lines = [one for one in caplog.records if hasattr(one, "rmq_attempt")]
+    place = r":?( on)? \S+/broker-a/\d at \d+ \(\w+\),?|(?<=the next comes) in \d+ s$"
+    said = [re.sub(place, "", one.getMessage()) for one in lines]
+    told = [f"{one.levelname} {text.removeprefix('g@g: ')}" for one, text in zip(lines, said, strict=True)]
+    return "\n".join([*told, letter.properties["DEAD_LETTER_CAUSE"]])
+
+
+@BOTH
+def test_the_last_attempt_is_an_error_that_names_the_dead_letter(
+    rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool
+) -> None:
+    assert failed_attempts(rmq, caplog, fail, max_reconsume_times=2).splitlines() == [
+        "WARNING attempt 1 of 3 failed (ValueError: no stock), the next comes",
+        "WARNING attempt 2 of 3 failed (ValueError: no stock), the next comes",
+        "ERROR dead letter of group g key o-1, after 3 attempts: ValueError: no stock",
+        "ValueError: no stock",
+    ]
+
+
+@BOTH
+def test_the_setting_of_the_group_says_which_attempt_is_the_last(
+    rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool
+) -> None:
+    rmq.broker.set_group("g", retry_max_times=1)
+    assert failed_attempts(rmq, caplog, fail).splitlines() == [
+        "WARNING attempt 1 of 2 failed (ValueError: no stock), the next comes",
+        "ERROR dead letter of group g key o-1, after 2 attempts: ValueError: no stock",
+        "ValueError: no stock",
+    ]
+
+
+@BOTH
+def test_a_dead_letter_that_the_listener_asks_for_has_its_cause(
+    rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool
+) -> None:
+    def refuse(message: DeliveredMessage) -> None:
+        raise DeadLetter("never retried")
+
+    assert failed_attempts(rmq, caplog, refuse).splitlines() == [
+        "ERROR dead letter of group g key o-1, after 1 attempt: DeadLetter: never retried",
+        "DeadLetter: never retried",
+    ]
 
 
 @pytest.mark.rmq(over_tcp=True)

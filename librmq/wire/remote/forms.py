@@ -270,6 +270,7 @@ def _write_send_back(request: SendBack) -> Frame:
         request.origin_topic,
         False,
         request.max_reconsume_times,
+        request.cause or None,
     )
     return frame_of(RequestCode.CONSUMER_SEND_MSG_BACK, header)
 

@@ -19,11 +19,13 @@ from librmq.protocol import (
     PullMessage,
     Request,
     ResponseCode,
+    SendBack,
     SendBatch,
     SendMessage,
     SendReply,
     SendResponse,
     SendStatus,
+    SentBack,
     Subscription,
     TopicGroups,
     UnlockQueues,
@@ -94,6 +96,7 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
+        self._retries: dict[str, tuple[Transport, int | None]] = {}  # of groups, and on which connection it said so
         self._silent_until_ms = 0
         self._requests = ClientRequests(name, self._beats.get, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
@@ -128,7 +131,8 @@ class RemoteBroker:
             self._unregister(cast("Unregister", request), frame)
             return cast("R", None)
         answer = self._ask(frame, self._transport_of(request))
-        return cast("R", self._read(form.read, request, answer))
+        result = self._read(form.read, request, answer)
+        return cast("R", self._sent_back(request) if isinstance(request, SendBack) else result)
 
     def _read(self, read: Callable[[Any, Frame], Any], request: object, answer: Frame) -> object:
         try:
@@ -186,6 +190,32 @@ class RemoteBroker:
                     f"{error}: give delay_level="
                 ) from error
             known = self._delays = transport, delays
+        return known[1]
+
+    # ---- messages that were sent back
+
+    def _sent_back(self, request: SendBack) -> SentBack | None:
+        """Derive what has become of a message, which the broker's answer does not say; None if that is unknown."""
+        most = request.max_reconsume_times
+        if request.delay_level < 0:
+            return SentBack(True, most or 0)
+        if most is None and (most := self._retries_of(request.group)) is None:
+            return None
+        return SentBack(request.reconsume_times >= most, most)
+
+    def _retries_of(self, group: str) -> int | None:
+        """Return the redeliveries that the settings of a group allow; they are asked for once a connection."""
+        try:
+            transport = self._connections.get(self.address)
+            known = self._retries.get(group)
+            if known is None or known[0] is not transport:
+                answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
+                row = (read_body(answer.body, "the groups").get("subscriptionGroupTable") or {}).get(group) or {}
+                most = row.get("retryMaxTimes")
+                known = self._retries[group] = transport, most if type(most) is int else None
+        except (ClientError, MalformedError, AttributeError) as error:
+            _log.debug("%(broker)s: the settings of %(group)s: %(error)s", broker=self.name, group=group, error=error)
+            return None
         return known[1]
 
     # ---- clients

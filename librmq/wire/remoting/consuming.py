@@ -119,6 +119,7 @@ class Consuming:
                 header.max_reconsume_times,
                 header.origin_topic,
                 header.origin_msg_id,
+                header.cause or "",
             )
         )
         self._rates.add("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())

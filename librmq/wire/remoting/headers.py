@@ -212,6 +212,8 @@ class SendBackHeader:
     origin_topic: str = ""
     unit_mode: bool = False
     max_reconsume_times: int | None = None
+    cause: str | None = None
+    """Of the failure: a field of librmq's, which RocketMQ ignores."""
 
 
 @value
