@@ -191,11 +191,6 @@ class Progress:
         topic = self._topics.known.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
-        members = self._registry.consumers.get(group)
-        if members is None:
-            raise BrokerError(
-                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
-            )
         offsets = {}
         for queue_id in range(topic.write_queues):
             stored = self._offsets.get(group, name, queue_id)
@@ -209,6 +204,11 @@ class Progress:
                 found = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)
             offsets[queue] = found if request.force or found < stored else stored
+        members = self._registry.consumers.get(group)
+        if members is None:
+            raise BrokerError(
+                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
+            )
         for client in list(members.clients.values()):
             try:
                 client.call(ResetOffsets(group, name, offsets))

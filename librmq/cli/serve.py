@@ -128,7 +128,6 @@ def _remoting(
         listening=listening,
         advertise=_advertised(arguments, listening.getsockname()[1], always=True),
         tls=tls,
-        auto_create=not arguments.no_auto_create,
         allows_admin=arguments.admin,
         changed=changed,
     )

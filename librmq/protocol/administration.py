@@ -92,7 +92,7 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
     ``force`` moves forward too.
 
     Raises:
-        BrokerError: No client of the group runs (CONSUMER_NOT_ONLINE).
+        BrokerError: The group lacks progress in a queue (SYSTEM_ERROR), or no client of it runs (CONSUMER_NOT_ONLINE).
     """
 
     group: str

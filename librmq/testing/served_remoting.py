@@ -48,7 +48,9 @@ class ServedRemoting:
         self._kit = kit
         self._client_of = client_of
         self._pulls = _Pulls(kit)
-        self._server = RemotingServer(kit.broker, listening=listening, endpoints=self._endpoint)
+        self._server = RemotingServer(
+            kit.broker, listening=listening, creates_retry_topics=True, endpoints=self._endpoint
+        )
         self.port: int = self._server.port
         self.address = self._server.address
         self._ended = threading.Event()

@@ -414,11 +414,11 @@ def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
         send(broker, "T")
         times.append(rmq.clock.now_ms())
         rmq.advance(ms=1_000)
-    assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.CONSUMER_NOT_ONLINE
-    client = beat(broker, Subscription("T"))
     assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.SYSTEM_ERROR  # no progress yet
     for queue_id in (0, 1):
         broker.call(UpdateOffset("g", "T", queue_id, 0))
+    assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.CONSUMER_NOT_ONLINE
+    client = beat(broker, Subscription("T"))
     broker.call(UpdateOffset("g", "T", 0, 2))
     assert refusal(broker.call, ResetGroup("g", "U", -1)) == ResponseCode.SYSTEM_ERROR
     queues = [MessageQueue("T", "broker-a", at) for at in (0, 1)]

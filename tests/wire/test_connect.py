@@ -230,7 +230,8 @@ def test_administration(served: Served) -> None:
     assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]
     assert admin.queues("unknown") == {}
     assert admin.clients("billing") is None
-    served.broker.call(UpdateOffset("billing", "orders", 0, 1))
+    for queue_id in (0, 1):
+        served.broker.call(UpdateOffset("billing", "orders", queue_id, 1 - queue_id))
     assert [one.lag for one in admin.progress("billing", "orders").values()] == [0, 0]
     assert admin.reset("billing", "orders", 0)[sent.queue] == 0
     assert admin.progress("billing", "orders")[sent.queue].lag == 1

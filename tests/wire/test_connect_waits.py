@@ -179,7 +179,7 @@ def test_a_consumer_keeps_asking_for_a_missing_topic(served: Served, monkeypatch
     monkeypatch.setattr(remote_route, "FORGET_MS", 0)
     monkeypatch.setattr(rebalancing, "INTERVAL_MS", 50)
     inbox = Inbox(1)
-    with RemotingServer(served.broker, auto_create=False) as server, librmq.connect(server.address) as route:
+    with RemotingServer(served.broker) as server, librmq.connect(server.address) as route:
         consumer = librmq.PushConsumer(route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST)
         consumer.subscribe("later", inbox)
         with consumer:

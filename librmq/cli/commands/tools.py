@@ -78,7 +78,9 @@ COMMANDS: Final = (
                 help="serve TLS: with the files of a certificate and its key, or without with a self-signed pair",
             ),
             option(
-                "--no-auto-create", action="store_true", help="do not create a topic when a client asks for its route"
+                "--no-auto-create",
+                action="store_true",
+                help="do not create a topic when a client of RocketMQ 5 asks for its route",
             ),
         ),
         description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "

@@ -40,12 +40,12 @@ class FrameAnswers:
         rates: Rates,
         *,
         advertise: str | None = None,
-        auto_create: bool = True,
+        creates_retry_topics: bool = False,
         allows_admin: bool = False,
     ) -> None:
         """The last three arguments are those of `RemotingServer`."""
         self._allows_admin = allows_admin
-        names, self._producing = NameServer(broker, advertise, auto_create), Producing(broker, rates)
+        names, self._producing = NameServer(broker, advertise, creates_retry_topics), Producing(broker, rates)
         self.known = self._producing.known
         parts: list[Any] = [
             names,

@@ -37,11 +37,11 @@ _MOST_VALUES: Final = 10_000
 class NameServer:
     """Routes of one broker, and a table of keys and values that lasts as long as the server. Thread-safe."""
 
-    def __init__(self, broker: Broker, advertise: str | None, auto_create: bool) -> None:
-        """``advertise`` is the broker's address in routes; None uses the address that each client has connected to."""
+    def __init__(self, broker: Broker, advertise: str | None, creates_retry_topics: bool) -> None:
+        """The last two arguments are those of `RemotingServer`."""
         self._broker = broker
         self._advertise = advertise
-        self._auto_create = auto_create
+        self._creates_retry_topics = creates_retry_topics
         self._lock = Lock()
         self._values: dict[tuple[str, str], str] = {}
         self.handlers: Handlers = {
@@ -69,12 +69,12 @@ class NameServer:
     def _route(self, call: RemotingCall) -> bytes:
         header: RouteOfTopicHeader = call.header
         found = self._broker.topic_route(header.topic)
-        if not found and self._auto_create and header.topic.startswith(RETRY_PREFIX):
-            # Clients ask for it before the heartbeat that creates it, and again only after half a minute.
+        if not found and self._creates_retry_topics and header.topic.startswith(RETRY_PREFIX):
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
             found = self._broker.topic_route(header.topic)
         if not found:
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {header.topic} does not exist")
+            remark = f"No topic route info in name server for the topic: {header.topic}"
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, remark)
         data = {
             "brokerDatas": [self._broker_row(call.channel)],
             "filterServerTable": {},

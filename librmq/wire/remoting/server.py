@@ -50,7 +50,7 @@ class RemotingServer:
         listening: socket.socket | int = 0,
         advertise: str | None = None,
         tls: tuple[bytes, bytes] | None = None,
-        auto_create: bool = True,
+        creates_retry_topics: bool = False,
         allows_admin: bool = False,
         changed: Callable[[str, str, bool], None] | None = None,
         endpoints: Callable[[str], Endpoint] | None = None,
@@ -64,7 +64,8 @@ class RemotingServer:
                 `port` tells.
             advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.
-            auto_create: Whether requesting the route of a group's retry topic creates the topic.
+            creates_retry_topics: Whether requesting the route of a group's retry topic creates the topic. Clients ask
+                before the heartbeat that creates it, and again up to 30 s later: a test has the first retries earlier.
             allows_admin: Whether clients on other machines may change topics, groups and progress.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is
                 empty.
@@ -92,7 +93,7 @@ class RemotingServer:
             self._pulling,
             rates,
             advertise=advertise,
-            auto_create=auto_create,
+            creates_retry_topics=creates_retry_topics,
             allows_admin=allows_admin,
         )
         self._lock = Lock()

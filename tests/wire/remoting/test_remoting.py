@@ -251,10 +251,19 @@ def test_a_route_names_the_dialled_address(client: RawClient, server: RemotingSe
     assert b" " not in client.call(Code.GET_ROUTEINFO_BY_TOPIC, topic="t").body
 
 
-def test_a_retry_topic_is_made_when_its_route_is_asked_for(client: RawClient) -> None:
-    assert client.call(Code.GET_ROUTEINFO_BY_TOPIC, topic="unknown").code == 17
-    assert client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g")["queueDatas"][0]["writeQueueNums"] == 1
-    assert client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")["queueDatas"][0]["perm"] == 7
+def test_a_question_makes_no_topic(client: RawClient, broker: Broker) -> None:
+    """What ``consumerProgress``, ``consumerStatus`` and ``topicRoute`` ask about a misspelt group leaves nothing."""
+    before = broker.topics()
+    assert client.call(Code.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%misspelt").code == 17
+    assert client.call(Code.GET_CONSUME_STATS, consumer_group="misspelt").code == 0
+    assert client.call(Code.GET_CONSUMER_CONNECTION_LIST, consumer_group="misspelt").code == 206
+    assert (broker.topics(), "misspelt" in broker.groups()) == (before, False)
+
+
+def test_a_test_has_the_route_of_retries_at_once(broker: Broker) -> None:
+    with RemotingServer(broker, creates_retry_topics=True) as server, RawClient(server.port) as client:
+        route = client.ask(Code.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g")
+    assert [data["readQueueNums"] for data in route["queueDatas"]] == [1]
 
 
 def test_values_are_kept_while_the_server_runs(client: RawClient) -> None:
@@ -301,10 +310,11 @@ def test_statistics_tell_begin_end_and_progress(client: RawClient) -> None:
 def test_a_reset_reaches_the_clients(client: RawClient, broker: Broker) -> None:
     client.put("t", b"x")
     reset = {"topic": "t", "group": "g", "timestamp": -1}
-    assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 206
-    client.beat("c1", "g", topics=("t",))
+    assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 1  # it has never consumed
     for number in range(4):
         client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=number, commit_offset=0)
+    assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 206
+    client.beat("c1", "g", topics=("t",))
     assert client.call(Code.INVOKE_BROKER_TO_RESET_OFFSET, **reset).code == 0
     told = client.asked(Code.RESET_CONSUMER_CLIENT_OFFSET)
     assert (told.code, told.is_one_way, told.fields["group"]) == (Code.RESET_CONSUMER_CLIENT_OFFSET, True, "g")
