@@ -9,16 +9,24 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.clock import SystemClock
+from librmq.config import to_seconds
 from librmq.testing.kit import Kit
 from librmq.testing.process import Process
 from librmq.testing.wire_client import WireClient
 
+if TYPE_CHECKING:
+    from librmq.testing.served_remoting import ServedRemoting
+    from librmq.wire.grpc import GrpcServer
+
 __all__ = ["NotSettledError", "Serve", "ServedKit", "serve_grpc", "serve_remoting"]
 
 _WAIT_S: Final = 20.0
+_BACK_S: Final = 60.0
+"""The longest time in which clients return after a fault; those of 4.x register every 30 s."""
 _LOOK_S: Final = 0.001
 
 
@@ -36,18 +44,23 @@ class _Server(Protocol):
 
     def is_settled(self) -> bool: ...
 
+    def missing(self) -> list[str]: ...
+
     def close(self) -> None: ...
 
 
-Serve = Callable[[Kit, int, Callable[[str], WireClient]], _Server]
-"""Serves a kit's broker on a port; the function returns the endpoint of a client by its name."""
+Serve = Callable[[Kit, int, Callable[[str], WireClient], Any], _Server]
+"""Serves a kit's broker on a port; the function returns the endpoint of a client by its name.
+
+The last argument is the closed server that this one replaces, or None.
+"""
 
 
-def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient]) -> _Server:
+def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: GrpcServer | None) -> _Server:
     """Serve clients of RocketMQ 5."""
     from librmq.wire.grpc import GrpcServer
 
-    return GrpcServer(kit.broker, port=port, endpoints=client_of)
+    return GrpcServer(kit.broker, port=port, endpoints=client_of, former=former)
 
 
 def serve_remoting(listening: socket.socket) -> Serve:
@@ -55,8 +68,8 @@ def serve_remoting(listening: socket.socket) -> Serve:
     from librmq.testing.served_remoting import ServedRemoting
     from librmq.wire.remoting import listen
 
-    def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient]) -> _Server:
-        return ServedRemoting(kit, listen(port=port) if port else listening, client_of)
+    def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: ServedRemoting | None) -> _Server:
+        return ServedRemoting(kit, listen(port=port) if port else listening, client_of, former)
 
     return serve
 
@@ -71,10 +84,8 @@ class ServedKit:
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
         self._serve = serve
-        self.server = self._served(0)
-
-    def _served(self, port: int) -> _Server:
-        return self._serve(self.kit, port, self._endpoint)
+        self._is_down = False
+        self.server = serve(kit, 0, self._endpoint, None)
 
     def _endpoint(self, name: str) -> WireClient:
         with self.kit.runner.lock:
@@ -94,13 +105,28 @@ class ServedKit:
     def settle(self) -> None:
         """Wait until the clients have done what there is to do now.
 
+        After a fault, first wait until each client that was connected before is back. While the broker is down, this
+        returns at once.
+
         Raises:
-            NotSettledError: They did not within 20 s of wall-clock time.
+            NotSettledError: They did not within 20 s of wall-clock time, or a client was not back within 60 s.
         """
         clock, never = SystemClock(), threading.Event()
-        deadline = clock.monotonic() + _WAIT_S
-        while not self.server.is_settled():
-            if clock.monotonic() > deadline:
+        begin = clock.monotonic()
+        back = begin
+        while not self._is_down:
+            missing = self.server.missing()
+            if missing:
+                back = clock.monotonic()
+            elif self.server.is_settled():
+                return
+            if missing and back > begin + _BACK_S:
+                raise NotSettledError(
+                    f"not back within {_BACK_S:g} s after the fault: {', '.join(missing[:5])}"
+                    + (f" and {len(missing) - 5:,} more" if len(missing) > 5 else "")
+                    + ". A client that ends before the fault, or shuts down after it, is not awaited"
+                )
+            if clock.monotonic() > back + _WAIT_S:
                 raise NotSettledError(
                     f"the clients at {self.address} were not settled within {_WAIT_S:g} s: a push consumer has not "
                     "finished what it received or does not ask for more, or a producer has not answered a check"
@@ -108,10 +134,10 @@ class ServedKit:
             clock.wait(never, _LOOK_S)
 
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> None:
-        """Let time pass hop by hop; after each, wait until the clients are settled.
+        """Let time pass hop by hop; after each, wait until the clients are settled, as `settle` does.
 
         Raises:
-            NotSettledError: They did not settle within 20 s of wall-clock time.
+            NotSettledError: They did not settle within 20 s of wall-clock time, or a client was not back within 60 s.
         """
         runner = self.kit.runner
         until = runner.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
@@ -126,20 +152,30 @@ class ServedKit:
                 return
 
     def cut_connections(self) -> None:
-        """Cut the connections of all clients in the middle of their calls; they may connect again at once."""
-        self.kit.note("fault", "all connections of clients are cut")
-        self._serve_again()
+        """Cut the connections of all clients in the middle of their calls; they may connect again at once.
 
-    def crash_broker(self) -> None:
-        """Let the broker die and open it again, with all acknowledged messages; connections are cut."""
+        `settle` and `advance` wait until they have.
+        """
+        self.kit.note("fault", "all connections of clients are cut")
+        if not self._is_down:
+            self.server.close()
+            self._serve_again()
+
+    def crash_broker(self, *, down: float | timedelta = 0) -> None:
+        """Let the broker die and open it again after ``down`` seconds, with all acknowledged messages.
+
+        Connections are cut, and refused until then. `settle` and `advance` wait for the clients once it is open.
+        """
+        to_seconds("down", down)
         self.server.close()
-        self.kit.crash_broker()
-        self._serve_again()
+        self._is_down = True
+        self.kit.crash_broker(down=down)
+        self.kit.runner.after(down, "the broker serves again", self._serve_again)
 
     def _serve_again(self) -> None:
-        port = self.server.port
-        self.server.close()
-        self.server = self._served(port)
+        former = self.server
+        self.server = self._serve(self.kit, former.port, self._endpoint, former)
+        self._is_down = False
 
     def close(self) -> None:
         """Cut the clients off."""

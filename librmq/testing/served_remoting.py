@@ -25,6 +25,7 @@ from librmq.protocol import (
     PullStatus,
     Request,
     SendBack,
+    Unregister,
     UpdateOffset,
 )
 from librmq.testing.history import Call, show
@@ -44,10 +45,18 @@ _HELD_S: Final = 10.0
 class ServedRemoting:
     """A name server and broker for clients of 4.x."""
 
-    def __init__(self, kit: Kit, listening: socket.socket, client_of: Callable[[str], WireClient]) -> None:
+    def __init__(
+        self,
+        kit: Kit,
+        listening: socket.socket,
+        client_of: Callable[[str], WireClient],
+        former: ServedRemoting | None = None,
+    ) -> None:
+        """Serve the kit's broker, and expect the clients of a ``former`` server to return."""
         self._kit = kit
         self._client_of = client_of
-        self._pulls = _Pulls(kit)
+        self._last_clients: set[str] = set()
+        self._pulls = _Pulls(kit, set() if former is None else former._last_clients)
         self._server = RemotingServer(
             kit.broker, listening=listening, creates_retry_topics=True, endpoints=self._endpoint
         )
@@ -73,8 +82,14 @@ class ServedRemoting:
             self._server.release_pulls(queue)
         return not late and not self._pulls.open_checks
 
+    def missing(self) -> list[str]:
+        """Return the clients of the former server that have not registered again."""
+        return list(self._pulls.missing)
+
     def close(self) -> None:
         """Cut all clients off."""
+        if not self._ended.is_set():
+            self._last_clients = {client.client_id for client in self._kit.broker.clients()} | self._pulls.missing
         self._ended.set()
         self._server.close()
         self._releaser.join()
@@ -83,8 +98,10 @@ class ServedRemoting:
 class _Pulls:
     """How far the clients of one server have come. Changes only under the runner's lock."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: Kit, missing: set[str]) -> None:
         self._kit = kit
+        self.missing = missing
+        """The ids of clients that were registered before a fault, and are not since."""
         self.delivered: dict[Queue, tuple[int, _PullingClient]] = {}
         """The offset after the messages that a client got last, and the client."""
         self.waiting: dict[Queue, int] = {}
@@ -123,7 +140,9 @@ class _PullingClient:
         """Pass a request to the broker, with the kit's history and faults."""
         if isinstance(request, Heartbeat):
             asked = self._asked.setdefault(request.client, _Asked(request.client, self._pulls.open_checks))
-            return cast(R, self._client.call(replace(request, client=asked)))
+            registered = self._client.call(replace(request, client=asked))
+            self._pulls.missing.discard(request.client_id)
+            return cast(R, registered)
         if isinstance(request, SendBack):
             self._failed(request)
         answer: Any = self._client.call(request)
@@ -132,6 +151,8 @@ class _PullingClient:
                 self._pulled(request, answer)
             elif isinstance(request, UpdateOffset):
                 self._passed((request.group, request.topic, request.queue_id), request.queue_offset)
+            elif isinstance(request, Unregister):
+                self._pulls.missing.discard(request.client_id)
             elif isinstance(request, EndTransaction):
                 self._pulls.open_checks.discard(request.physical_offset)
             elif isinstance(request, ChannelClosed):

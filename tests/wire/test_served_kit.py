@@ -6,17 +6,20 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from librmq.clock import SystemClock
-from librmq.testing.served import ServedKit
+from librmq.testing import served as served_module
+from librmq.testing.served import NotSettledError, ServedKit
 from librmq.wire.grpc.schema import message_class
 from tests.wire.clients import HERE, OfficialClient
-from tests.wire.stub import Stub, message
+from tests.wire.stub import Stub, consumer_settings, message, producer_settings
 
 RETRY_DELAYS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800)
 
@@ -92,6 +95,79 @@ def test_crashed_broker_keeps_what_it_acknowledged(served: ServedKit) -> None:
     with Stub(served.address) as stub:
         assert stub.send(message("t", b"a")).status.code == 20000
         served.crash_broker()
+    with Stub(served.address) as stub:
+        assert [one.body for one in stub.receive("t")[1]] == [b"a"]
+
+
+@pytest.mark.parametrize("fault", ["cut_connections", "crash_broker"])
+def test_clients_are_awaited_after_a_fault(served: ServedKit, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push consumer is back when it receives again, as the client for Python does long before it has a stream."""
+    with Stub(served.address, "worker-7") as stub:
+        stream = stub.telemetry(consumer_settings("g", 2))
+        next(stream)
+        stub.receive("t", auto_renew=True)
+        getattr(served, fault)()
+    with monkeypatch.context() as patched:
+        patched.setattr(served_module, "_BACK_S", 0.05)
+        for call in served.settle, partial(served.advance, hours=1):
+            with pytest.raises(NotSettledError, match=r"not back within 0\.05 s after the fault: worker-7\."):
+                call()
+    with Stub(served.address, "sender") as stub, Stub(served.address, "worker-7") as again:
+        stub.send(message("t", b"x"))
+        (one,) = again.receive("t", auto_renew=True)[1]
+        monkeypatch.setattr(served_module, "_WAIT_S", 0.05)
+        with pytest.raises(NotSettledError, match="has not finished what it received"):
+            served.settle()
+        entry = {"message_id": "id", "receipt_handle": one.system_properties.receipt_handle}
+        again.call("AckMessage", group=named("g"), topic=named("t"), entries=[entry])
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(again.receive, "t", wait_s=20, auto_renew=True)
+            monkeypatch.setattr(served_module, "_WAIT_S", 60)
+            served.settle()
+            stub.send(message("t", b"y"))
+            assert [one.body for one in waiting.result(60)[1]] == [b"y"]
+
+
+def test_a_producer_of_transactions_is_back_when_it_can_be_asked(
+    served: ServedKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "_BACK_S", 0.05)
+    with Stub(served.address, "shop") as shop, Stub(served.address, "other") as other:
+        streams = [stub.telemetry(producer_settings("t")) for stub in (shop, other)]
+        for stream in streams:
+            next(stream)
+        shop.send(message("t", b"half", message_type=4))
+        served.cut_connections()
+    with Stub(served.address, "shop") as shop, Stub(served.address, "other") as other:
+        for stub in (shop, other):
+            stub.send(message("t", b"x"))
+        with pytest.raises(NotSettledError, match=r"after the fault: shop\."):
+            served.settle()
+        stream = shop.telemetry(producer_settings("t"))
+        next(stream)
+        served.settle()
+
+
+def test_a_client_that_shuts_down_after_a_fault_is_not_awaited(served: ServedKit) -> None:
+    with Stub(served.address, "worker-7") as stub:
+        stream = stub.telemetry(consumer_settings("g", 2))
+        next(stream)
+        stub.receive("t", auto_renew=True)
+        served.cut_connections()
+    with Stub(served.address, "worker-7") as stub:
+        stub.call("NotifyClientTermination")
+    served.settle()
+
+
+def test_a_broker_that_is_down_refuses_connections_until_time_is_moved(served: ServedKit) -> None:
+    with Stub(served.address) as stub:
+        stub.send(message("t", b"a"))
+    served.crash_broker(down=30)
+    served.settle()
+    served.advance(seconds=29)
+    with Stub(served.address) as stub, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+        stub.send(message("t", b"b"))
+    served.advance(seconds=1)
     with Stub(served.address) as stub:
         assert [one.body for one in stub.receive("t")[1]] == [b"a"]
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,6 +218,39 @@ def test_a_cut_and_a_crash_lose_nothing(rmq_remoting: ServedKit, client: RawClie
     with RawClient(port) as again:
         assert again.put("t", b"two").fields["msgId"].startswith(f"7F000001{port:08X}")
     assert [one.body for one in rmq_remoting.kit.messages("t")] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("fault", ["cut_connections", "crash_broker"])
+def test_clients_are_awaited_after_a_fault(
+    rmq_remoting: ServedKit, client: RawClient, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.beat("worker-7", "g", topics=("t",))
+    client.beat("shop-7", producers=("p",))
+    getattr(rmq_remoting, fault)()
+    with RawClient(rmq_remoting.server.port) as again, monkeypatch.context() as patched:
+        patched.setattr(served_module, "_BACK_S", 0.05)
+        again.beat("shop-7", producers=("p",))
+        for call in rmq_remoting.settle, partial(rmq_remoting.advance, hours=1):
+            with pytest.raises(NotSettledError, match=r"not back within 0\.05 s after the fault: worker-7\."):
+                call()
+        again.send(Code.UNREGISTER_CLIENT, client_id="worker-7", consumer_group="g")
+        rmq_remoting.settle()
+
+
+def test_a_worker_that_connects_again_gets_what_was_sent(rmq_remoting: ServedKit) -> None:
+    rmq_remoting.kit.broker.create_topic("t", 1)
+    seen: list[bytes] = []
+    with librmq.connect(rmq_remoting.address) as route:
+        consumer = librmq.PushConsumer(route, "g", consume_from=librmq.ConsumeFrom.FIRST)
+        consumer.subscribe("t", lambda message: seen.append(message.body))
+        with consumer, librmq.Producer(route, "p") as producer:
+            producer.send("t", b"before")
+            rmq_remoting.settle()
+            rmq_remoting.crash_broker(down=20)
+            rmq_remoting.advance(seconds=20)
+            producer.send("t", b"after")
+            rmq_remoting.settle()
+            assert seen[-1] == b"after"
 
 
 def test_a_check_is_awaited(rmq_remoting: ServedKit, client: RawClient) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from librmq.runtime.locks import Lock
 
@@ -44,10 +44,12 @@ class Poll:
 class Polls:
     """The receives of one server. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, former: Mapping[str, Collection[Place]]) -> None:
+        """``former`` are the places from which clients of the server before received, and to which they return."""
         self._lock = Lock()
         self._open: set[Poll] = set()
-        self._places: dict[str, set[Place]] = {}
+        self._places: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
+        self._missing: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
 
     def begin(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
         """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `forget`."""
@@ -56,6 +58,10 @@ class Polls:
             self._open.add(poll)
             if is_push:
                 self._places.setdefault(client_id, set()).add(place)
+            if client_id in self._missing:
+                self._missing[client_id].discard(place)
+                if not self._missing[client_id]:
+                    del self._missing[client_id]
         return poll
 
     def end(self, poll: Poll) -> None:
@@ -67,6 +73,17 @@ class Polls:
         """Forget where a client has received from."""
         with self._lock:
             self._places.pop(client_id, None)
+            self._missing.pop(client_id, None)
+
+    def places(self, client_id: str) -> frozenset[Place]:
+        """Return where a known push consumer has received from."""
+        with self._lock:
+            return frozenset(self._places.get(client_id, ()))
+
+    def missing(self) -> list[str]:
+        """Return the former clients that do not receive from all their places yet."""
+        with self._lock:
+            return list(self._missing)
 
     def all_wait(self, push_consumers: Iterable[str]) -> bool:
         """Return whether all receives wait, and each push consumer has one at each place that it receives from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -28,7 +28,7 @@ from librmq.wire.grpc.polls import Polls
 from librmq.wire.grpc.renewals import FIRST_MS, Renewals
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.schema import message_class
-from librmq.wire.grpc.sessions import LONG_POLL_S, Sessions
+from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
 
 __all__ = ["Receives"]
 
@@ -42,7 +42,14 @@ _ANSWER_S: Final = 0.2
 class Receives:
     """The receives of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, routes: Routes, sessions: Sessions, endpoints: Endpoints) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        routes: Routes,
+        sessions: Sessions,
+        endpoints: Endpoints,
+        former: Mapping[str, FormerClient],
+    ) -> None:
         self._broker = broker
         self._runner = broker.runner
         self._routes = routes
@@ -50,7 +57,7 @@ class Receives:
         self._endpoints = endpoints
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, even if the broker's clock is moved
         self.renewals = Renewals(broker, broker.runner)
-        self.polls = Polls()
+        self.polls = Polls({name: client.places for name, client in former.items() if client.places})
 
     def is_settled(self) -> bool:
         """Return whether push consumers are waiting and have answered for everything that they received."""
@@ -131,7 +138,7 @@ class Receives:
         context.add_callback(arrived.set)
         queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
-        is_push = self._sessions.get(client_id) is not None
+        is_push = self._sessions.is_known(client_id)
         poll = self.polls.begin(client_id, (topic, queue_id), arrived, is_push=is_push)
         notify = arrived.set
         asked = Receive(
@@ -190,7 +197,7 @@ class Receives:
                 )
         if request.auto_renew:
             with self._runner.lock:
-                if self._sessions.get(client_id) is not None:  # otherwise nothing would end the renewals
+                if self._sessions.is_known(client_id):  # otherwise nothing would end the renewals
                     for one, _ in made:
                         self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
         return made

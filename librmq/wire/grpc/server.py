@@ -14,6 +14,7 @@ from librmq.wire.certificates import server_context
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
+from librmq.wire.grpc.sessions import FormerClient
 
 try:
     import grpc
@@ -52,7 +53,7 @@ class GrpcServer:
     ``BrokerConfig(timers=TimerConfig())``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a choice of its own, by name)
         self,
         broker: Broker,
         *,
@@ -63,6 +64,7 @@ class GrpcServer:
         auto_create: bool = True,
         changed: Callable[[str, str, bool], None] | None = None,
         endpoints: Callable[[str], Endpoint] | None = None,
+        former: GrpcServer | None = None,
     ) -> None:
         """Listen, and answer from now on.
 
@@ -78,6 +80,8 @@ class GrpcServer:
                 empty.
             endpoints: What answers a client's requests, by its id; by default the broker. A wrapper can watch or fail
                 them.
+            former: The closed server that this one replaces: until its clients are back, `missing` names them, and
+                `is_settled` is false.
 
         Raises:
             ConfigError: The port is taken, or an argument is not what it should be.
@@ -96,7 +100,9 @@ class GrpcServer:
             auto_create=auto_create,
             changed=changed or (lambda *_: None),
             endpoints=endpoints,
+            former=None if former is None else former._last_clients,
         )
+        self._last_clients: dict[str, FormerClient] = {}
         self._pool = ThreadPoolExecutor(_THREADS, "librmq grpc")
         self._server = grpc.server(
             self._pool, options=_OPTIONS, maximum_concurrent_rpcs=_THREADS, handlers=[_Handlers(self._service)]
@@ -133,10 +139,19 @@ class GrpcServer:
         """
         return self._service.is_settled()
 
+    def missing(self) -> list[str]:
+        """Return the clients of the ``former`` server that are not back.
+
+        A push consumer is back when it receives from all queues from which it received before, a producer that has sent
+        half messages when the server can ask it about them, and any other client with its first call.
+        """
+        return self._service.missing()
+
     def close(self) -> None:
         """Answer no more calls. Closing again does nothing."""
         if self._is_open:
             self._is_open = False
+            self._last_clients = self._service.clients()
             self._service.close()
             self._server.stop(grace=None).wait()
             self._pool.shutdown(wait=True)
@@ -156,6 +171,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, service: Service) -> None:
         self._by_name: dict[str, Any] = {}
+        self._called = service.sessions.called
         for name, call in (
             ("QueryRoute", service.routes.query_route),
             ("Heartbeat", service.heartbeat),
@@ -191,6 +207,9 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:  # noqa: ANN401
         """Return the handler of a call; None is answered as unimplemented."""
+        for key, value in details.invocation_metadata or ():
+            if key == "x-mq-client-id":
+                self._called(str(value))
         return self._by_name.get(details.method)
 
 

@@ -6,7 +6,7 @@ Mirrors the activities of 5.3.3's proxy (``org.apache.rocketmq.proxy.grpc.v2``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -18,7 +18,7 @@ from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sends import Sends
-from librmq.wire.grpc.sessions import Sessions
+from librmq.wire.grpc.sessions import FormerClient, Sessions
 
 __all__ = ["Service"]
 
@@ -39,17 +39,30 @@ class Service:
         auto_create: bool,
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints | None = None,
+        former: Mapping[str, FormerClient] | None = None,
     ) -> None:
+        former = former or {}
         endpoints = endpoints or (lambda _: broker)
         self._silent = threading.BoundedSemaphore(_MAX_SILENT)
-        self.sessions = Sessions(broker, changed, endpoints)
+        self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = Sends(broker, self.routes, self.sessions, endpoints)
-        self.receives = Receives(broker, self.routes, self.sessions, endpoints)
+        self.receives = Receives(broker, self.routes, self.sessions, endpoints, former)
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""
-        return not self.sessions.has_open_question() and self.receives.is_settled()
+        return not self.missing() and not self.sessions.has_open_question() and self.receives.is_settled()
+
+    def clients(self) -> dict[str, FormerClient]:
+        """Return the clients, as the next server takes them over."""
+        return {
+            client_id: client._replace(places=self.receives.polls.places(client_id))
+            for client_id, client in self.sessions.clients().items()
+        }
+
+    def missing(self) -> list[str]:
+        """Return the clients of the server before that are not back."""
+        return list(dict.fromkeys([*self.sessions.silent(), *self.receives.polls.missing()]))
 
     def close(self) -> None:
         """End all streams and renewals."""
@@ -116,6 +129,7 @@ class Service:
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Take a client's good-bye."""
         client_id = client_id_of(context)
-        if not self.sessions.leave(client_id):
-            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings")
+        was_known = self.sessions.leave(client_id)
         self.receives.client_gone(client_id)
+        if not was_known:
+            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings")

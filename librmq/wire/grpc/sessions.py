@@ -5,9 +5,9 @@ Mirrors ``ClientActivity`` and ``GrpcClientSettingsManager`` of 5.3.3's proxy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
@@ -31,7 +31,7 @@ from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["Session", "Sessions"]
+__all__ = ["FormerClient", "Session", "Sessions"]
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
@@ -99,11 +99,32 @@ class Session:
         return Heartbeat(self.client_id, self, frozenset(), (data,))
 
 
+class FormerClient(NamedTuple):
+    """A client of the server before, which is expected to return. It keeps its id."""
+
+    group: str
+    """The consumer group; empty for a producer."""
+    is_push: bool
+    """Whether it is a push consumer. Some receive again long before they open a stream, so its settings are kept."""
+    needs_stream: bool
+    """Whether it has sent half messages, so that the broker's questions must reach it."""
+    places: frozenset[tuple[str, int]] = frozenset()
+    """The topics and queue ids from which a push consumer has received."""
+
+
 class Sessions:
     """All clients of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None], endpoints: Endpoints) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        changed: Callable[[str, str, bool], None],
+        endpoints: Endpoints,
+        former: Mapping[str, FormerClient],
+    ) -> None:
         """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
+        self._former = dict(former)
+        self._silent = set(former)  # former clients that have not returned
         self._broker = broker
         self._changed = changed
         self._endpoints = endpoints
@@ -122,9 +143,31 @@ class Sessions:
         return len(self._by_id)
 
     def push_consumers(self) -> list[str]:
-        """Return the ids of the push consumers."""
+        """Return the ids of the push consumers, including those of the server before."""
         with self._lock:
-            return [one.client_id for one in self._by_id.values() if one.settings.client_type == PUSH_CONSUMER]
+            found = {one.client_id for one in self._by_id.values() if one.settings.client_type == PUSH_CONSUMER}
+            return list(found.union(name for name, client in self._former.items() if client.is_push))
+
+    def is_known(self, client_id: str) -> bool:
+        """Return whether a client has told its settings, to this server or the one before."""
+        return client_id in self._by_id or client_id in self._former
+
+    def called(self, client_id: str) -> None:
+        """Note that a client makes a call; with it most former clients are back."""
+        if client_id in self._silent and not self._former[client_id].needs_stream:
+            self._silent.discard(client_id)
+
+    def silent(self) -> list[str]:
+        """Return the former clients that have not made the call with which they are back."""
+        return list(self._silent)
+
+    def clients(self) -> dict[str, FormerClient]:
+        """Return the clients, as the next server takes them over."""
+        with self._lock:
+            return self._former | {
+                one.client_id: FormerClient(one.group, one.settings.client_type == PUSH_CONSUMER, bool(one.half_topics))
+                for one in self._by_id.values()
+            }
 
     def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
         """Note a client's settings from a stream, and complete them for the answer."""
@@ -146,6 +189,8 @@ class Sessions:
             session.settings = settings
             if stream not in session.streams:
                 session.streams.append(stream)
+            self._silent.discard(client_id)
+            self._former.pop(client_id, None)
         try:
             self._tell_broker(client_id)
         except RmqError:
@@ -170,6 +215,8 @@ class Sessions:
     def leave(self, client_id: str) -> bool:
         """Forget a client; return whether it was known."""
         with self._lock:
+            self._silent.discard(client_id)
+            self._former.pop(client_id, None)
             session = self._by_id.pop(client_id, None)
             if session is None:
                 return False
