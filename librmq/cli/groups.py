@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from librmq.cli.input import refuse_leftovers
-from librmq.cli.output import Output
+from librmq.cli.input import parse_duration, refuse_leftovers
+from librmq.cli.output import Output, complain
 from librmq.cli.unknown_names import note_group, note_topic
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
+from librmq.diagnosis.people import moment
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic
@@ -20,7 +21,7 @@ from librmq.message.topics import dead_letter_topic
 if TYPE_CHECKING:
     from librmq.cli.cluster_source import ClusterSource
 
-__all__ = ["groups", "lag", "open_view"]
+__all__ = ["expiring", "groups", "lag", "open_view"]
 
 
 @contextmanager
@@ -99,6 +100,20 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
             _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
         note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
+    return 0
+
+
+def expiring(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the unconsumed messages that retention by age would delete soon, by group and topic."""
+    from librmq.diagnosis.expiry import expiring as expiring_of
+
+    reserved_s = parse_duration("--reserved", arguments.reserved, "the time for which files are kept, such as 72h")
+    within_s = parse_duration("--within", arguments.within, "a time from now on, such as 6h")
+    with open_view(arguments) as view:
+        for row in expiring_of(view, reserved_s=reserved_s, within_s=within_s):
+            output.row(row._asdict())
+        if view.owner is None and view.now_ms is not None:
+            complain(f"note: no process uses the store; times count from its last message, {moment(view.now_ms)}")
     return 0
 
 

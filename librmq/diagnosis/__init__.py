@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis.drain import consumption_of as consumption_of
     from librmq.diagnosis.drain import estimate as estimate
     from librmq.diagnosis.drain import what_if as what_if
+    from librmq.diagnosis.expiry import ExpiringMessages as ExpiringMessages
+    from librmq.diagnosis.expiry import expiring as expiring
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
@@ -68,6 +70,7 @@ _MODULES = {
     "design": ("TopicVolume", "design_check", "topic_volumes"),
     "letters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
     "checkup": ("diagnose",),
+    "expiry": ("ExpiringMessages", "expiring"),
     "findings": ("Finding", "Thresholds"),
     "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "TopicProgress", "lag"),
     "halves": ("GivenUpHalf", "decide_half", "given_up"),

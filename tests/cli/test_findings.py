@@ -38,6 +38,15 @@ def test_lag_is_a_line_a_queue(shell: Shell) -> None:
     assert sum(row["lag"] for row in by_topic) == group["lag"]
 
 
+def test_messages_that_expire_unread(shell: Shell) -> None:
+    answer = shell("expiring", "store", "--reserved", "2s", "--within", "1s")
+    assert answer.rows == [row._asdict() for row in diagnosis.expiring("store", reserved_s=2, within_s=1)]
+    assert [list(row) for row in answer.rows] == [["group", "topic", "messages", "bytes", "first_at_ms"]] * 4
+    assert "from its last message" in answer.said
+    assert shell("expiring", "store").rows == []
+    assert shell("expiring", "store", "--within", "soon").status == 2
+
+
 def test_an_unknown_group_or_topic_is_reported(shell: Shell) -> None:
     answer = shell("lag", "store", "--group", "CG_ordre", "--topic", "OrderTopik")
     assert (answer.status, answer.out) == (0, "")

@@ -424,7 +424,7 @@ def test_retention(stores: list[str]) -> None:
         for one in hours:
             gone = [
                 messages for number, messages in by_file.items()
-                if now - max(message.store_timestamp_ms for message in messages) > one * 3_600_000
+                if now - max(message.store_timestamp_ms for message in messages) >= one * 3_600_000
                 and number < max(by_file)
             ]  # fmt: skip
             assert found[path, one] == (len(gone), len(gone) * size, sum(map(len, gone))), (path, one)

@@ -12,6 +12,7 @@ from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, Pro
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
+from librmq.diagnosis import expiring  # noqa: E402
 from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark.pipelines import left_out, reconcile, run  # noqa: E402
@@ -54,6 +55,17 @@ def test_a_queue_without_progress_counts_from_its_begin(tmp_path: Path) -> None:
     (row,) = run(shared_session(), "retention", str(path), {"hours": "0"}).collect()
     in_first = row["messages"]
     assert row["unread"] == len([n for n in range(in_first) if n % 3 or n // 3 >= 4])
+
+
+@pytest.mark.parametrize("hours", [0, 2 / 3600, 12 / 3600, 1])
+def test_retention_counts_unread_messages_as_the_command_does(tmp_path: Path, hours: float) -> None:
+    """With one group, because a pipeline counts a message once for all groups."""
+    messages = [("T", n % 3, "") for n in range(60)] + [("Other", 0, "")]
+    path = store(tmp_path / "s", messages, '"T@g":{0:4,1:9}')
+    (row,) = run(shared_session(), "retention", str(path), {"hours": str(hours)}).collect()
+    rows = expiring(path, reserved_s=3600 * hours, within_s=0)
+    assert sum(one.messages for one in rows) == row["unread"]
+    assert bool(rows) == (hours < 1)
 
 
 def test_a_message_is_not_a_duplicate_of_itself(tmp_path: Path) -> None:

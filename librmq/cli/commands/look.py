@@ -100,6 +100,17 @@ COMMANDS: Final = (
         output=LISTED,
     ),
     Command(
+        "expiring",
+        "groups",
+        "list unconsumed messages that retention deletes soon",
+        "store --reserved 72h --within 6h",
+        (
+            option("--reserved", metavar="TIME", default="72h", help="how long the broker keeps log files (72h)"),
+            option("--within", metavar="TIME", default="6h", help="only what expires within this time (6h)"),
+        ),
+        output=LISTED,
+    ),
+    Command(
         "dead-letters",
         "dead_letters",
         "list dead letters or their causes, or resend them",

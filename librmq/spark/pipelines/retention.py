@@ -16,7 +16,7 @@ __all__ = ["what_retention_frees"]
 def what_retention_frees(
     records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)
 ) -> DataFrame:
-    """Return, for each number of hours, the content of files whose last record is that much older than the last one.
+    """Return, for each number of hours, the content of files whose last record was stored so long before the last one.
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
     and ``offsets`` those of `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
@@ -49,7 +49,7 @@ def what_retention_frees(
         records.sparkSession.createDataFrame([(float(one),) for one in hours], "hours double")
     )
     age = (F.unix_millis("now") - F.unix_millis("last")) / 3_600_000
-    gone = (age > F.col("hours")) & (F.col("begin") < F.col("written"))
+    gone = (age >= F.col("hours")) & (F.col("begin") < F.col("written"))
     return each.groupBy("store", "hours").agg(
         F.count(F.when(gone, 1)).alias("files"),
         F.coalesce(F.sum(F.when(gone, F.col("fileSize"))), F.lit(0)).alias("bytes"),

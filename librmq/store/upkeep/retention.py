@@ -44,7 +44,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, remedy, unread_between
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "first_behind", "last_timestamp_ms"]
 
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
@@ -284,10 +284,10 @@ class Retention:
         if self._known_timestamp(start) > latest:
             return False
         if self._walked[0] != start:
-            following = self._first_behind(start)
+            following = first_behind(self._log, start)
             if following is not None and following <= latest:
                 return True
-            self._walked = start, self._last_timestamp(start, following)
+            self._walked = start, last_timestamp_ms(self._log, start)
         return self._walked[1] <= latest
 
     def _known_timestamp(self, start: int) -> int:
@@ -295,25 +295,6 @@ class Retention:
         if self._walked[0] == start:
             return self._walked[1]
         return self._log.first_store_timestamp_ms(start) or 0
-
-    def _first_behind(self, start: int) -> int | None:
-        """Return the store time of the first record after the file at ``start``, from the first file that has one."""
-        for other in self._log.sequence.starts:
-            if other > start and (stored := self._log.first_store_timestamp_ms(other)):
-                return stored
-        return None
-
-    def _last_timestamp(self, start: int, following: int | None) -> int:
-        """Return the store time of the last record of the file at ``start``, or of a later one if unreadable."""
-        last = None
-        try:
-            for _, _, raw in self._log.scan(start, start + self._log.file_size, check_body=False):
-                last = raw or last
-        except CorruptionError:
-            last = None  # later records can follow the damage
-        if last is not None:
-            return record.store_timestamp_ms(last)
-        return _LAST_MOMENT if following is None else following
 
     # ------------------------------------------------------------------------------------------------- scheduling
 
@@ -432,6 +413,28 @@ class Retention:
         for path in gone:
             _log.info("deleted %(file)s: the log begins at %(begin)d", file=path, begin=begin)
         return gone
+
+
+def first_behind(log: CommitLog, start: int) -> int | None:
+    """Return the store time of the first record after the file at ``start``, from the first file that has one."""
+    for other in log.sequence.starts:
+        if other > start and (stored := log.first_store_timestamp_ms(other)):
+            return stored
+    return None
+
+
+def last_timestamp_ms(log: CommitLog, start: int) -> int:
+    """Return the store time of the last record of the file at ``start``, or of a later one if unreadable."""
+    last = None
+    try:
+        for _, _, raw in log.scan(start, start + log.file_size, check_body=False):
+            last = raw or last
+    except CorruptionError:
+        last = None  # later records can follow the damage
+    if last is not None:
+        return record.store_timestamp_ms(last)
+    following = first_behind(log, start)
+    return _LAST_MOMENT if following is None else following
 
 
 def _count(messages: int) -> str:

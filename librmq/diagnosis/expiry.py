@@ -1,0 +1,94 @@
+"""Messages that retention by age would delete soon, before a group has consumed them.
+
+Retention deletes whole log files, the oldest first: a file goes when its last record is older than the reserved time,
+and the file with the log's last record stays. Settings such as the hour of deletion, the log's largest size and
+``keep_unconsumed`` are not considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import HOLE_SIZE
+from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.view import Source, viewed
+from librmq.errors import ConfigError
+from librmq.store.recovery.queue_search import first_at
+from librmq.store.upkeep.retention import first_behind, last_timestamp_ms
+
+__all__ = ["ExpiringMessages", "expiring"]
+
+
+class ExpiringMessages(NamedTuple):
+    """The unconsumed messages of a group in a topic that retention would delete soon."""
+
+    group: str
+    """The consumer group."""
+    topic: str
+    """The topic."""
+    messages: int
+    """Number of unconsumed messages in the log files that expire."""
+    bytes: int
+    """Size of their records."""
+    first_at_ms: int
+    """Time at which the first of these files expires, in milliseconds since 1970; in the past for an expired one."""
+
+
+def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[ExpiringMessages]:
+    """Return the unconsumed messages that retention by age would delete soon, the first to expire first.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either. The time of a folder that no process
+            uses is that of its last message.
+        reserved_s: Seconds after its last record at which a log file expires.
+        within_s: Only files that expire within this many seconds.
+
+    Raises:
+        ConfigError: A number of seconds is negative.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    if reserved_s < 0 or within_s < 0:
+        raise ConfigError(f"expiring: expected 0 seconds or more, found {reserved_s=} and {within_s=}")
+    with viewed(source) as view:
+        log, latest_ms = view.store.log, (view.now_ms or 0) + round(1000 * (within_s - reserved_s))
+        last_ms = cache(lambda start: last_timestamp_ms(log, start))
+        end = _end_of_expired(log, latest_ms, last_ms)
+        found: dict[tuple[str, str], ExpiringMessages] = {}
+        for row in lag(view, times=False):
+            if not row.lag:
+                continue  # its queue can be gone
+            queue = view.store.queues[row.topic, row.queue_id]
+            begin = max(row.min_offset, row.consumer_offset or 0)
+            entries = queue.entries(begin, max(begin, first_at(queue, end)))
+            entries = entries[entries["size"] != HOLE_SIZE]
+            if len(entries):
+                start = int(entries["physical_offset"][0]) // log.file_size * log.file_size
+                at_ms, size = last_ms(start) + round(1000 * reserved_s), int(entries["size"].sum(dtype="i8"))
+                known = found.get((row.group, row.topic), ExpiringMessages(row.group, row.topic, 0, 0, at_ms))
+                found[row.group, row.topic] = known._replace(
+                    messages=known.messages + len(entries),
+                    bytes=known.bytes + size,
+                    first_at_ms=min(known.first_at_ms, at_ms),
+                )
+        return sorted(found.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group, row.topic))
+
+
+def _end_of_expired(log: CommitLog, latest_ms: int, last_ms: Callable[[int], int]) -> int:
+    """Return the end of the last log file whose last record is not later than ``latest_ms``; the log's begin if none.
+
+    A file is walked through only if its first record and that of the next file disagree.
+    """
+    end = log.begin
+    for start in log.sequence.starts:
+        first = log.first_store_timestamp_ms(start)
+        if start + log.file_size >= log.end or (first is not None and first > latest_ms):
+            break
+        following = first_behind(log, start)
+        if (following is None or following > latest_ms) and last_ms(start) > latest_ms:
+            break
+        end = start + log.file_size
+    return end
