@@ -296,7 +296,7 @@ _TIMER: Final = {
 }
 
 
-_BROKER_RETENTION: Final = {"max_total_size": None, "file_reserved_hours": 72}
+_BROKER_RETENTION: Final = {"max_total_size": None, "file_reserved_hours": 72, "keep_unconsumed": False}
 
 
 def parse_hours(text: str) -> frozenset[int]:
@@ -400,9 +400,9 @@ class StoreConfig(NamedConfig):
     """Percent of the machine's memory; the newest messages of that many bytes count as in memory."""
     max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
     """Size of the log above which the oldest files are deleted; None: files are deleted by age and disk use only."""
-    keep_unconsumed: bool = False
-    """Whether log files with unconsumed messages stay, and sends are refused at ``max_total_size``. Otherwise such
-    messages are deleted with their file, with one warning for each group and file."""
+    keep_unconsumed: bool = True
+    """Whether log files with unconsumed messages stay, and sends are refused at ``max_total_size`` and on a full disk.
+    Otherwise, as in a broker, such messages are deleted with their file, with one warning for each group and file."""
     file_reserved_hours: Annotated[int | None, Between(0, 1 << 20)] = None
     """Age of its last record at which a log file can be deleted; None means at no age."""
     delete_when: str = "04"
@@ -410,7 +410,7 @@ class StoreConfig(NamedConfig):
     disk_max_used_ratio: Annotated[int, Between(0, 100)] = 75
     """Used percent of the disk above which old enough files are deleted at any hour."""
     disk_force_clean_ratio: Annotated[int, Between(0, 100)] = 85
-    """Used percent above which the oldest log files are deleted at any age."""
+    """Used percent above which the oldest log files are deleted at any age, unless ``keep_unconsumed`` keeps them."""
     disk_refuse_ratio: Annotated[int, Between(0, 100)] = 90
     """Used percent above which messages are refused."""
     enable_property_filter: bool = True

@@ -84,7 +84,6 @@ class SendHandler:
         self._waits = store.config.durability == "sync"
         self._replication = replication
         self._confirms = self._waits or replication.is_sync
-        self._keeps_unconsumed = store.config.keep_unconsumed
         self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * config.busy_after_s)
         self._longest_wait_s = config.longest_wait_s
@@ -103,7 +102,7 @@ class SendHandler:
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
             topic = self._for_send(name, request.default_queues)
-        if self._keeps_unconsumed and not topic.is_retry:  # a retry lets a group continue
+        if not topic.is_retry:  # a retry lets a group continue
             self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
@@ -184,6 +183,7 @@ class SendHandler:
             waits.append(wait)
         if not prepared:
             return []
+        self._store.check_room()
         if self._store.appender.lock.is_writing():
             self._check_busy(sends[0].message.topic)
         results = self._store.copies.append(prepared)
@@ -209,8 +209,7 @@ class SendHandler:
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
             topic = self._for_send(first.topic, request.default_queues)
-        if self._keeps_unconsumed:
-            self._store.check_room()
+        self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
@@ -253,7 +252,7 @@ class SendHandler:
             topic = self._table.for_send(name, default_queues)
         self._write_tables()  # before its first message
         topic.is_ready = True
-        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or is_system_topic(name) or self._keeps_unconsumed)
+        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or is_system_topic(name))
         return topic
 
     def _level(self, topic: str, text: str) -> int:

@@ -38,7 +38,7 @@ from librmq.store.recovery.clean_shutdown import write_closed_state
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
-from librmq.store.upkeep.retention import Retention
+from librmq.store.upkeep.retention import LOOK_MS, Retention
 from librmq.store.upkeep.unread import Readers
 
 __all__ = ["StoreHandle"]
@@ -92,6 +92,7 @@ class StoreHandle:
         self._bitmap_of = bitmap_of
         self._in_background = in_background
         self._file_lock: FileLock | None = None
+        self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -162,6 +163,7 @@ class StoreHandle:
     def _take(self, parts: Parts) -> None:
         appender = self.appender
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
+        self._has_room_until = -1
         self.durability = Durability(parts, appender, self._check_lock)
         self.retention = Retention(
             self.log,
@@ -233,6 +235,7 @@ class StoreHandle:
             return self._run_due(now_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
+        self._look_at_disk(now_ms)
         return self.housekeeping.run_due(now_ms)  # a recovery replaces it
 
     def _expire(self, now_ms: int) -> int | None:
@@ -240,21 +243,39 @@ class StoreHandle:
         try:
             return self.retention.run_due(now_ms)
         finally:
-            appender, commit = self.appender, self.durability.commit
-            with appender.lock.mutex:
-                refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
-                appender.accepts = not refused and not self.retention.refuses_writes
-                if commit.failure is not None:  # a flush failed during the step
-                    appender.accepts = False
+            self._accept_as_far_as_there_is_room()
+
+    def _accept_as_far_as_there_is_room(self) -> None:
+        appender, commit = self.appender, self.durability.commit
+        with appender.lock.mutex:
+            refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
+            appender.accepts = not refused and not self.retention.refuses_writes
+            if commit.failure is not None:  # a flush failed during the step
+                appender.accepts = False
+
+    def _look_at_disk(self, now_ms: int) -> None:
+        """Begin or end to refuse messages as soon as the disk is too full, or has room again."""
+        with suppress(StoreIOError):  # the next step of retention reports it
+            if self.retention.look_at_disk(now_ms):
+                self.appender.lock.check_reentry()
+                with critical:
+                    self._accept_as_far_as_there_is_room()
 
     def check_room(self) -> None:
-        """Refuse a send while unread messages take all the room; see `MessageStore.check_room`."""
-        error = self.retention.full_error()
+        """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
+        now_ms = self.clock.now_ms()
+        if 0 <= now_ms - self._had_room_at_ms < LOOK_MS and self.log.end < self._has_room_until:
+            return
+        self._look_at_disk(now_ms)
+        retention = self.retention
+        error = retention.full_error()
         if error is not None:
             raise error
-        if self.retention.is_held and self.retention.is_full():
+        if retention.is_held and retention.is_full():
             self.housekeeping.expire_soon()
             self.thread.wake()
+        elif retention.sees_disk_by_time:
+            self._had_room_at_ms, self._has_room_until = now_ms, retention.room_end
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""

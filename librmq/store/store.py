@@ -512,7 +512,7 @@ class MessageStore:
         """Refuse a send while unread messages take all the space, if ``keep_unconsumed`` is on and `readers` is set.
 
         A broker does not call it for retries, deliveries and ends of transactions, because they let messages be
-        consumed.
+        consumed. The call also looks at the disk; if it is too full, appends raise `DiskFullError` from now on.
 
         Raises:
             StoreFullError: The error says which group holds back which messages, and what to do.

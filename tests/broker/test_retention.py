@@ -14,7 +14,7 @@ from librmq.broker.config import BrokerConfig
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
-from librmq.errors import BrokerError, StoreFullError
+from librmq.errors import BrokerError, DiskFullError, StoreFullError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.metrics import Metrics
@@ -23,20 +23,14 @@ from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
 from librmq.store.upkeep.unread import Unread, UnreadInFile
-from librmq.testing import RecordingFiles
+from librmq.testing import FailingFiles, RecordingFiles
 
 FILE = 4096
 BODY = bytes(800)  # a log file holds four records
-CONFIG = StoreConfig.tiny(
+KEEP = StoreConfig.tiny(
     commitlog_file_size=FILE, max_message_size=2048, max_total_size=4 * FILE, flush_thorough_interval_consumequeue_s=1
 )
-KEEP = StoreConfig.tiny(
-    commitlog_file_size=FILE,
-    max_message_size=2048,
-    max_total_size=4 * FILE,
-    flush_thorough_interval_consumequeue_s=1,
-    keep_unconsumed=True,
-)
+CONFIG = KEEP.with_settings({"keep_unconsumed": False})
 
 
 class Shop:
@@ -218,6 +212,7 @@ def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptur
     assert 14 <= taken <= 17  # four files of four records, and one in a new file
     with pytest.raises(BrokerError) as caught:
         shop.producer.send("orders", BODY)
+    assert isinstance(caught.value, StoreFullError)
     for part in ("max_total_size, 16384 bytes", "'bills'", "3 messages", "offset 1 of orders/0", "reset_group('bills'"):
         assert part in str(caught.value)
     assert sum("message refused" in r.getMessage() for r in caplog.records) == 1  # once, although two were refused
@@ -227,6 +222,89 @@ def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptur
     assert sum("messages are accepted again" in r.getMessage() for r in caplog.records) == 1
     assert shop.lost == {}
     assert warnings(caplog) == []
+
+
+def test_a_disk_that_others_fill_costs_no_unread_message(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.send(8)
+    assert not caplog.records
+    shop.files.disk_used_ratio = 0.86
+    shop.send(1)
+    shop.runner.advance(3_600_000)
+    assert shop.broker.store.log.begin == 0
+    (warning,) = [each.getMessage() for each in caplog.records]
+    for part in ("the disk is 86% full", "'bills'", "librmq skip /store --group bills --topic orders"):
+        assert part in warning
+    shop.files.disk_used_ratio = 0.91
+    with pytest.raises(DiskFullError, match=r"91\.0% full") as caught:  # immediately, whenever the last look was
+        shop.producer.send("orders", BODY)
+    assert isinstance(caught.value, BrokerError)
+    with pytest.raises(DiskFullError):
+        shop.producer.send_batch([Message("orders", b"1"), Message("orders", b"2")])
+    shop.files.disk_used_ratio = 0.5
+    shop.producer.send("orders", BODY)
+    assert shop.consume("bills", 100) == 10
+    assert warnings(caplog) == []
+
+
+def test_a_device_without_blocks_is_a_full_disk_to_a_producer() -> None:
+    files = FailingFiles(MemoryFiles())
+    with (
+        Broker.open("/store", store_config=KEEP, runner=ManualRunner(), files=files) as broker,
+        Producer(broker, "shop", retries=0) as producer,
+    ):
+        broker.create_topic("orders", 1)
+        files.fail("create")
+        with pytest.raises(DiskFullError, match="create"):
+            producer.send("orders", BODY)
+        producer.send("orders", BODY)
+
+
+def test_a_warning_names_the_holder_before_sends_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.send(10)
+    assert not caplog.records
+    shop.send(4)
+    (warning,) = [each.getMessage() for each in caplog.records]
+    for part in ("of max_total_size", "'bills'", "librmq skip /store --group bills --topic orders"):
+        assert part in warning
+    shop.broker.reset_group("bills", "orders", "end")
+    shop.send(8)
+    assert len(caplog.records) == 1
+
+
+def test_a_topic_that_no_group_has_read_holds_nothing() -> None:
+    shop = Shop(KEEP)
+    assert shop.fill() == 100
+    assert shop.broker.store.log.begin
+    shop.broker.close()
+    with MessageStore.open("/store", files=shop.files, clock=shop.runner.clock, background=False) as store:
+        for _ in range(40):  # nor where no broker has the store open
+            begin = store.log.begin
+            store.append(Message("orders", BODY))
+            shop.runner.manual_clock.advance(seconds=2)
+            store.run_due(shop.runner.now_ms())
+        assert store.log.begin > begin - FILE > 0
+
+
+def test_the_store_of_a_broker_keeps_the_rules_of_a_broker() -> None:
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.send(8)
+    shop.producer.shutdown()
+    shop.broker.close()
+    shop.files.delete("/store/librmq")  # which no broker makes
+    for settings in (None, StoreConfig(durability="sync")):
+        with MessageStore.open("/store", settings, files=shop.files, clock=shop.runner.clock) as store:
+            assert not store.config.keep_unconsumed
+        shop.files.delete("/store/librmq")
+    with MessageStore.open("/new", StoreConfig.broker(), files=shop.files, clock=shop.runner.clock) as store:
+        assert not store.config.keep_unconsumed
 
 
 def test_a_reset_of_the_group_lets_sends_continue() -> None:
@@ -324,7 +402,6 @@ def test_files_stay_by_age_too() -> None:
         max_total_size=None,
         file_reserved_hours=1,
         delete_when=";".join(map(str, range(24))),
-        keep_unconsumed=True,
     )
     shop = Shop(config)
     shop.send(1)
@@ -400,7 +477,7 @@ def test_the_refusal_by_threads() -> None:
             consumer.commit()
         for _ in range(16):
             producer.send("orders", BODY)
-        with pytest.raises(BrokerError, match="'bills'"):
+        with pytest.raises(StoreFullError, match="'bills'"):
             producer.send("orders", BODY)
         broker.reset_group("bills", "orders", "end")
         broker.store.flush()

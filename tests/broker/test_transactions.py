@@ -225,7 +225,7 @@ def test_the_end_of_a_deleted_half_is_refused(state: TransactionState, has_metri
     broker = opened(files, runner)
     half, other = prepare(broker), prepare(broker, 1)
     broker.close()
-    settings = StoreConfig.tiny()
+    settings = StoreConfig.tiny(keep_unconsumed=False)
     metrics = Metrics() if has_metrics else None
     with Broker.open("/b", files=files, runner=runner, store_config=settings, metrics=metrics) as again:
         expired(again)
@@ -242,6 +242,7 @@ def test_the_end_of_a_deleted_half_is_refused(state: TransactionState, has_metri
         assert bodies(again) == [b"2"]
 
 
+@pytest.mark.rmq(store_config=StoreConfig.tiny(keep_unconsumed=False))
 def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
     """Pulls are notified of a message even if retention deletes its half at that moment."""
     woken: list[int] = []

@@ -103,6 +103,12 @@ _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_ASKED: Final = 64
 _FILES_ASKED: Final = 64
+_NO_KEPT_RETENTION: Final[dict[str, Any]] = {
+    "max_total_size": None,
+    "file_reserved_hours": None,
+    "keep_unconsumed": False,
+}
+"""Retention of an existing store that librmq did not make: none by age or size, and a broker's for a full disk."""
 _KEEPS_SIZES: Final = "a store keeps its sizes, so use these, or open it without settings"
 
 
@@ -294,8 +300,9 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
 
     ``base`` is by default `StoreConfig`'s defaults for a new store and for a log with files of their size, otherwise a
     4.9 broker's. An existing store without kept retention gets none by age or size, because its files do not show
-    what its owner wants deleted. If files of one kind disagree, the majority decides, and opening the others raises
-    `CorruptionError`. Empty files, and lengths that no setting produces, are ignored.
+    what its owner wants deleted, and keeps unconsumed messages no more than a broker does. If files of one kind
+    disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that no
+    setting produces, are ignored.
     """
     told = {**read_kept_config(path, files), **_told_by_files(path, files)}
     if base is None:
@@ -303,7 +310,7 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
         if files.is_folder(os.path.join(path, COMMITLOG)):
             if told.get("commitlog_file_size") != base.commitlog_file_size:
                 base = StoreConfig.broker()
-            base = dataclasses.replace(base, max_total_size=None, file_reserved_hours=None)
+            base = dataclasses.replace(base, **_NO_KEPT_RETENTION)
     total, file_size = told.get("max_total_size"), told.get("commitlog_file_size", base.commitlog_file_size)
     if total is not None and total < file_size:
         del told["max_total_size"]  # it was kept for files of another size
@@ -313,7 +320,8 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
 def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
     """Return ``config`` with the store's own sizes, delay levels and retention where its maker named no others.
 
-    An existing store that keeps no retention has none by age or size, unless the maker named one.
+    An existing store that keeps no retention has none by age or size, and a broker's rules, unless the maker named
+    others.
 
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
@@ -321,7 +329,7 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     told = _told_by_files(path, files)
     own: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
-        own = {"max_total_size": None, "file_reserved_hours": None}
+        own = dict(_NO_KEPT_RETENTION)
     own |= {**read_kept_config(path, files), **told}
     own = {name: value for name, value in own.items() if name not in config.named}
     total, file_size = own.get("max_total_size"), own.get("commitlog_file_size", config.commitlog_file_size)

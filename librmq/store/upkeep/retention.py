@@ -11,10 +11,10 @@ Retention deletes whole files, the oldest first, but never the file with the las
 record is ``file_reserved_hours`` old; file times are not used. Files beyond ``max_total_size`` go now. No mapping
 is closed, so a reader that holds a part of a deleted file can continue.
 
-A broker reports by `Readers` which messages its groups have not consumed. Such messages are deleted with their file,
-with
-one warning for each group and file. With ``keep_unconsumed`` the file stays instead, and messages are refused while the
-log is larger than ``max_total_size``.
+A broker reports by `Readers` which messages its groups have not consumed. With ``keep_unconsumed`` their file stays,
+and messages are refused while the log is larger than ``max_total_size``; from three quarters of it on, or of the disk,
+a warning names the group that holds the oldest file. Without ``keep_unconsumed`` such messages are deleted with their
+file, with one warning for each group and file.
 
 The order of steps allows a crash at any point. First, entries and keys derived from the deleted records are flushed,
 because a queue without messages has its offsets only from its own files. Then the log's files are deleted one by one,
@@ -29,6 +29,7 @@ file, so a forced round deletes no more than necessary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
@@ -40,11 +41,13 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.seam import Files, fills_by_itself
 from librmq.message import record
+from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, remedy, unread_between
+from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, may_have_readers, remedy, unread_between
 
-__all__ = ["Retention", "first_behind", "last_timestamp_ms"]
+__all__ = ["LOOK_MS", "Retention", "first_behind", "last_timestamp_ms"]
 
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
@@ -53,6 +56,9 @@ _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
 _HOUR_MS: Final = 3_600_000
 _HOURS_TRIED: Final = 72  # if summer time skips the hour, the next day has it
 _NAMED: Final = 8  # queues in a warning
+LOOK_MS: Final = 100
+"""Milliseconds between two looks at a disk that other programs fill."""
+_NEARLY_FULL: Final = 0.75  # of the total size
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
 
 _log = EventLog("librmq.store")
@@ -120,6 +126,10 @@ class Retention:
         self._keeps_unconsumed = config.keep_unconsumed
         self.is_held = False
         self._is_full_told = False
+        self._may_have_readers = False  # as far as the store shows without a broker
+        self._named_holder: tuple[str, str] | None = None  # group and topic of the last warning
+        self._looked_at_ms = -LOOK_MS
+        self._looking = Lock()
         self._hours = parse_hours(config.delete_when)
         hours = config.file_reserved_hours
         self._reserved_ms = _LAST_MOMENT if hours is None else hours * _HOUR_MS
@@ -148,7 +158,9 @@ class Retention:
             StoreIOError: A file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
         """
         self.deleted = []
-        self._look_at_disk()
+        is_asked = self._keeps_unconsumed and self._readers() is None
+        self._may_have_readers = is_asked and may_have_readers(self._path, self._files)
+        self._look_at_disk(now_ms)
         self.deleted += self._follow()
         self.is_held = False
         if oversized := self._oversized():
@@ -160,6 +172,7 @@ class Retention:
                 gone = self.expire(now_ms, at_most=1, forced=self._forced)
                 self._round_files += bool(gone)
                 self.deleted += gone
+        self._warn_of_holder()
         return self._next_due(now_ms)
 
     def expire(self, now_ms: int, *, at_most: int = _FILES_A_ROUND, forced: bool = False) -> list[str]:
@@ -181,13 +194,27 @@ class Retention:
         """
         return self._delete([end for end in self._ends() if end <= physical_offset], f"before {physical_offset}")
 
+    def look_at_disk(self, now_ms: int) -> bool:
+        """Look at the disk unless it was seen just before; return whether messages are refused otherwise than before.
+
+        Any thread may call this.
+
+        Raises:
+            StoreIOError: The disk can't be checked.
+        """
+        if not self._looks_at_disk or (self._watch_disk and 0 <= now_ms - self._looked_at_ms < LOOK_MS):
+            return False
+        before = self.refuses_writes
+        self._look_at_disk(now_ms)
+        return self.refuses_writes is not before
+
     def refusal(self) -> StoreError:
         """Return the error for a message that arrives while `refuses_writes`."""
         if self._knows_no_reader_of_a_full_log():
             return StoreFullError(
                 f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, "
                 f"and keep_unconsumed keeps its files, because no broker reports what its groups have consumed: open "
-                f"the store by Broker.open, or raise max_total_size"
+                f"the store by Broker.open, raise max_total_size, or let files go by keep_unconsumed=False"
             )
         return DiskFullError(
             f"{self._path}: message refused: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}: "
@@ -211,27 +238,68 @@ class Retention:
     def _full_error(self) -> StoreFullError | None:
         if not self.is_full():
             return None
-        begin = self._log.begin
-        held = next(self._unread(begin, begin + self._log.file_size), None)
-        if held is None:
+        holder = self._holder()
+        if holder is None:
             return None
-        reader = held.reader
         return StoreFullError(
             f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, and "
-            f"keep_unconsumed keeps its oldest file: group {reader.group!r} has not consumed {_count(held.messages)} "
-            f"there, from queue offset {held.queue_offset} of {reader.topic}/{reader.queue_id} on: {remedy(reader)}, "
-            f"or raise max_total_size"
+            f"keep_unconsumed keeps its oldest file: {self._describe(holder)}, or raise max_total_size"
         )
+
+    def _holder(self) -> UnreadInFile | None:
+        """Return the first unconsumed messages of the oldest file."""
+        begin = self._log.begin
+        return next(self._unread(begin, begin + self._log.file_size), None)
+
+    def _describe(self, holder: UnreadInFile) -> str:
+        reader = holder.reader
+        return (
+            f"group {reader.group!r} has not consumed {_count(holder.messages)} there, from queue offset "
+            f"{holder.queue_offset} of {reader.topic}/{reader.queue_id} on: {remedy(reader, self._path)}"
+        )
+
+    def _warn_of_holder(self) -> None:
+        """Warn once of the group that holds the oldest file, from 75 % of the total size or of the disk on."""
+        largest = self._max_total_size
+        share = 0.0 if largest is None else (self._log.end - self._log.begin) / largest
+        is_nearly_full = self._keeps_unconsumed and (share >= _NEARLY_FULL or self._any_hour)
+        holder = self._holder() if is_nearly_full and self._ends() else None
+        if holder is None:
+            self._named_holder = None
+            return
+        name = holder.reader.group, holder.reader.topic
+        if name != self._named_holder:
+            self._named_holder = name
+            what = f"the log has {share:.0%} of max_total_size"
+            if share < _NEARLY_FULL:
+                what = f"the disk is {self.used_ratio:.0%} full"
+            _log.warning(
+                "%(path)s: %(_what)s, and sends will be refused, because the oldest file stays: %(_holder)s",
+                path=self._path,
+                group=name[0],
+                _what=what,
+                _holder=self._describe(holder),
+            )
 
     # --------------------------------------------------------------------------------------------------- deciding
 
     def is_full(self) -> bool:
         """Return whether the log has reached the allowed size, if unconsumed files are kept."""
+        return self._log.end > self.room_end
+
+    @property
+    def room_end(self) -> int:
+        """Physical offset up to which the log may grow now."""
         largest = self._max_total_size
-        return self._keeps_unconsumed and largest is not None and self._log.end > self._log.begin + largest
+        return self._log.begin + largest if self._keeps_unconsumed and largest is not None else sys.maxsize
+
+    @property
+    def sees_disk_by_time(self) -> bool:
+        """Whether a look at the disk is good for `LOOK_MS`; the disk of a test changes at any moment."""
+        return self._watch_disk or not self._looks_at_disk
 
     def _knows_no_reader_of_a_full_log(self) -> bool:
-        return self.is_full() and self._readers() is None
+        return self._may_have_readers and self._readers() is None and self.is_full()
 
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the unconsumed messages between two places, none without a broker."""
@@ -239,7 +307,7 @@ class Retention:
         return iter(()) if readers is None else unread_between(readers, self._find_queue, begin, end)
 
     def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
-        return self._keeps_unconsumed and (bool(unread) or self._readers() is None)
+        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._readers() is None))
 
     @property
     def _any_hour(self) -> bool:
@@ -249,18 +317,20 @@ class Retention:
     def _forced(self) -> bool:
         return self.used_ratio > self._force_clean
 
-    def _look_at_disk(self) -> None:
-        self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
-        refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
-        if refuses and not self.refuses_writes:
-            _log.error("%(refusal)s", refusal=self.refusal(), path=self._path)
-        elif self.refuses_writes and not refuses:
-            _log.info(
-                "%(path)s: messages are accepted again: the disk is %(percent).1f%% full",
-                path=self._path,
-                percent=100 * self.used_ratio,
-            )
-        self.refuses_writes = refuses
+    def _look_at_disk(self, now_ms: int) -> None:
+        with critical, self._looking:
+            self._looked_at_ms = now_ms
+            self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
+            refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
+            if refuses and not self.refuses_writes:
+                _log.error("%(refusal)s", refusal=self.refusal(), path=self._path)
+            elif self.refuses_writes and not refuses:
+                _log.info(
+                    "%(path)s: messages are accepted again: the disk is %(percent).1f%% full",
+                    path=self._path,
+                    percent=100 * self.used_ratio,
+                )
+            self.refuses_writes = refuses
 
     def _ends(self) -> list[int]:
         """Return the ends of the log's files before that of the last record, ascending."""

@@ -6,14 +6,21 @@ and of its own parts that deliver messages later. Retention asks before it delet
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from librmq.consumequeue import ConsumeQueue
-from librmq.message.topics import is_system_topic
+from librmq.errors import CorruptionError
+from librmq.files.seam import Files
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, is_system_topic
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.queue_search import first_at
 
-__all__ = ["Readers", "Unread", "UnreadInFile", "remedy", "unread_between"]
+__all__ = ["Readers", "Unread", "UnreadInFile", "may_have_readers", "remedy", "unread_between"]
 
 FindQueue = Callable[[str, int], ConsumeQueue | None]
 
@@ -68,8 +75,26 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
             yield UnreadInFile(reader, needed[0], len(needed))
 
 
-def remedy(unread: Unread) -> str:
-    """Return how to free a reader's messages."""
+def may_have_readers(path: str, files: Files) -> bool:
+    """Return whether a broker may still need messages of the store in ``path``.
+
+    So it is if a group has saved progress, or if messages wait for a retry, their time or the end of a transaction.
+    """
+    for topic in files.names(os.path.join(path, directory.CONSUMEQUEUE)):
+        if topic.startswith((RETRY_PREFIX, SYSTEM_PREFIX)) or topic in (SCHEDULE_TOPIC, HALF_TOPIC):
+            return True
+    try:
+        return bool(BrokerTables.open(os.path.join(path, directory.CONFIG), files=files).offsets.rows)
+    except CorruptionError:
+        return True
+
+
+def remedy(unread: Unread, path: str) -> str:
+    """Return how to free a reader's messages in the store in ``path``."""
     if is_system_topic(unread.topic) or unread.group.startswith("CID_SYSTEM_"):
         return "they can be deleted when their time has come or their transaction has ended"
-    return f"let the group consume, or skip them by broker.reset_group({unread.group!r}, {unread.topic!r}, 'end')"
+    command = shlex.join(("librmq", "skip", path, "--group", unread.group, "--topic", unread.topic))
+    return (
+        f"let the group consume, or skip them: broker.reset_group({unread.group!r}, {unread.topic!r}, 'end'), or, "
+        f"while no process has the store open, {command}"
+    )
