@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from librmq.errors import SendTimeoutError as SendTimeoutError
     from librmq.errors import StoreClosedError as StoreClosedError
     from librmq.errors import StoreError as StoreError
+    from librmq.errors import StoreFullError as StoreFullError
     from librmq.errors import StoreLockedError as StoreLockedError
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
@@ -126,6 +127,7 @@ _MODULES = {
         "SendTimeoutError",
         "StoreClosedError",
         "StoreError",
+        "StoreFullError",
         "StoreLockedError",
     ),
     "idempotence.outbox": (

@@ -18,7 +18,9 @@
     │   ├── GroupBehindError          groups have not consumed all in time (TimeoutError)
     │   └── BrokerError               a broker refused a request; its code says why
     │       ├── ReceiptError          the receipt of a message is no longer valid
-    │       └── BrokerBusyError       it cannot keep up; the producer does not try again
+    │       ├── BrokerBusyError       it cannot keep up; the producer does not try again
+    │       ├── BrokerDiskFullError   its disk is too full for the message (DiskFullError)
+    │       └── BrokerStoreFullError  its unconsumed messages take all the room (StoreFullError)
     ├── RunnerError
     │   ├── RunnerClosedError         nothing runs any more: the broker was closed
     │   ├── EndlessLoopError          turns follow each other without end; names their causes
@@ -48,7 +50,8 @@
         ├── ReadingProcessError       a process that reads a part of a store ended too early
         └── StoreIOError              the operating system refused a call; names call and file (OSError)
 
-`librmq.columns` exports `DataLossError` and `ReadingProcessError`; catch `TimerRefusedError` by its base.
+`librmq.columns` exports `DataLossError` and `ReadingProcessError`; catch `TimerRefusedError`, `BrokerDiskFullError` and
+`BrokerStoreFullError` by their bases.
 """
 
 from __future__ import annotations
@@ -348,6 +351,14 @@ class DiskFullError(StoreError):
 
 class StoreFullError(StoreError):
     """Messages that must stay until they are consumed take all the room; nothing is written, and reading continues."""
+
+
+class BrokerDiskFullError(BrokerError, DiskFullError):
+    """The disk of a broker is too full for more messages; the message was not stored."""
+
+
+class BrokerStoreFullError(BrokerError, StoreFullError):
+    """Messages of a broker that must stay until they are consumed take all the room; the message was not stored."""
 
 
 class StoreClosedError(StoreError):

@@ -64,6 +64,7 @@ PUBLIC_NAMES = (
     "StoreClosedError",
     "StoreConfig",
     "StoreError",
+    "StoreFullError",
     "StoreLockedError",
     "StoredMessage",
     "SuspendQueue",

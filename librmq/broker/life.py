@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,7 +10,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from librmq.errors import (
+    BrokerDiskFullError,
     BrokerError,
+    BrokerStoreFullError,
     BrokerUnreachableError,
     DiskFullError,
     FlushFailedError,
@@ -17,11 +20,14 @@ from librmq.errors import (
     StoreClosedError,
     StoreError,
     StoreFullError,
+    StoreIOError,
 )
 from librmq.protocol import ResponseCode
 from librmq.runtime.watchers import Watchers
 
 __all__ = ["BrokerLife"]
+
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class BrokerLife:
@@ -67,9 +73,14 @@ class BrokerLife:
         """Return the error for clients for an error of the store."""
         if isinstance(error, StoreClosedError):
             return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
-        if isinstance(error, DiskFullError | StoreFullError | FlushFailedError):
-            return BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self._name}: {error}")
-        return BrokerError(ResponseCode.SYSTEM_ERROR, f"{self._name}: {error}")
+        kind, code = BrokerError, ResponseCode.SERVICE_NOT_AVAILABLE
+        if isinstance(error, DiskFullError) or (isinstance(error, StoreIOError) and error.errno in _NO_SPACE):
+            kind = BrokerDiskFullError
+        elif isinstance(error, StoreFullError):
+            kind = BrokerStoreFullError
+        elif not isinstance(error, FlushFailedError):
+            code = ResponseCode.SYSTEM_ERROR
+        return kind(code, f"{self._name}: {error}")
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -17,11 +17,15 @@ from librmq import (
     BrokerUnreachableError,
     ConfigError,
     ConsumeFrom,
+    DiskFullError,
     Message,
     NoRouteError,
+    Producer,
     StoreConfig,
+    StoreFullError,
     TransactionState,
 )
+from librmq.files import MemoryFiles
 from librmq.protocol import LockQueues, PullMessage, Receive, UpdateOffset
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
@@ -70,6 +74,35 @@ class Inbox:
     def wait(self) -> list[bytes]:
         assert self._is_full.wait(WAIT_S), f"{len(self.bodies)} of {self._wanted} messages came"
         return self.bodies
+
+
+def test_a_full_disk_reaches_the_producer() -> None:
+    files = MemoryFiles()
+    files.disk_used_ratio = 0.95
+    with (
+        Broker.open("/store", files=files) as broker,
+        RemotingServer(broker) as server,
+        librmq.connect(server.address) as route,
+        Producer(route, "shop") as producer,
+    ):
+        broker.create_topic("orders", 1)
+        with pytest.raises(DiskFullError, match=r"95\.0% full"):
+            producer.send("orders", b"1")
+
+
+def test_a_full_store_reaches_the_producer() -> None:
+    settings = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=8192)
+    with (
+        Broker.open("/store", store_config=settings, files=MemoryFiles()) as broker,
+        RemotingServer(broker) as server,
+        librmq.connect(server.address) as route,
+        Producer(route, "shop") as producer,
+    ):
+        broker.create_topic("orders", 1)
+        broker.set_group("bills")
+        broker.reset_group("bills", "orders", "begin")
+        with pytest.raises(StoreFullError, match="'bills'"):
+            [producer.send("orders", bytes(800)) for _ in range(16)]
 
 
 def until(holds: Callable[[], bool]) -> None:

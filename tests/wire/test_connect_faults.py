@@ -260,6 +260,23 @@ def test_bytes_that_are_no_frames_end_a_connection(raw: bytes) -> None:
         route.endpoint("fake").call(MaxOffset("orders", 0))
 
 
+@pytest.mark.parametrize(("used", "is_full"), [("0.91", True), ("0.51", False)])
+def test_a_full_disk_of_a_broker_reaches_the_producer(used: str, is_full: bool) -> None:
+    """A broker of 4.9 names several causes, and how full the disk is."""
+    remark = (
+        "service not available now. It may be caused by one of the following reasons: the broker's disk is full "
+        f"[CL:  {used} CQ:  0.51 INDEX:  0.51], messages are put to the slave, message store has been shut down, etc."
+    )
+    with (
+        FakeServer(lambda frame: answer_to(frame, 14, remark)) as server,
+        librmq.connect(server.address) as route,
+        librmq.Producer(route, "shop", retries=0) as producer,
+        pytest.raises(librmq.BrokerError, match="service not available now") as caught,
+    ):
+        producer.send("orders", b"x")
+    assert isinstance(caught.value, librmq.DiskFullError) is is_full
+
+
 def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
     """Its own timeout counts, not that of the route, and the connection is still good for other requests."""
 

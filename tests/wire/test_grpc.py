@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from librmq import Broker, BrokerBusyError, BrokerError, ConfigError, MessageStore, Producer
+from librmq.files import MemoryFiles
 from librmq.protocol import CreateTopic, ResponseCode, SendMessage
 from librmq.store import verify
 from librmq.wire.grpc import GrpcServer
@@ -189,6 +190,16 @@ def test_batch_that_fails_midway_reports_stored_messages(
     assert sorted(one.body for one in broker.messages("t")) == [b"0", b"2"]
     answer = stub.send(message("t", b"1"))
     assert (answer.status.code, list(answer.entries)) == (42900, [])
+
+
+def test_a_full_disk_is_named_in_the_answer() -> None:
+    files = MemoryFiles()
+    files.disk_used_ratio = 0.95
+    with Broker.open("/store", files=files) as broker, GrpcServer(broker) as server, Stub(server.address) as stub:
+        stub.call("QueryRoute", topic=resource("t"))
+        answer = stub.send(message("t"))
+        assert (answer.status.code, list(answer.entries)) == (50001, [])
+        assert "the disk is 95.0% full" in answer.status.message
 
 
 def test_transaction_is_committed_or_rolled_back(stub: Stub, broker: Broker) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from librmq.errors import BrokerBusyError, BrokerError, MalformedError, RecordError
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerDiskFullError,
+    BrokerError,
+    BrokerStoreFullError,
+    MalformedError,
+    RecordError,
+)
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.hosts import parse_offset_message_id
@@ -43,7 +51,7 @@ from librmq.protocol import (
 )
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import heartbeat_body, queue_row, queues_of, read_body, subscription_row, write_body
-from librmq.wire.remoting.codes import SEND_CODES, RequestCode
+from librmq.wire.remoting.codes import ERROR_FIELD, SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields, to_fields
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
@@ -67,6 +75,10 @@ from librmq.wire.remoting.headers import (
 __all__ = ["FORMS", "Form", "check", "frame_of", "header_of", "messages_of", "offsets_of", "refusal"]
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
+_ERRORS: Final = {"DiskFullError": BrokerDiskFullError, "StoreFullError": BrokerStoreFullError}
+_DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
+"""Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
+_REFUSING_FROM: Final = 0.9  # a broker's default
 _LONGEST_TIME_MS: Final = (1 << 63) - 1
 
 
@@ -78,7 +90,13 @@ def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Fra
 
 def refusal(answer: Frame) -> BrokerError:
     """Return the error of a request that was refused."""
-    kind = BrokerBusyError if answer.code == ResponseCode.SYSTEM_BUSY else BrokerError
+    kind = _ERRORS.get(answer.fields.get(ERROR_FIELD, ""), BrokerError)
+    if answer.code == ResponseCode.SYSTEM_BUSY:
+        kind = BrokerBusyError
+    elif answer.code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
+        used = _DISK_USED.search(answer.remark or "")
+        if used is not None and float(used[1]) >= _REFUSING_FROM:
+            kind = BrokerDiskFullError
     return kind(answer.code, answer.remark or f"refused with code {answer.code}")
 
 

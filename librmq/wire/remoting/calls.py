@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    DiskFullError,
+    MessageIllegalError,
+    RmqError,
+    StoreFullError,
+)
 from librmq.protocol import Request, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.codes import ERROR_FIELD, RequestCode
 from librmq.wire.remoting.fields import from_fields, to_fields, to_text
 from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer
 from librmq.wire.remoting.headers import REQUESTS, RequestForm
@@ -88,7 +95,9 @@ def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
 def refused(frame: Frame, error: Exception) -> bytes:
     """Return the bytes of the answer to a failed request."""
     if isinstance(error, RmqError):
-        return encode(answer_to(frame, _code_of(error), str(error)))
+        names = [kind.__name__ for kind in (DiskFullError, StoreFullError) if isinstance(error, kind)]
+        fields = {ERROR_FIELD: names[0]} if names else None
+        return encode(answer_to(frame, _code_of(error), str(error), fields=fields))
     _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
     return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))
 
