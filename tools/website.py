@@ -57,6 +57,8 @@ _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 _WHOLE = re.compile(r"(?<!\S)--[a-z][a-z-]*|\d[\d.,]*–[\d.,]*\d")
 """An option, or a range of numbers."""
 _QUANTITY = re.compile(r"(?<=\d) (?=(?:ns|µs|ms|s|min|h|%|KiB|MiB|GiB|kB|MB|GB)(?!\w))")
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+"""The head of a page that the search leaves out: code that other pages link to."""
 _CONSTANT = re.compile(r'^(\w+)\b.*\n(?:[ )}\]].*\n)*"""(.*?)(?:"""|$)', re.MULTILINE)
 """A statement of a module that a text follows."""
 _LITERAL = re.compile(r"^ *::\n|(?<=:):$", re.MULTILINE)
@@ -90,7 +92,8 @@ class Stage:
             fence = "`" * (3 + max(map(len, re.findall("`+", code)), default=0))
             title = path.relative_to(CHECKOUT).as_posix()
             language = LANGUAGES.get(path.suffix, "text")
-            self._write(name, f'# {title}\n\n{fence} {{.{language} linenums="1"}}\n{code}\n{fence}\n')
+            page = f'# {title}\n\n{fence} {{.{language} linenums="1"}}\n{code}\n{fence}\n'
+            self._write(name, f"{UNSEARCHED}{page}")
         packages = Path(str(importlib.import_module("librmq").__file__)).parent.parent
         settings = CONFIG.read_text("utf-8").replace("[PACKAGES]", f"[{str(packages)!r}]")
         settings = settings.replace("TOOLS/", f"{Path(__file__).parent.as_posix()}/")

@@ -356,6 +356,7 @@ def test_links_to_tests_lead_to_their_lines(website: ModuleType, tmp_path: Path)
     assert found is not None
     page = (tmp_path / "docs" / "source" / "tests" / "crash" / "test_kill.py.md").read_text("utf-8")
     assert "def test_" in page.partition("\n```")[2].splitlines()[int(found[1])]
+    assert page.startswith(website.UNSEARCHED)
 
 
 @pytest.mark.parametrize(
