@@ -101,7 +101,7 @@ class SendHandler:
         name = message.topic
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
-            topic = self._for_send(name, request.default_queues)
+            topic = self._for_send(name, request)
         if not topic.is_retry:  # a retry lets a group continue
             self._store.check_room()
         queue_id = request.queue_id
@@ -208,7 +208,7 @@ class SendHandler:
         first = request.messages[0]
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
-            topic = self._for_send(first.topic, request.default_queues)
+            topic = self._for_send(first.topic, request)
         self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
@@ -247,9 +247,9 @@ class SendHandler:
             status = status if replicated is _OK else replicated
         return status
 
-    def _for_send(self, name: str, default_queues: int) -> Topic:
+    def _for_send(self, name: str, request: SendMessage | SendBatch) -> Topic:
         with self._runner.lock:
-            topic = self._table.for_send(name, default_queues)
+            topic = self._table.for_send(name, request.default_queues, request.default_topic)
         self._write_tables()  # before its first message
         topic.is_ready = True
         topic.is_plain = not (topic.is_retry or topic.is_multi_tag or is_system_topic(name))
@@ -279,7 +279,7 @@ class SendHandler:
         name, queue_id = self._delayed_sends.target_of(carried)
         target = self._topics.get(name)
         if target is None or not target.is_ready:
-            target = self._for_send(name, request.default_queues)
+            target = self._for_send(name, request)
         if not 0 <= queue_id < target.queues:
             _choose(target, max(queue_id, 0))
         return 0

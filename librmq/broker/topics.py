@@ -46,7 +46,6 @@ class Topic:
         "is_plain",
         "is_ready",
         "is_retry",
-        "is_sendable",
         "message_type",
         "name",
         "permission",
@@ -55,7 +54,7 @@ class Topic:
         "write_queues",
     )
 
-    def __init__(self, name: str, row: dict[str, Any], is_sendable: bool) -> None:
+    def __init__(self, name: str, row: dict[str, Any]) -> None:
         self.name = name
         self.read_queues: int = row.get("readQueueNums", 16)
         self.write_queues: int = row.get("writeQueueNums", 16)
@@ -64,7 +63,6 @@ class Topic:
         self.message_type = topic_type(row)
         self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
         self.is_retry = name.startswith(RETRY_PREFIX)
-        self.is_sendable = is_sendable
         self.is_ready = False
         """Whether the topic is writable and durable, so that a send needs no further check."""
         self.is_plain = False
@@ -130,32 +128,28 @@ class Topics:
             self._changed()
 
     def _topic(self, name: str) -> Topic:
-        return Topic(name, self._table.rows[name], name not in self._own)
+        return Topic(name, self._table.rows[name])
 
     def of_users(self) -> list[str]:
         """Return the names of all topics but the broker's own."""
         return [name for name in self.known if name not in self._own and not is_system_topic(name)]
 
-    def for_send(self, name: str, default_queues: int) -> Topic:
-        """Return the topic of a send, made on demand with ``default_queues`` queues or the broker's default.
+    def for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
+        """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues.
 
         Raises:
             MessageIllegalError: Clients can't send to the topic.
             BrokerError: The topic does not exist.
         """
-        topic = self.known.get(name)
-        if topic is None:
-            topic = self._make(name, default_queues)
-        if not topic.is_sendable:
+        if name in NOT_FOR_SENDING:
             raise brokers_own(name)
-        return topic
+        return self.known.get(name) or self._make(name, default_queues, default_topic)
 
-    def _make(self, name: str, default_queues: int) -> Topic:
+    def _make(self, name: str, default_queues: int, default_topic: str) -> Topic:
         validate_client_topic(name)
-        if name in self._own:
-            raise brokers_own(name)
-        default = self.known.get(AUTO_CREATE_TOPIC)
-        if self._config.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
+        default = self.known.get(default_topic)
+        is_allowed = self._config.auto_create_topic or default_topic != AUTO_CREATE_TOPIC
+        if is_allowed and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
             return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from librmq.message.hosts import Host
 from librmq.message.message import Message
+from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.request import Request, value
 
 __all__ = [
@@ -80,6 +81,8 @@ class SendMessage(Request[SendResponse]):
     """Time for the answer of a remote broker, None as its route says."""
     is_one_way: bool = False
     """Whether the sender needs no answer. A remote broker sends none, so places in the response are -1."""
+    default_topic: str = AUTO_CREATE_TOPIC
+    """A missing topic is made like this one."""
 
 
 @value
@@ -94,6 +97,8 @@ class SendBatch(Request[SendResponse]):
     default_queues: int = 4
     timeout_ms: float | None = None
     """Time for the answer of a remote broker, None as its route says."""
+    default_topic: str = AUTO_CREATE_TOPIC
+    """A missing topic is made like this one."""
 
 
 @value

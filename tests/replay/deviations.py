@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.message import record
 from librmq.message.message import Message
-from librmq.message.topics import AUTO_CREATE_TOPIC, CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.reading import UNIQUE_KEY, Recording
 
@@ -42,11 +42,6 @@ class Deviation(NamedTuple):
     reason: str
     covers: Callable[[Recording, Difference], bool] = lambda recording, difference: False
     """Tells whether this deviation covers a difference; never does if the replay itself does something else."""
-
-
-def _to_own_topic(recording: Recording, difference: Difference) -> bool:
-    own = (AUTO_CREATE_TOPIC, recording.broker_settings["brokerName"], recording.broker_settings["brokerClusterName"])
-    return difference.area in ("log", "send") and difference.topic in own
 
 
 def _of_a_topic_not_yet_known(recording: Recording, difference: Difference) -> bool:
@@ -122,12 +117,6 @@ def _empty_answer(recording: Recording, difference: Difference) -> bool:
 
 
 DEVIATIONS: Final = (
-    Deviation(
-        "the broker's own topics",
-        "TBW102 and the names of broker and cluster are templates and addresses, not topics: librmq refuses to send "
-        "to them, which RocketMQ takes.",
-        _to_own_topic,
-    ),
     Deviation(
         "the over-long message",
         "A message longer than a file of the log is answered as stored by RocketMQ, and lost behind a blank "

@@ -92,12 +92,14 @@ def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
         return error
 
 
-def refused(frame: Frame, error: Exception) -> bytes:
-    """Return the bytes of the answer to a failed request."""
+def refused(frame: Frame, error: Exception, header: object = None, *, code: int | None = None) -> bytes:
+    """Return the bytes of the answer to a failed request; ``code`` replaces that of an error of librmq."""
     if isinstance(error, RmqError):
-        names = [kind.__name__ for kind in (DiskFullError, StoreFullError) if isinstance(error, kind)]
-        fields = {ERROR_FIELD: names[0]} if names else None
-        return encode(answer_to(frame, _code_of(error), str(error), fields=fields))
+        fields = {} if header is None else to_fields(header)
+        for kind in (DiskFullError, StoreFullError):
+            if isinstance(error, kind):
+                fields[ERROR_FIELD] = kind.__name__
+        return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))
     _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
     return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))
 

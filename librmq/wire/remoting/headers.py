@@ -71,6 +71,16 @@ class SentHeader:
 
 
 @value
+class RefusedSendHeader:
+    """What the answer to a refused send has."""
+
+    NAMES: ClassVar = SentHeader.NAMES
+
+    region: str = "DefaultRegion"
+    is_traced: bool = True
+
+
+@value
 class PullHeader:
     """A pull of one queue. ``sys_flag``: 1 commits, 2 may be held, 4 carries a subscription."""
 

@@ -18,6 +18,7 @@ from librmq.errors import MalformedError
 from librmq.message.hosts import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
+from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import SendMessage, SendResponse, SendStatus
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.fields import SMALL_NUMBERS, to_text
@@ -47,7 +48,7 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
     get = fields.get
     try:
         born = fields["g"]
-        if get("m") not in _NO or "l" in fields or "c" not in fields or len(born) > _LONGEST_TIME:
+        if get("m") not in _NO or "l" in fields or fields["c"] != AUTO_CREATE_TOPIC or len(born) > _LONGEST_TIME:
             return None
         return SendMessage(
             fields["a"],

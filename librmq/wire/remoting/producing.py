@@ -7,13 +7,15 @@ from typing import Final
 
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
-from librmq.errors import MalformedError
+from librmq.errors import BrokerBusyError, MalformedError, MessageIllegalError, RmqError
 from librmq.message.batch import decode_batch
 from librmq.message.hosts import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
+from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
+    ResponseCode,
     SendBatch,
     SendMessage,
     SendPlain,
@@ -26,7 +28,7 @@ from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.fields import from_fields
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, SendHeader, SentHeader
+from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, RefusedSendHeader, SendHeader, SentHeader
 from librmq.wire.remoting.plain_sends import KnownSends, SendFrame, plain_answer, plain_request
 from librmq.wire.remoting.rates import Rates
 
@@ -60,7 +62,11 @@ class Producing:
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
-        return self.answer(call, call.ask(self.request(call)))
+        request = self.request(call)
+        try:
+            return self.answer(call, call.ask(request))
+        except RmqError as error:
+            return _refused(call.frame, error, call.header.topic)
 
     def send_all(self, channel: Channel, frames: Sequence[Frame]) -> list[tuple[Frame, bytes]]:
         """Store messages that came together; return the frames with their answers.
@@ -75,14 +81,15 @@ class Producing:
         counts: dict[str, tuple[int, int, int]] = {}
         for frame, request, response in zip(frames, asked, stored, strict=True):
             if isinstance(request, Exception):
-                answers.append((frame, refused(frame, request)))
+                has_no_topic = frame.code != RequestCode.SEND_MESSAGE and not frame.fields.get("b")
+                answers.append((frame, refused(frame, request, RefusedSendHeader() if has_no_topic else None)))
                 continue
+            topic = request.messages[0].topic if isinstance(request, SendBatch) else request.message.topic
             if isinstance(response, Exception):
-                answers.append((frame, refused(frame, response)))
+                answers.append((frame, _refused(frame, response, topic)))
                 continue
             answer = plain_answer(frame, response)
             answers.append((frame, _answer(RemotingCall(channel, frame, None), response) if answer is None else answer))
-            topic = request.messages[0].topic if isinstance(request, SendBatch) else request.message.topic
             calls, messages, size = counts.get(topic, _NONE)
             counts[topic] = calls + 1, messages + len(response.offset_ids), size + len(frame.body)
         now_ms = self._now_ms()
@@ -136,18 +143,32 @@ class Producing:
                 header.default_topic_queue_nums,
                 header.reconsume_times,
                 header.max_reconsume_times,
+                default_topic=header.default_topic,
             )
+        try:
+            items = decode_batch(frame.body)
+        except MessageIllegalError as error:
+            raise MalformedError(str(error)) from None
+        if not items:
+            raise MalformedError(f"topic {header.topic!r}: expected at least one message in a batch")
         messages = tuple(
             Message._of(header.topic, item.body, item.flag, properties | decode_properties(item.properties_raw))
-            for item in decode_batch(frame.body)
+            for item in items
         )
-        queues = header.default_topic_queue_nums
-        return SendBatch(header.producer_group, messages, header.queue_id, born_ms, peer, queues)
+        return SendBatch(
+            header.producer_group,
+            messages,
+            header.queue_id,
+            born_ms,
+            peer,
+            header.default_topic_queue_nums,
+            default_topic=header.default_topic,
+        )
 
-    def answer(self, call: RemotingCall, response: SendResponse) -> bytes:
-        """Return the frame of the broker's answer."""
+    def answer(self, call: RemotingCall, response: SendResponse, code: int = 0, remark: str | None = None) -> bytes:
+        """Return the frame of the broker's answer; ``code`` and ``remark`` are what went wrong besides."""
         self._rates.add("put", call.header.topic, self._now_ms(), len(response.offset_ids), len(call.frame.body))
-        return _answer(call, response)
+        return _answer(call, response, code, remark)
 
     def _end_transaction(self, call: RemotingCall) -> bytes:
         header: EndTransactionHeader = call.header
@@ -177,8 +198,28 @@ def _messages(requests: Iterable[object]) -> list[SendMessage]:
     return found
 
 
-def _answer(call: RemotingCall, response: SendResponse) -> bytes:
+def _refused(frame: Frame, error: Exception, topic: str) -> bytes:
+    """Return the bytes of the answer to a refused send."""
+    if isinstance(error, BrokerBusyError):
+        return refused(frame, error)
+    code = _code_of_topic(topic) if isinstance(error, MessageIllegalError) else None
+    return refused(frame, error, RefusedSendHeader(), code=code)
+
+
+def _code_of_topic(topic: str) -> ResponseCode | None:
+    """Return the code that 4.9 has for a topic that takes no sends; None if the topic is valid."""
+    if topic in NOT_FOR_SENDING:
+        return ResponseCode.NO_PERMISSION
+    try:
+        validate_client_topic(topic)
+    except MessageIllegalError:
+        return ResponseCode.SYSTEM_ERROR
+    return None
+
+
+def _answer(call: RemotingCall, response: SendResponse, code: int = 0, remark: str | None = None) -> bytes:
     status, ids = response.status, response.offset_ids
     sent = SentHeader(",".join(ids), response.queue_id, response.queue_offset, response.transaction_id)
-    remark = None if status is SendStatus.SEND_OK else status.name
-    return call.answer(sent, code=SEND_CODES[status], remark=remark)
+    if remark is None and status is not SendStatus.SEND_OK:
+        remark = status.name
+    return call.answer(sent, code=code or SEND_CODES[status], remark=remark)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError, RmqError
+from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.message.hosts import format_host
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
@@ -64,13 +64,11 @@ class Replies:
                 raise MalformedError("a reply: expected one message, found a batch")
             return self._producing.answer(call, call.ask(SendReply(sent)))
         problem = self._push(call, header)
+        code = 0 if problem is None else ResponseCode.SYSTEM_ERROR
         try:
-            answer = self._producing.send(call)
+            return self._producing.answer(call, call.ask(self._producing.request(call)), code, problem)
         except RmqError:  # as at a broker, the reply has arrived, and is only not kept
-            answer = call.answer(SentHeader("0", max(header.queue_id, 0), 0))
-        if problem is not None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
-        return answer
+            return call.answer(SentHeader("0", max(header.queue_id, 0), 0), code=code, remark=problem)
 
     def _push(self, call: RemotingCall, header: SendHeader) -> str | None:
         """Push a reply to the client that waits for it; return what went wrong."""

@@ -60,8 +60,26 @@ def test_a_batch_is_stored_together(client: RawClient, broker: Broker) -> None:
 
 
 def test_a_refused_message_has_the_code_of_the_refusal(client: RawClient) -> None:
-    assert client.put("a bad topic", b"x").code == 13
-    assert client.put("SCHEDULE_TOPIC_XXXX", b"x").code == 13
+    for topic, code in (("a bad topic", 1), ("SCHEDULE_TOPIC_XXXX", 16)):
+        answer = client.put(topic, b"x")
+        assert (answer.code, answer.fields) == (code, {"MSG_REGION": "DefaultRegion", "TRACE_ON": "true"})
+
+
+@pytest.mark.parametrize("topic", ["TBW102", "broker-a", "DefaultCluster"])
+def test_topics_of_cluster_and_broker_take_messages(client: RawClient, broker: Broker, topic: str) -> None:
+    """``clusterRT`` and ``sendMsgStatus`` of ``mqadmin`` send to them."""
+    assert client.put(topic, b"x").code == 0
+    assert [message.body for message in broker.messages(topic)] == [b"x"]
+
+
+@pytest.mark.parametrize(("default", "queues"), [("DefaultCluster", 4), ("BenchmarkTest", None), ("unknown", None)])
+def test_a_missing_topic_is_made_like_the_default_one(
+    client: RawClient, broker: Broker, default: str, queues: int | None
+) -> None:
+    """The default topic must pass its permission on."""
+    answer = client.put("new", b"x", default_topic=default)
+    made = broker.topics().get("new")
+    assert (answer.code, made and made.read_queues) == (17 if queues is None else 0, queues)
 
 
 def test_a_transaction_is_asked_about_and_ends(client: RawClient, broker: Broker) -> None:
