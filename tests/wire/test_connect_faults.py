@@ -250,7 +250,9 @@ def test_lists_that_are_none_are_clear_errors(ask: Callable[[RemoteRoute], objec
         ask(route)
 
 
-@pytest.mark.parametrize("raw", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\0" * 64])
+@pytest.mark.parametrize(
+    "raw", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\0", b"\0\0\0\4\0\0\0\0", b"\x7f\xff\xff\xff", b"\0" * 64]
+)
 def test_bytes_that_are_no_frames_end_a_connection(raw: bytes) -> None:
     with (
         FakeServer(lambda frame: raw) as server,
@@ -275,6 +277,36 @@ def test_a_full_disk_of_a_broker_reaches_the_producer(used: str, is_full: bool) 
     ):
         producer.send("orders", b"x")
     assert isinstance(caught.value, librmq.DiskFullError) is is_full
+
+
+@pytest.mark.parametrize(
+    ("topic", "queue_id", "next_offset", "error"),
+    [
+        ("payments", 0, 1, "expected messages of queue 0, found one of 'payments', queue 0"),
+        ("orders", 1, 1, "expected messages of queue 0, found one of 'orders', queue 1"),
+        ("orders", 0, 0, "expected messages from offset 0 on, found 1 with 0 as the next"),
+        (None, 0, 1, "expected messages from offset 0 on, found 0 with 1 as the next"),
+    ],
+)
+def test_messages_of_another_queue_are_not_handed_out(
+    topic: str | None, queue_id: int, next_offset: int, error: str
+) -> None:
+    with Broker.temporary() as broker:
+        for name in ("orders", "payments"):
+            for queue in (0, 1):
+                librmq.Producer(broker, f"shop-{name}-{queue}").send(name, b"x", queue=queue)
+        bodies = {(message.topic, message.queue_id): message.raw for message in broker.store}
+
+    def answer(frame: Frame) -> Frame:
+        offsets = {"nextBeginOffset": str(next_offset), "minOffset": "0", "maxOffset": "9", "suggestWhichBrokerId": "0"}
+        return answer_to(frame, fields=offsets, body=b"" if topic is None else bodies[topic, queue_id])
+
+    with (
+        FakeServer(answer) as server,
+        librmq.connect(server.address) as route,
+        pytest.raises(BrokerUnreachableError, match=f"the answer to a pull of orders can't be read: {error}"),
+    ):
+        route.endpoint("fake").call(PullMessage("c", "g", "orders", 0, 0))
 
 
 def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:

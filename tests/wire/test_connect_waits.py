@@ -19,7 +19,7 @@ from librmq.wire.remote.host_names import HostNames
 from librmq.wire.remote.name_servers import LearntRoute
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.frames import Frame, answer_to
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 
@@ -132,11 +132,44 @@ def test_the_routes_of_many_topics_look_a_name_up_once(monkeypatch: pytest.Monke
     clock = Standing()
     names = HostNames(WAIT_S, clock)
     for _ in range(20):
-        names.prepare("broker:10911")
+        names.prepare(["broker:10911"])
     assert (asked, names.find("broker")) == (["broker"], ("127.0.0.1",))
     clock.seconds += 5
-    names.prepare("broker:10911")
+    names.prepare(["broker:10911"])
     assert names.find("broker") == ("127.0.0.2",)
+
+
+def test_names_that_hang_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route with many brokers takes no longer than one with a single one."""
+
+    class Passing(Standing):
+        def wait(self, event: threading.Event, seconds: float | None) -> bool:
+            self.seconds += seconds or 0.0
+            return False
+
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(WAIT_S) and [])
+    clock = Passing()
+    try:
+        HostNames(3, clock).prepare([f"broker-{number}.invalid:10911" for number in range(300)])
+    finally:
+        end.set()
+    assert clock.seconds == 3
+
+
+def test_a_route_that_is_too_large_is_not_read() -> None:
+    class Large(FakeServer):
+        def _usual(self, frame: Frame) -> Frame | None:
+            if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
+                return answer_to(frame, body=b" " * (2 << 20))
+            return super()._usual(frame)
+
+    with (
+        Large(lambda frame: None) as server,
+        librmq.connect(server.address) as route,
+        pytest.raises(BrokerUnreachableError, match=r"route of orders can't be read: .* found 2,097,152"),
+    ):
+        route.topic_route("orders")
 
 
 def test_an_unknown_name_is_said() -> None:

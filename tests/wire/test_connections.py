@@ -180,6 +180,38 @@ def test_a_pull_after_an_interrupted_one_gets_its_answer() -> None:
     assert rounds > 5
 
 
+@pytest.mark.parametrize("code", [19, 20])
+def test_a_broker_that_answers_pulls_at_once_is_asked_less_often(code: int) -> None:
+    """So that its answers, which have nothing, take no more than ten pulls a second."""
+    clock = ManualClock()
+    later: list[tuple[Callable[[], None], int]] = []
+    sent: list[int] = []
+    offsets = {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "7", "suggestWhichBrokerId": "0"}
+
+    class Hasty(Line):
+        def begin(self, frame: Frame, ended: Ended) -> None:
+            sent.append(clock.now_ms())
+            ended(Frame(code, offsets))
+
+    calls: list[Callable[[], None]] = []
+    pulls = LongPulls(
+        "b", clock.now_ms, lambda _: Hasty(), calls.append, 3, lambda call, due_ms: later.append((call, due_ms))
+    )
+
+    def pull() -> None:
+        assert pulls.pull(PullMessage("c", "g", "t", 0, 7, notify=pull)).status is PullStatus.HELD
+
+    begin_ms = clock.now_ms()
+    pull()
+    while clock.now_ms() < begin_ms + 10_000:
+        while calls:
+            calls.pop()()
+        call, due_ms = later.pop()
+        clock.move_to(due_ms)
+        call()
+    assert 90 <= len(sent) <= 120
+
+
 def test_brokers_stay_when_a_name_server_has_just_started() -> None:
     with FakeServer(lambda frame: None) as server, librmq.connect(server.address) as route:
         queues = route.topic_route("orders")

@@ -88,6 +88,7 @@ def test_rubbish_is_refused_or_incomplete(raw: bytes, framed: bool) -> None:
 @pytest.mark.parametrize(
     "header",
     [
+        b"",
         b"[]",
         b'{"code": 1.5}',
         b'{"code": 99999999999}',
@@ -95,7 +96,7 @@ def test_rubbish_is_refused_or_incomplete(raw: bytes, framed: bool) -> None:
         b'{"extFields": {"a": {}}}',
         b"[" * 90_000,
     ],
-    ids=["a list", "half a code", "a long code", "listed fields", "nested", "deep"],
+    ids=["nothing", "a list", "half a code", "a long code", "listed fields", "nested", "deep"],
 )
 def test_a_lying_header_is_refused(header: bytes) -> None:
     with pytest.raises(MalformedError):

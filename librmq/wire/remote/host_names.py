@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Final
 
 from librmq.clock import Clock
@@ -15,6 +16,7 @@ __all__ = ["HostNames", "split_address"]
 
 _FRESH_S: Final = 5.0
 """So long a look-up counts, since the route of each topic names the same brokers."""
+_MOST_AT_ONCE: Final = 64
 
 
 class _Known:
@@ -43,14 +45,27 @@ class HostNames:
         self._lock = Lock()
         self._known: dict[str, _Known] = {}
 
-    def prepare(self, address: str) -> None:
-        """Look up the name in ``host:port`` again, so that a later connection need not wait for that. Waits itself."""
-        host, _ = split_address(address)
-        if _is_number(host):
-            return
+    def prepare(self, addresses: Iterable[str]) -> None:
+        """Look up the names in ``host:port`` again, so that later connections need not wait for that.
+
+        Waits for all of them together up to the time of one look-up; what is not known by then is left to `find`.
+        """
+        rest_s = self._timeout_s
+        deadline = self._clock.monotonic() + rest_s
+        hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
+        for begin in range(0, len(hosts), _MOST_AT_ONCE):
+            begun = [self._begin(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
+            for known, ended in begun:
+                if ended is not None:
+                    known.is_late = not self._clock.wait(ended, rest_s)
+                    rest_s = max(0.0, deadline - self._clock.monotonic())
+            if not rest_s:
+                return
+
+    def _is_old(self, host: str) -> bool:
         known = self._known.get(host)
-        if known is None or not 0 <= self._clock.monotonic() - known.begin_s < _FRESH_S:
-            self._look_up(host)
+        is_fresh = known is not None and 0 <= self._clock.monotonic() - known.begin_s < _FRESH_S
+        return not is_fresh and not _is_number(host)
 
     def find(self, host: str) -> tuple[str, ...]:
         """Return the addresses of a host: a number itself, or what was found of a name last.
@@ -69,7 +84,13 @@ class HostNames:
         raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
 
     def _look_up(self, host: str) -> _Known:
-        """Look a name up, or wait for the look-up under way. After a wait in vain nothing waits for the same one."""
+        known, ended = self._begin(host)
+        if ended is not None:
+            known.is_late = not self._clock.wait(ended, self._timeout_s)
+        return known
+
+    def _begin(self, host: str) -> tuple[_Known, threading.Event | None]:
+        """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
         with self._lock:
             known = self._known.setdefault(host, _Known())
             if known.ended is None:
@@ -78,10 +99,8 @@ class HostNames:
                 thread = threading.Thread(target=self._run, args=(host, known, ended), daemon=True, name=f"find {host}")
                 thread.start()
             elif known.is_late:
-                return known
-            ended = known.ended
-        known.is_late = not self._clock.wait(ended, self._timeout_s)
-        return known
+                return known, None
+            return known, known.ended
 
     def _run(self, host: str, known: _Known, ended: threading.Event) -> None:
         try:

@@ -10,10 +10,11 @@ So a step under the runner's lock never waits for a pull. Mirrors ``PullAPIWrapp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
+from librmq.message.message import StoredMessage
 from librmq.protocol import PullMessage, PullResponse, PullStatus
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
@@ -28,6 +29,13 @@ SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000
 """After this time a pull is sent again; its answer is lost."""
 _STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
+_QUICK_MS: Final = 1_000
+_MOST_QUICK: Final = 10
+"""Pulls of a queue that go out at once, one after the other, although the broker did not hold the one before."""
+_PAUSE_MS: Final = 100
+"""From such a pull to the next one after that."""
+_SHARED_PREFIX: Final = "%LMQ%"
+"""Of topics whose queues refer to records of other topics."""
 _NOTHING: Final = (PullStatus.NO_NEW_MESSAGE, PullStatus.NO_MATCHED_MESSAGE)
 _Key = tuple[str, str, str, int]
 
@@ -35,14 +43,16 @@ _Key = tuple[str, str, str, int]
 class _Pull:
     """The latest pull of a client in one queue."""
 
-    __slots__ = ("answer", "asked", "committed", "is_being_sent", "notify", "sent_ms")
+    __slots__ = ("answer", "asked", "committed", "is_being_sent", "notify", "quick", "sent_ms")
 
-    def __init__(self, request: PullMessage, sent_ms: int) -> None:
+    def __init__(self, request: PullMessage, sent_ms: int, quick: int) -> None:
         self.asked = _asked(request)
         self.committed = request.commit_offset
         self.notify = request.notify
         self.sent_ms = sent_ms
         self.answer: Frame | RmqError | None = None
+        self.quick = quick
+        """The pulls before this one that the broker answered at once with nothing."""
         self.is_being_sent = True
         """Whether the call that sends it is still under way: an answer that comes meanwhile is its result."""
 
@@ -61,6 +71,7 @@ class LongPulls:
         connect: Callable[[str], Transport],
         later: Callable[[Callable[[], None]], None],
         timeout_s: float,
+        at: Callable[[Callable[[], None], int], None] = lambda call, due_ms: call(),
     ) -> None:
         """Pull from one broker.
 
@@ -70,12 +81,14 @@ class LongPulls:
             connect: Returns the connection of a client, which the broker knows by its heartbeat.
             later: Runs a function under the runner's lock, soon.
             timeout_s: Seconds for the answer to a pull that the broker must not hold.
+            at: Runs a function at a time; called under the runner's lock.
         """
         self._broker_name = broker_name
         self._now_ms = now_ms
         self._connect = connect
         self._later = later
         self._timeout_s = timeout_s
+        self._at = at
         self._lock = Lock()
         self._pulls: dict[_Key, _Pull] = {}
         self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
@@ -102,8 +115,11 @@ class LongPulls:
                 answer = known.answer
                 if answer is not None:
                     del self._pulls[key]
-        if known is None or (answer is not None and self._is_empty(request, answer)):
+        if known is None:
             return self._send(key, request)
+        if answer is not None and self._is_empty(request, answer):
+            is_quick = 0 <= self._now_ms() - known.sent_ms < _QUICK_MS
+            return self._send(key, request, known.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, known.committed):
             self._connect(request.client_id).tell(_commit(request))
             known.committed = request.commit_offset
@@ -118,8 +134,8 @@ class LongPulls:
             return self._response(request, answer).next_offset == request.queue_offset
         return False
 
-    def _send(self, key: _Key, request: PullMessage) -> PullResponse:
-        pull = _Pull(request, self._now_ms())
+    def _send(self, key: _Key, request: PullMessage, quick: int = 0) -> PullResponse:
+        pull = _Pull(request, self._now_ms(), quick)
 
         def ended(outcome: Frame | RmqError) -> None:
             with self._lock:
@@ -130,7 +146,7 @@ class LongPulls:
                     return
                 if isinstance(outcome, RmqError):
                     del self._pulls[key]  # the connection has ended: the next pull is sent over a new one
-            self._later(lambda: None if pull.notify is None else pull.notify())
+            self._later(lambda: self._notify(pull))
 
         transport = self._connect(request.client_id)
         try:
@@ -140,13 +156,26 @@ class LongPulls:
             with self._lock:
                 pull.is_being_sent = False
                 answer = pull.outcome()
-                if answer is not None:
+                is_empty = answer is not None and self._is_empty(request, answer)
+                if answer is not None and not is_empty:
                     self._drop(key, pull)
         except BaseException:  # also Ctrl-C, after which the next pull must not wait for this one
             with self._lock:
                 self._drop(key, pull)
             raise
-        return self._held(request) if answer is None else self._response(request, answer)
+        if is_empty:
+            self._later(lambda: self._notify(pull))
+        return self._held(request) if answer is None or is_empty else self._response(request, answer)
+
+    def _notify(self, pull: _Pull) -> None:
+        """Let the client ask again, later if the broker answers pulls at once with nothing. Under the runner's lock."""
+        notify, answer = pull.notify, pull.answer
+        if notify is None:
+            return
+        if pull.quick < _MOST_QUICK or not isinstance(answer, Frame) or _STATUSES.get(answer.code) not in _NOTHING:
+            notify()
+        else:
+            self._at(notify, pull.sent_ms + _PAUSE_MS)
 
     def _drop(self, key: _Key, pull: _Pull) -> None:
         """Forget a pull, unless a later one has replaced it. Under the lock."""
@@ -166,6 +195,8 @@ class LongPulls:
         try:
             header = header_of(RequestCode.PULL_MESSAGE, answer)
             messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
+            if status is PullStatus.FOUND:
+                _check_found(request, messages, header.next_begin_offset)
         except RmqError as error:
             raise BrokerUnreachableError(
                 f"{self._broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
@@ -194,6 +225,27 @@ class LongPulls:
         with self._lock:
             for key in [key for key in self._pulls if key[0] == client_id and group in (None, key[1])]:
                 del self._pulls[key]
+
+
+def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_offset: int) -> None:
+    """Refuse what would be delivered as messages of another queue, or again and again.
+
+    Raises:
+        MalformedError: The answer to a pull has them.
+    """
+    if not messages or next_offset <= request.queue_offset:
+        raise MalformedError(
+            f"expected messages from offset {request.queue_offset} on, "
+            f"found {len(messages)} with {next_offset} as the next offset"
+        )
+    if request.topic.startswith(_SHARED_PREFIX):
+        return
+    for message in messages:
+        if message.topic != request.topic or message.queue_id != request.queue_id:
+            raise MalformedError(
+                f"expected messages of queue {request.queue_id}, found one of {message.topic!r:.80}, "
+                f"queue {message.queue_id}"
+            )
 
 
 def _asked(request: PullMessage) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ __all__ = ["LearntRoute", "NameServers", "addresses_of"]
 _log = EventLog("librmq.wire")
 _MASTER = 0
 _MOST_QUEUES = 100_000
+_MOST_BYTES = 1 << 20
+"""In a route or a list of brokers; thousands of brokers fit."""
 
 
 class LearntRoute(NamedTuple):
@@ -56,9 +58,9 @@ class NameServers:
         addresses: Sequence[str],
         connections: Connections,
         timeout_s: float,
-        prepare: Callable[[str], None] = lambda address: None,
+        prepare: Callable[[Iterable[str]], None] = lambda addresses: None,
     ) -> None:
-        """``prepare`` is called with each broker's address, before anything connects to it."""
+        """``prepare`` is called with the brokers' addresses, before anything connects to it."""
         self._prepare = prepare
         self.addresses = tuple(addresses)
         self._connections = connections
@@ -91,12 +93,12 @@ class NameServers:
         if answer.code:
             raise refusal(answer)
         try:
+            if len(answer.body) > _MOST_BYTES:  # reading it would take much longer than the time for an answer
+                raise MalformedError(f"expected at most {_MOST_BYTES:,} bytes, found {len(answer.body):,}")
             found: LearntRoute = of(read_body(answer.body, what))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.addresses[self._at]}: {what} can't be read: {error}") from error
-        for addresses in found.brokers.values():
-            for address in addresses.values():
-                self._prepare(address)
+        self._prepare([address for addresses in found.brokers.values() for address in addresses.values()])
         return found
 
     def tell(self, frame: Frame) -> None:
@@ -117,7 +119,7 @@ class NameServers:
                 answer = self._connections.get(address).ask(frame, self._timeout_s)
             except BrokerUnreachableError as error:
                 why.append(str(error))
-                self._prepare(address)  # its name may lead elsewhere by now
+                self._prepare([address])  # its name may lead elsewhere by now
                 continue
             self._at = number % count
             return answer

@@ -34,7 +34,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import Runner, Step
 from librmq.wire.remote.broker_delays import BrokerDelays
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connections import Connections
@@ -99,7 +99,10 @@ class RemoteBroker:
         self._retries: dict[str, tuple[Transport, int | None]] = {}  # of groups, and on which connection it said so
         self._silent_until_ms = 0
         self._requests = ClientRequests(name, self._beats.get, later, name_servers)
-        self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s)
+        self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
+
+    def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
+        self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
 
     def __repr__(self) -> str:
         return f"<RemoteBroker {self.name} at {self.address}>"

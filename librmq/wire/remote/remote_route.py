@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, Self, TypeVar
@@ -94,7 +94,7 @@ class RemoteRoute:
         timeout_s: float,
         later: Callable[[Callable[[], None]], None],
         back_off_s: tuple[float, float] | None = None,
-        prepare: Callable[[str], None] = lambda address: None,
+        prepare: Callable[[Iterable[str]], None] = lambda addresses: None,
         at_close: ExitStack | None = None,
     ) -> None:
         """Ask the name servers for the brokers.
@@ -106,7 +106,7 @@ class RemoteRoute:
             timeout_s: Time for an answer.
             later: Runs a function under the runner's lock, soon, and without waiting.
             back_off_s: First and longest time after a connection that could not be opened.
-            prepare: Called with each broker's address, before anything connects to it; may wait.
+            prepare: Called with the brokers' addresses, before anything connects to it; may wait.
             at_close: Closed with the route.
 
         Raises:

@@ -205,7 +205,7 @@ def read_json(header: bytes, body: bytes) -> Frame:
         try:
             values, end = _scan(text, 0)
         except StopIteration:
-            end = 0
+            end = -1
         if end != len(text):  # blanks around it, or an error that is to be described
             values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -388,6 +388,14 @@ def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingS
     assert client.put("t", b"x").code == 0
 
 
+def test_a_frame_without_a_header_closes_its_connection_only(client: RawClient, server: RemotingServer) -> None:
+    with RawClient(server.port) as bad:
+        bad.write(b"\0\0\0\4" + bytes(4))
+        assert bad.has_ended()
+    assert server.refused == 1
+    assert client.put("t", b"x").code == 0
+
+
 @pytest.mark.many
 @pytest.mark.parametrize("seed", range(20))
 def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
