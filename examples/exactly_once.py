@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
                 if first:
                     accounts.execute("INSERT INTO invoices VALUES (?, ?)", (message.keys[0], int(message.body)))
 
-        @deduplicated(mails, group="mails", key=lambda message: message.keys[0])
+        @deduplicated(mails, group="mails", key=lambda message: " ".join(message.keys))
         def write_mail(message: StoredMessage) -> None:
             """Act elsewhere: once, unless the process dies right after it."""
             print(f"  mail: {message.keys[0]} costs {message.body.decode()}")

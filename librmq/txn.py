@@ -49,7 +49,7 @@ _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
-_REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
+_REMEMBERED_SIZE: Final = 8192  # bytes of a record
 _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
 
 
@@ -72,8 +72,6 @@ class _Recent(NamedTuple):
     queue_offset: int
     half: Message
     queue_id: int
-    raw: bytes
-    """Its properties in stored form."""
     fields: dict[str, Any]
 
 
@@ -179,18 +177,13 @@ class Transactions:
         }
         half = Message._of(HALF_TOPIC, message.body, message.flag, properties)
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
-        if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
-            result = self._store.append(half, QUEUE, **fields)
-            self.stored(half.unique_key, result.physical_offset)
-            return result
-        raw = record.encode_properties(properties)
-        result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
+        result = self._store.append(half, QUEUE, **fields)
         is_new = self.stored(half.unique_key, result.physical_offset)
-        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # records read from the log have no empty values
-        if is_new and not has_empty and len(raw) <= _REMEMBERED_SIZE:
+        is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())  # records read have no empty values
+        if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
-            self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, raw, fields)
+            self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, fields)
             if len(self._recent) > _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
         return result
@@ -279,7 +272,7 @@ class Transactions:
         fields["prepared_transaction_offset"] = physical_offset
         message = Message._of(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
         try:
-            result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, wait=False)
+            result = self._store.append(message, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)

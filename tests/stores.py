@@ -132,12 +132,16 @@ def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = T
         topic or rng.choice(TOPICS),
         rng.choice([b"", b"x", rng.randbytes(rng.randrange(1, 400)), "body \u4e2d".encode() * 3]),
         tags=rng.choice([None, "TagA", "TagB", "标签", "a || b"]),
-        keys=rng.choice(["", f"key{number}", f"key{number} order{number}", f" k{number}  k{number} "]),
+        keys=(
+            text := rng.choice(["", f"key{number}", f"key{number} order{number}", f" k{number}  k{number} "])
+        ).split(),
         properties=properties,
         delay_level=rng.choice([None, None, None, 1, 5, 30, -1]) if delay else None,
         flag=rng.choice([0, 1, -1, 1 << 30]),
         unique_key=rng.choice([None, f"UNIQ{rng.randrange(10**9):09d}", f"UNIQ{number}"]),
     )
+    if text:
+        message.properties[record.PROPERTY_KEYS] = text  # as any client can send it
     fields: dict[str, Any] = {"reconsume_times": rng.choice([0, 3])}
     if rng.random() < 0.2:
         fields["born_host"] = rng.choice([V4, V6])

@@ -107,10 +107,10 @@ def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessag
 def _again(stored: StoredMessage) -> Message:
     """Return a message to send: with its unique id, by which consumers recognise one that is sent twice."""
     own = {name: value for name, value in stored.properties.items() if name not in RESERVED_PROPERTIES}
-    keys = stored.properties.get(record.PROPERTY_KEYS, "")
-    message = Message(stored.topic, stored.body, tags=stored.tags, keys=keys, properties=own)
-    if stored.unique_key:
-        message.properties[record.PROPERTY_UNIQUE_KEY] = stored.unique_key
+    message = Message(stored.topic, stored.body, tags=stored.tags, properties=own)
+    for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY):  # as they are: a client's key can have a space
+        if name in stored.properties:
+            message.properties[name] = stored.properties[name]
     message.flag = stored.flag
     return message
 

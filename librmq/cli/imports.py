@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
+import contextlib
 import csv
 import itertools
 import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,7 @@ from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
 from librmq.message.hosts import parse_host
+from librmq.message.properties import checked_encoding
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendFields
@@ -222,11 +224,8 @@ def _read(row: Mapping[str, Any]) -> _Read:
         raise InputError(f"topic: expected text, found {topic!r:.80}")
     if is_system_topic(topic):
         raise InputError(f"topic {topic!r} is the broker's own; its messages have no meaning in another store")
-    properties = _properties(row)
     message = Message(topic, _body(row))
     message.flag = _integer(row, "flag")
-    message.properties.update(properties)
-    message.properties.pop(record.PROPERTY_DELAY, None)  # it was delivered: only the stored bytes keep it
     flags = _integer(row, "sysFlag")
     kept = flags & ~_OF_THE_STORE
     if flags & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT:
@@ -234,12 +233,11 @@ def _read(row: Mapping[str, Any]) -> _Read:
     if flags & record.COMPRESSED and flags & 0x700 in (0, record.COMPRESSION_ZLIB):
         message.body = zlib.compress(message.body, 5)
         kept |= flags & (record.COMPRESSED | 0x700)
-    raw = row.get("propertiesString") or "\x02".join(f"{name}\x01{value}" for name, value in properties.items())
     fields = AppendFields(
         sys_flag=kept,
         reconsume_times=_integer(row, "reconsumeTimes"),
         prepared_transaction_offset=_integer(row, "preparedTransactionOffset"),
-        properties_raw=str(raw).encode(),
+        properties_raw=_stored_properties(row),  # as bytes, so that a delay that is over does not begin again
     )
     if (born_ms := _time(row, "bornTimestamp")) is not None:
         fields["born_timestamp_ms"] = born_ms
@@ -274,7 +272,13 @@ def _body(row: Mapping[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _properties(row: Mapping[str, Any]) -> dict[str, str]:
+def _stored_properties(row: Mapping[str, Any]) -> bytes:
+    """Return the properties as a record has them.
+
+    Raises:
+        InputError: A column has a value of another kind.
+        MessageIllegalError: A record can't hold a property, or columns contradict each other.
+    """
     found = row.get("properties") or {}
     if isinstance(found, str):
         found = parse_object(found)
@@ -282,23 +286,44 @@ def _properties(row: Mapping[str, Any]) -> dict[str, str]:
         properties = dict(found)
     except (TypeError, ValueError):
         properties = {"": None}
-    for name, value in properties.items():
-        if (
-            not isinstance(name, str)
-            or not isinstance(value, str)
-            or not name
-            or "\x01" in name
-            or "\x02" in name + value
-        ):
-            raise InputError(f"properties: expected names with strings, found {found!r:.80}")
-    for column, name in (
-        ("tags", record.PROPERTY_TAGS),
-        ("keys", record.PROPERTY_KEYS),
-        ("uniqueKey", record.PROPERTY_UNIQUE_KEY),
-    ):
-        if row.get(column) and name not in properties:
-            properties[name] = str(row[column])
-    return properties
+    if not all(isinstance(name, str) and isinstance(value, str) and name for name, value in properties.items()):
+        raise InputError(f"properties: expected names with strings, found {found!r:.80}")
+    if empty := [name for name, value in properties.items() if not value]:
+        raise InputError(f"properties: {empty[0]!r:.80} is empty, which a record can't keep: leave it out")
+    raw = row.get("propertiesString") or ""
+    if not isinstance(raw, str):
+        raise InputError(f"propertiesString: expected text, found {raw!r:.80}")
+    properties = record.decode_properties(raw) | properties
+    own = Message(
+        "",
+        b"",
+        tags=None if record.PROPERTY_TAGS in properties else _text(row, "tags"),
+        keys=() if record.PROPERTY_KEYS in properties else _keys(row),
+        unique_key=None if record.PROPERTY_UNIQUE_KEY in properties else _text(row, "uniqueKey"),
+    )
+    properties |= own.properties
+    if not raw:
+        return record.encode_properties(properties)
+    checked_encoding(raw.encode(), properties)
+    return raw.encode()
+
+
+def _text(row: Mapping[str, Any], name: str) -> str | None:
+    value = row.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{name}: expected text, found {value!r:.80}")
+    return value
+
+
+def _keys(row: Mapping[str, Any]) -> str | Sequence[str]:
+    """Return one key, or several: a list, in CSV as JSON."""
+    value = row.get("keys")
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else _text(row, "keys") or ()
 
 
 def _integer(row: Mapping[str, Any], name: str) -> int:

@@ -102,7 +102,7 @@ class Message:
             topic: Its topic.
             body: Bytes, or a text, which is stored as UTF-8.
             tags: The tag, by which subscriptions select.
-            keys: Business keys for searches: one text, or several, which are joined by spaces.
+            keys: Business keys for searches, without whitespace: one text, or a list of several.
             properties: The application's properties.
             **options: ``json``, a value to store as JSON instead of a body; ``delay`` in the broker, in seconds or as a
                 `timedelta`; ``deliver_at``, a time with a time zone, or ``delay_level``, counting from 1, instead;
@@ -121,7 +121,10 @@ class Message:
         if tags:
             stored[PROPERTY_TAGS] = tags
         if keys:
-            stored[PROPERTY_KEYS] = keys if isinstance(keys, str) else _joined(keys)
+            if isinstance(keys, str):
+                stored[PROPERTY_KEYS] = keys if keys.split() == [keys] else _joined((keys,))
+            else:
+                stored[PROPERTY_KEYS] = _joined(keys)
         if options and (unique_key := options.get("unique_key")):
             stored[PROPERTY_UNIQUE_KEY] = unique_key
         if stored:
@@ -254,8 +257,12 @@ def _joined(keys: Iterable[str]) -> str:
         text = " ".join(each)
     except TypeError:
         raise MessageIllegalError(f"keys: expected strings, found {keys!r:.200}") from None
-    if not all(each) or text.count(" ") != len(each) - 1:
-        raise MessageIllegalError(f"keys: one is empty or contains a space: {each!r:.200}")
+    if (parts := text.split()) != list(each):
+        wrong = next(key for key in each if key.split() != [key])
+        raise MessageIllegalError(
+            f"keys: {wrong!r:.80} is empty or has whitespace, where a record separates keys: write it "
+            f"without, or pass several keys as a list{f', such as {parts!r:.80}' if parts else ''}"
+        )
     return text
 
 

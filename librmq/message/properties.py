@@ -179,6 +179,21 @@ def decode_properties(raw: bytes | str) -> dict[str, str]:
     return properties
 
 
+def checked_encoding(raw: bytes, properties: Mapping[str, str]) -> dict[str, str]:
+    """Return the properties that a reader of ``raw`` finds; they must be ``properties``, unless these are none.
+
+    Raises:
+        MessageIllegalError: They are others, so that queue and index would disagree with the record.
+    """
+    found = decode_properties(raw)
+    if properties and found != properties and found != decode_properties(encode_properties(properties)):
+        names = sorted(name for name in found.keys() | properties.keys() if found.get(name) != properties.get(name))
+        raise MessageIllegalError(
+            f"properties as stored: {', '.join(names):.200} differ from the properties beside them: give one of the two"
+        )
+    return found
+
+
 def find_property(raw: bytes, name: bytes) -> bytes | None:
     """Return the stored value of property ``name`` that `decode_properties` finds, without decoding the others."""
     needle = _property_needle(name)

@@ -59,6 +59,7 @@ _OWN: Final = (
 )
 _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
+_NOT_A_KEY: Final = r"^$|[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Encoder:
         own = {name: _texts(batch, column) for column, name in _OWN}
         properties = _column(batch, "properties")
         own = {name: _given(values, properties, name) for name, values in own.items()}
-        self._check(bodies, own, properties, first_row)
+        self._check(bodies, own, _column(batch, "keys"), properties, first_row)
         stored = _Properties(properties, own, rows).stored()
         host = record.encode_host(record.parse_host(self.host))
         topic_fields = _topic_fields(lanes).take(pa.array(lane))
@@ -158,21 +159,32 @@ class Encoder:
         found = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
         return np.where(found == -1 << 40, usual, found)
 
-    def _check(self, bodies: pa.Array, own: dict[str, pa.Array], properties: pa.Array | None, first_row: int) -> None:
+    def _check(
+        self,
+        bodies: pa.Array,
+        own: dict[str, pa.Array],
+        keys: pa.Array | None,
+        properties: pa.Array | None,
+        first_row: int,
+    ) -> None:
         suspicious = np.zeros(len(bodies), np.bool_)
         suspicious |= _sizes(bodies) > self.max_body
         for values in own.values():
             if _least_byte(values) <= 2:
                 suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
+        has_lists = keys is not None and pa.types.is_list(keys.type)
+        if has_lists:
+            wrong_keys = pc.match_substring_regex(keys.flatten(), _NOT_A_KEY).fill_null(True)
+            suspicious[pc.list_parent_indices(keys).filter(wrong_keys).to_numpy(zero_copy_only=False)] = True
         if properties is not None and len(properties):
             row = np.repeat(np.arange(len(properties)), _counts(properties))
-            keys, items = _entries(properties)
-            names = keys.dictionary_encode()
+            names_of, items = _entries(properties)
+            names = names_of.dictionary_encode()
             bad = [
                 not name.strip() or "\1" in name or "\2" in name or name in record.RESERVED_PROPERTIES - _TAKEN
                 for name in names.dictionary.to_pylist()
             ]
-            wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(keys) else np.zeros(0, np.bool_)
+            wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(names_of) else np.zeros(0, np.bool_)
             if items.null_count:
                 wrong |= items.is_null().to_numpy(zero_copy_only=False)
             if _least_byte(items) <= 0x20 or _has_wide(items):
@@ -187,7 +199,8 @@ class Encoder:
             given = {} if properties is None else dict(properties[at].as_py() or ())
             try:
                 Message("t", b"", properties={name: one for name, one in given.items() if name not in _TAKEN},
-                        tags=own["TAGS"][at].as_py(), keys=own["KEYS"][at].as_py(),
+                        tags=own["TAGS"][at].as_py(),
+                        keys=keys[at].as_py() or () if has_lists else record.split_keys(own["KEYS"][at].as_py()),
                         unique_key=own["UNIQ_KEY"][at].as_py())  # fmt: skip
             except MessageIllegalError as error:
                 raise MessageIllegalError(f"row {first_row + at}: {error}") from None

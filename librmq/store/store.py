@@ -216,8 +216,8 @@ class MessageStore:
         same.
 
         Raises:
-            MessageIllegalError: Topic, body, properties or record are too long, or a field is out of range. Nothing was
-                written.
+            MessageIllegalError: Topic, body, properties or record are too long, a field is out of range, or
+                ``properties_raw`` has other properties than the message. Nothing was written.
         """
         return self.appender.append(message, queue_id, wait=wait, **fields)
 

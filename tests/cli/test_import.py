@@ -114,10 +114,12 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
         ('{"topic":"T","bornTimestamp":"soon"}', "bornTimestamp: expected a time"),
         ('{"topic":"T","bornHost":"here"}', "bornHost: expected a host"),
         ('{"topic":"T","properties":{"a":1}}', "properties: expected names with strings"),
-        ('{"topic":"T","properties":{"a":"\\ud800"}}', "half of a surrogate pair"),
+        ('{"topic":"T","properties":{"a":"\\ud800"}}', "property 'a' cannot be written as UTF-8"),
         ('{"topic":"T","body":"\\ud800"}', "half of a surrogate pair"),
         ('{"topic":"T","bornHost":5}', "bornHost: expected a host"),
-        ('{"topic":"T","properties":{"a":"\\u0002"}}', "properties: expected names with strings"),
+        ('{"topic":"T","properties":{"a":"\\u0002"}}', "01 and 02 separate properties"),
+        ('{"topic":"T","properties":{"a":""}}', "properties: 'a' is empty"),
+        ('{"topic":"T","tags":["a"]}', "tags: expected text"),
     ],
 )
 def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said: str) -> None:
@@ -128,6 +130,46 @@ def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said
     assert len(shell("show", "new").rows) == 1
     assert "row 2: " in answer.said
     assert "--skip 1" in answer.said
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tags": "a\2DELAY\0013"},
+        {"keys": "k\2REAL_TOPIC\1other"},
+        {"keys": ["k", "l\2DELAY\0013"]},
+        {"uniqueKey": "u\2DELAY\0013"},
+        {"properties": {"a\1b": "c"}},
+        {"tags": "a", "propertiesString": "TAGS\1b\2KEYS\1k", "properties": {"TAGS": "a"}},
+        {"keys": "k", "propertiesString": "TAGS\1b"},
+    ],
+)
+def test_a_row_cannot_add_properties(shell: Shell, row: dict[str, Any]) -> None:
+    assert shell("import", "new", "-", given=json.dumps({"topic": "T", "body": "good", "keys": "k"})).status == 0
+    answer = shell("import", "new", "-", given=json.dumps({"topic": "T", "body": "x", **row}))
+    assert answer.status == 2
+    assert "row 1: propert" in answer.said
+    (only,) = shell("show", "new").rows
+    assert only["properties"] == {"KEYS": "k"}
+    assert shell("verify", "new").status == 0
+
+
+def test_stored_properties_are_imported_as_they_are(shell: Shell) -> None:
+    row = {"topic": "T", "body": "x", "propertiesString": "KEYS\1Ann  Miller\2a\1b\1c\2\2"}
+    assert shell("import", "new", "-", given=json.dumps(row)).status == 0
+    (found,) = shell("show", "new").rows
+    assert found["properties_raw"] == row["propertiesString"]
+    assert shell("query", "new", "--topic", "T", "--key", "Miller").rows
+    assert shell("verify", "new").status == 0
+
+
+def test_several_keys_are_a_list(shell: Shell) -> None:
+    answer = shell("import", "new", "-", given='{"topic":"T","body":"x","keys":"Ann Miller"}')
+    assert (answer.status, "pass several keys as a list, such as ['Ann', 'Miller']" in answer.said) == (2, True)
+    (shell.folder / "in.csv").write_text('topic,body,keys\nT,x,"[""Ann"", ""Miller""]"\n')
+    assert shell("import", "new", "-", given='{"topic":"T","body":"x","keys":["Ann","Miller"]}').status == 0
+    assert shell("import", "new", "in.csv").status == 0
+    assert len(shell("query", "new", "--topic", "T", "--key", "Miller").rows) == 2
 
 
 def test_skipped_rows_are_not_imported(shell: Shell) -> None:

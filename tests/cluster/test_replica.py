@@ -58,7 +58,7 @@ def test_records_of_every_kind_are_copied() -> None:
     store_.append(Message("D", b"later", delay_level=3))
     store_.append(Message("H", b"half"), sys_flag=record.TRANSACTION_PREPARED)
     store_.append(Message("H", b"back"), sys_flag=record.TRANSACTION_ROLLBACK)
-    store_.append(Message("V", b"six", keys="a b"), born_host=("fe80::1", 5), store_host=("fe80::2", 6))
+    store_.append(Message("V", b"six", keys=["a", "b"]), born_host=("fe80::1", 5), store_host=("fe80::2", 6))
     store_.append_batch([Message("B", b"%d" % number, tags="t") for number in range(9)], 2)
     store_.append(Message("L", bytes(range(256)) * 150))
     store_.append(Message("E", b""))

@@ -74,7 +74,7 @@ def test_messages_come_to_the_listener_of_their_topic(rmq: Kit) -> None:
 def test_fields_that_a_listener_sees(one_queue: Kit) -> None:
     delivered: list[DeliveredMessage] = []
     subscribed(one_queue, delivered.append)
-    result = send(one_queue, "a", "b", tags="x", keys="k1 k2", properties={"color": "red"})[1]
+    result = send(one_queue, "a", "b", tags="x", keys=["k1", "k2"], properties={"color": "red"})[1]
     one_queue.run_until_idle()
     message = delivered[1]
     assert (message.topic, message.queue_id, message.queue_offset, message.queue) == ("t", 0, 1, T0)

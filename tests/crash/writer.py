@@ -28,7 +28,7 @@ def message_of(number: int) -> tuple[Message, int]:
     rng = random.Random(number)
     body = rng.randbytes(rng.choice([0, 1, 30, 300, 900]))
     tags = rng.choice([None, "TagA"])
-    return Message("T", body, tags=tags, keys=f"k{number} all", properties={"n": str(number)}), number % 3
+    return Message("T", body, tags=tags, keys=[f"k{number}", "all"], properties={"n": str(number)}), number % 3
 
 
 def append(store: MessageStore, number: int) -> tuple[Any, ...]:

@@ -50,8 +50,7 @@ def test_a_bare_message_has_no_properties() -> None:
 
 
 def test_keys_as_text_or_one_by_one() -> None:
-    assert Message("T", b"", keys=" k1  k2 ").properties == {"KEYS": " k1  k2 "}
-    assert Message("T", b"", keys=" k1  k2 ").keys == ("k1", "k2")
+    assert Message("T", b"", keys="k1").keys == ("k1",)
     assert Message("T", b"", keys=["k1"]).keys == ("k1",)
     assert Message("T", b"", keys=(key for key in ("k1", "k2"))).properties == {"KEYS": "k1 k2"}
 
@@ -108,8 +107,11 @@ def test_a_time_to_wait_for() -> None:
         ({"tags": 5}, "property 'TAGS': expected text, found 5"),
         ({"tags": "a\x01b"}, "property 'TAGS': 01 and 02"),
         ({"keys": "a\x02b"}, "property 'KEYS': 01 and 02"),
-        ({"keys": ["a", "b c"]}, "keys: one is empty or contains a space"),
-        ({"keys": ["a", ""]}, "keys: one is empty or contains a space"),
+        ({"keys": ["a", "b c"]}, "keys: 'b c' is empty or has whitespace"),
+        ({"keys": ["a", ""]}, "keys: '' is empty or has whitespace"),
+        ({"keys": "Ann Miller"}, "pass several keys as a list, such as ['Ann', 'Miller']"),
+        ({"keys": "Ann\u00a0Miller"}, "has whitespace"),
+        ({"keys": " "}, "has whitespace"),
         ({"keys": [1]}, "keys: expected strings"),
         ({"keys": 5}, "keys: expected strings"),
         ({"keys": b"k"}, "keys: expected strings"),

@@ -226,6 +226,14 @@ def test_texts_with_wide_offsets_are_the_same_texts() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("keys", [["a b"], ["a", ""], ["a", None], ["a\xa0b"]])
+def test_a_list_with_what_is_no_key_is_refused(keys: list[str | None]) -> None:
+    lists = pa.array([["fine", "too"], None, keys], pa.list_(pa.string()))
+    batch = pa.RecordBatch.from_pydict({"body": pa.array([b"x"] * 3), "keys": lists})
+    with pytest.raises(MessageIllegalError, match="row 2: keys: "):
+        Encoder("T", None, 1, "127.0.0.1:10911", 8192, 16376).encode(batch, 0, START_MS)
+
+
 @pytest.mark.spark
 def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
     path, spark = tmp_path / "store", shared_session()

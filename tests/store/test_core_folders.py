@@ -42,7 +42,7 @@ APPENDS: st.SearchStrategy[dict[str, Any]] = st.builds(
     queue_id=st.integers(0, 2),
     body=st.binary(max_size=700),
     tags=st.none() | TEXTS,
-    keys=st.sampled_from([(), "k", "k1 k2", "ключ"]),
+    keys=st.sampled_from([(), "k", ("k1", "k2"), "ключ"]),
     properties=st.dictionaries(NAMES, TEXTS, max_size=4),
     options=st.sampled_from([{}, {}, {}, {"delay_level": 2}, {"flag": -7}, {"unique_key": "U1"}]),
     fields=st.sampled_from([{}, {}, {}, {"sys_flag": 8}, {"born_host": ("::1", 1)}, {"reconsume_times": 3}]),
@@ -125,7 +125,7 @@ class Work:
             self.results.append(f"{type(error)} {error}")
 
     def send(self, queue_id: int, size: int, level: int | None, times: int) -> list[AppendResult]:
-        message = Message("T", b"x" * size, tags="t", keys=f"k{size} k", properties={"p": "q"}, delay_level=level)
+        message = Message("T", b"x" * size, tags="t", keys=[f"k{size}", "k"], properties={"p": "q"}, delay_level=level)
         return [self.store.append(message, queue_id) for _ in range(times)]
 
     def batch(self, queue_id: int, size: int, times: int) -> list[AppendResult]:

@@ -50,7 +50,7 @@ class Filling(MemoryFiles):
 
 
 def message(number: int, keys: str) -> Message:
-    return Message("T", b"x" * (number % 50), keys=keys, unique_key=f"u{number}" if number % 3 else None)
+    return Message("T", b"x" * (number % 50), keys=keys.split(), unique_key=f"u{number}" if number % 3 else None)
 
 
 @pytest.mark.thorough

@@ -296,7 +296,7 @@ def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: boo
     config = replace(config, max_index_num=5)  # fills the index file with its keys, so the checkpoint covers it
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
-    store.append(Message("TopicA", b"a", tags="x", keys="k0 k1 k2"))
+    store.append(Message("TopicA", b"a", tags="x", keys=["k0", "k1", "k2"]))
     properties = b"TAGS\1tag\2KEYS\1old\2".ljust(100, b"p") + b"\1v"
     store.append(Message("TopicA", b"b"), properties_raw=properties)
     end = store.log.end

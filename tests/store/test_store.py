@@ -86,6 +86,9 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
     "record that fits no file": lambda store: store.append(Message("T", bytes(2990), properties={"a": "b" * 1020})),
     "properties of 32768 bytes": lambda store: store.append(Message("T", b"", properties={"a": "b" * 32766})),
     "raw properties of 32768 bytes": lambda store: store.append(Message("T", b""), properties_raw=bytes(32768)),
+    "raw properties that differ": lambda store: store.append(
+        Message("T", b"", tags="a", keys="k"), properties_raw=b"TAGS\1b\2KEYS\1k"
+    ),
     "half a pair in tags": lambda store: store.append(Message("T", b"", tags="\udfff")),
     "half a pair in keys": lambda store: store.append(Message("T", b"", keys="\ud800")),
     "half a pair in a property": lambda store: store.append(Message("T", b"", properties={"a\ud800": "b"})),

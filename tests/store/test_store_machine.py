@@ -34,7 +34,7 @@ messages = st.builds(
     st.one_of(st.just(b""), st.binary(max_size=60), st.integers(100, 900).map(bytes)),
     tags=st.one_of(st.none(), st.sampled_from(["TagA", "TagB", "标签"])),
     keys=st.one_of(
-        st.just(""), st.sampled_from(KEYS), st.lists(st.sampled_from(KEYS), max_size=3), st.just(" k1  k1 k2 ")
+        st.just(""), st.sampled_from(KEYS), st.lists(st.sampled_from(KEYS), max_size=3), st.just(["k1", "k1", "k2"])
     ),
     properties=st.dictionaries(words.filter(lambda name: name not in record.RESERVED_PROPERTIES), words, max_size=3),
     delay_level=st.sampled_from([0, 0, 0, 1, 3, 18, 30, -4]),

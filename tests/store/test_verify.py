@@ -21,7 +21,7 @@ def found() -> Contents:
     """Return a store with two messages in T/0, one in U/3 and one delayed; the records are adjacent, from 0 on."""
     files = MemoryFiles()
     with opened(files) as store:
-        store.append(Message("T", b"first", tags="A", keys="k1 k2", unique_key="U1"))
+        store.append(Message("T", b"first", tags="A", keys=["k1", "k2"], unique_key="U1"))
         store.append(Message("T", b"second", tags="B", keys="k1"))
         store.append(Message("U", b"third", flag=5), 3)
         store.append(Message("U", b"", delay_level=2))

@@ -23,6 +23,7 @@ from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.checksum import crc32
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import checked_encoding
 from librmq.message.topics import validate_topic
 from librmq.runtime.core import AppendState
 from librmq.runtime.critical import critical
@@ -160,8 +161,7 @@ class Appender(AppendState):
                         topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
                 raw = record_format.encode_properties(properties)
             else:
-                raw = properties_raw
-                properties = properties or record_format.decode_properties(raw)
+                raw, properties = properties_raw, checked_encoding(properties_raw, properties)
             lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
             body_size = len(body)
             if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
