@@ -1,4 +1,4 @@
-"""``replay --route``: send what a store holds to a running cluster."""
+"""``replay --route`` and ``replay --to-topic``: send what a store holds to a running cluster, or to another topic."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from librmq.cli.changes import opened_broker
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.client.producer import Producer, SendResult
+from librmq.diagnosis.letters import OF_A_LETTER
 from librmq.diagnosis.view import is_user_topic
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.topics import dead_letter_topic, validate_client_topic
 from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
@@ -40,19 +43,21 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
     A file in the store notes how far the cluster has acknowledged them, so that a repeated command continues there.
     """
-    if arguments.group is not None or arguments.to is not None:
-        raise InputError("--group and --to start a second group in the store: leave them out with --route")
+    _check_target(arguments)
     selection = select(argparse.Namespace(**{**vars(arguments), "key": None, "id": None}))
     counted: dict[str, list[int]] = {}
     with ExitStack() as opened:
-        store = opened.enter_context(open_store(arguments))
+        broker = None
+        if arguments.route is None and not arguments.dry_run:
+            broker = opened.enter_context(opened_broker(arguments))
+        store = opened.enter_context(open_store(arguments)) if broker is None else broker.store
         place = _Place(arguments, store, selection)
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
         lanes = None
         if not arguments.dry_run:
             opened.callback(place.save)  # also if it is interrupted
-            route = opened.enter_context(connect(arguments.route))
-            lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place)
+            route = opened.enter_context(connect(arguments.route)) if broker is None else broker
+            lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place, arguments.to_topic)
         for message, end in _messages(store, place):
             if lanes is not None:
                 lanes.add(message, end)
@@ -69,7 +74,25 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         of_topic = sum(count for (name, _), count in unconfirmed.items() if name == topic)
         output.row(row | {"unconfirmed": of_topic, "dry_run": arguments.dry_run})
     _warn(unconfirmed)
+    if not counted:
+        why = "earlier calls have sent all; --from-start repeats them" if place.is_continued else "nothing is selected"
+        complain(f"note: nothing is sent: {why}")
     return 0
+
+
+def _check_target(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other; ``--group`` with ``--to-topic`` stands for its dead letters."""
+    if arguments.to is not None or (arguments.group is not None and arguments.to_topic is None):
+        raise InputError("--group and --to start a second group in the store: leave them out with --route")
+    if arguments.to_topic is None:
+        return
+    validate_client_topic(arguments.to_topic)
+    if arguments.group is not None:
+        if arguments.topic is not None:
+            raise InputError("expected either --topic, or --group for its dead letters")
+        arguments.topic = dead_letter_topic(arguments.group)
+    if arguments.topic is None or arguments.topic == arguments.to_topic:
+        raise InputError("--to-topic: name another topic to take messages from by --topic, or a group by --group")
 
 
 def _warn(unconfirmed: Counter[tuple[str, str]]) -> None:
@@ -104,10 +127,14 @@ def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessag
             yield message, physical_offset + size
 
 
-def _again(stored: StoredMessage) -> Message:
-    """Return a message to send: with its unique id, by which consumers recognise one that is sent twice."""
-    own = {name: value for name, value in stored.properties.items() if name not in RESERVED_PROPERTIES}
-    message = Message(stored.topic, stored.body, tags=stored.tags, properties=own)
+def _again(stored: StoredMessage, topic: str | None) -> Message:
+    """Return a message to send: with its unique id, by which consumers recognise one that is sent twice.
+
+    What failed attempts added is left out: the count, the retry topic, and for another topic the cause.
+    """
+    left_out = RESERVED_PROPERTIES if topic is None else RESERVED_PROPERTIES | OF_A_LETTER
+    own = {name: value for name, value in stored.properties.items() if name not in left_out}
+    message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=own)
     for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY):  # as they are: a client's key can have a space
         if name in stored.properties:
             message.properties[name] = stored.properties[name]
@@ -118,8 +145,9 @@ def _again(stored: StoredMessage) -> Message:
 class _Lanes:
     """Messages that wait to be sent, by the queue that they come from: those of one queue go as batches."""
 
-    def __init__(self, producer: Producer, place: _Place) -> None:
+    def __init__(self, producer: Producer, place: _Place, to_topic: str | None) -> None:
         self._producer = producer
+        self._to_topic = to_topic
         self._place = place
         self._lanes: dict[tuple[str, int], list[StoredMessage]] = {}
         self._messages = self._bytes = 0
@@ -148,13 +176,15 @@ class _Lanes:
             self._place.passed(min(waiting, default=self._end))
 
     def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
-        topic, messages = stored[0].topic, [_again(one) for one in stored]
+        messages = [_again(one, self._to_topic) for one in stored]
+        topic = messages[0].topic
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
-            self._count(topic, len(messages), self._producer.send_batch(messages, queue=queues[queue_id % len(queues)]))
+            sent = self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
+            self._count(stored[0].topic, len(messages), sent)
         else:  # the first message of an unknown topic makes it
             for one in messages:
-                self._count(topic, 1, self._producer.send(one, selector=_same_queue, arg=queue_id))
+                self._count(stored[0].topic, 1, self._producer.send(one, selector=_same_queue, arg=queue_id))
 
     def _count(self, topic: str, messages: int, sent: SendResult) -> None:
         if sent.status is not SendStatus.SEND_OK:
@@ -164,7 +194,7 @@ class _Lanes:
 def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) -> bool:
     """Return whether one batch can hold messages: their bodies are compressed in the store, but not in a batch."""
     size = max(sum(one.size for one in stored), sum(len(one.body) for one in messages))
-    return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(stored[0].topic)
+    return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic)
 
 
 def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:
@@ -192,7 +222,7 @@ class _Place:
     """
 
     def __init__(self, arguments: argparse.Namespace, store: MessageStore, selection: MessageQuery) -> None:
-        names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until")
+        names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until", "to_topic")
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
         self._key = json.dumps({"route": arguments.route, **chosen}, sort_keys=True)
         self._folder = os.path.join(store.path, "librmq")
@@ -207,7 +237,9 @@ class _Place:
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
         known = self._known().get(self._key)
-        if known is not None and not arguments.from_start:
+        self.is_continued = known is not None and not arguments.from_start
+        """Whether an earlier call has come some way."""
+        if known is not None and self.is_continued:
             self.physical_offset = known["physical_offset"]
             self._record = self._last = _Record(*known["record"]) if known.get("record") else None
             self.selection = replace(selection, begin_ms=min(selection.begin_ms, known.get("since_ms", _LARGEST)))

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
+from librmq.cli.input import parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.unknown_names import note_group
+from librmq.clock import SystemClock
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
@@ -37,6 +39,8 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.resend:
         raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
+    if arguments.unsent:
+        raise InputError("--unsent works on the folder of a store, which notes what was sent again")
     with open_cluster(arguments) as cluster:
         found = list(cluster.dead_letters(arguments.group))
         chosen = _chosen((one for _, one in found), arguments)
@@ -60,16 +64,22 @@ def _print(chosen: list[letters.GivenUpMessage], arguments: argparse.Namespace, 
 
 
 def _chosen(found: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+    since_ms = None if arguments.since is None else parse_time(arguments.since, SystemClock())
     return [
         one
         for one in found
         if (arguments.cause is None or arguments.cause in one.cause)
         and (arguments.id is None or arguments.id == one.unique_key)
+        and (since_ms is None or one.store_timestamp_ms >= since_ms)
+        and (one.resent_at_ms is None or not arguments.unsent)
     ]
 
 
 def _resend(arguments: argparse.Namespace, output: Output) -> int:
-    """Resend the chosen dead letters, at most ``--limit``; a dry run does the same in memory."""
+    """Resend those of the chosen dead letters that were not sent yet, at most ``--limit``; ``--id`` repeats one.
+
+    A dry run does the same in memory.
+    """
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
     with opened_broker(arguments) as broker:
@@ -77,13 +87,23 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
             one.physical_offset: one
             for one in _chosen(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
         }
-        chosen_letters = [one for one in broker.dead_letters(arguments.group) if one.physical_offset in chosen]
+        unsent = [
+            one
+            for one in broker.dead_letters(arguments.group)
+            if (letter := chosen.get(one.physical_offset)) and (letter.resent_at_ms is None or arguments.id is not None)
+        ]
         if arguments.limit is not None:
-            chosen_letters = chosen_letters[: whole_number("--limit", arguments.limit)]
-        for letter in chosen_letters:
-            broker.resend_dead_letters(arguments.group, [letter])
-    if not chosen_letters:
-        complain(f"note: no such dead letter of group {arguments.group!r}: nothing is sent")
-    for letter in chosen_letters:
-        output.row({**chosen[letter.physical_offset]._asdict(), "resent": not arguments.dry_run})
+            unsent = unsent[: whole_number("--limit", arguments.limit)]
+        letters.resend(broker, arguments.group, unsent)
+        at_ms = broker.runner.now_ms()
+    if not unsent:
+        before = (
+            f"all {len(chosen):,} dead letters were sent before, as resent_at_ms in the list says: name one with --id "
+            "to send it once more"
+        )
+        complain(f"note: {before if chosen else f'no such dead letter of group {arguments.group!r}'}: nothing is sent")
+    for one in unsent:
+        letter = chosen[one.physical_offset]
+        resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
+        output.row({**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run})
     return 0

@@ -75,13 +75,13 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def replay(arguments: argparse.Namespace, output: Output) -> int:
-    """Start a second group where a group's last skip of a topic began, or send messages to a cluster."""
-    if arguments.route is not None:
+    """Start a second group where a group's last skip of a topic began, or send messages elsewhere."""
+    if arguments.route is not None or arguments.to_topic is not None:
         from librmq.cli.cluster_replay import replay_to_cluster
 
         return replay_to_cluster(arguments, output)
     if None in (arguments.group, arguments.topic, arguments.to):
-        raise InputError("expected --group, --topic and --to; or --route, to send messages to a cluster")
+        raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
     from librmq.diagnosis.policies import replay, skipped
 
     with opened_broker(arguments) as broker:

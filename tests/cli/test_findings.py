@@ -23,7 +23,10 @@ from librmq.runtime.manual import ManualRunner
 from tests.cli.stand import Shell, files_of
 
 LAG = ["group", "topic", "queue_id", "min_offset", "max_offset", "consumer_offset", "lag", "oldest_timestamp_ms"]
-LETTER = ["group", "original_topic", "unique_key", "reconsume_times", "store_timestamp_ms", "cause", "physical_offset"]
+LETTER = [
+    "group", "original_topic", "unique_key", "reconsume_times", "store_timestamp_ms", "cause", "physical_offset",
+    "resent_at_ms",
+]  # fmt: skip
 EVENT = ["at_ms", "event", "topic", "queue_id", "queue_offset", "physical_offset", "group"]
 
 
@@ -254,10 +257,13 @@ def test_dead_letters_are_resent_once_tried_dry(broken: Shell) -> None:
     words = ["dead-letters", "kit", "--resend", "--group", "g", "--id", listed[0]["unique_key"]]
     assert broken(*words, "--dry-run").rows == [{**listed[0], "resent": False}]
     assert files_of(broken.folder / "kit") == before
-    assert broken(*words).rows == [{**listed[0], "resent": True}]
+    (sent,) = broken(*words).rows
+    assert sent == {**listed[0], "resent_at_ms": sent["resent_at_ms"], "resent": True}
     (again,) = broken("show", "kit", "--topic", "%RETRY%g").rows
     assert again["dispatch_uniq_key"] == listed[0]["unique_key"]
-    assert broken("dead-letters", "kit").rows == listed
+    del sent["resent"]
+    assert broken("dead-letters", "kit").rows == [sent, *listed[1:]]
+    assert len(broken(*words).rows) == 1  # what is named by its id is sent once more
     assert "--group" in broken("dead-letters", "kit", "--resend").said
 
 
@@ -274,6 +280,49 @@ def test_no_more_dead_letters_are_resent_than_the_limit(broken: Shell) -> None:
     retries = len(broken("show", "kit", "--topic", "%RETRY%g").rows)
     assert len(broken("dead-letters", "kit", "--resend", "--group", "g", "--limit", 2).rows) == 2
     assert len(broken("show", "kit", "--topic", "%RETRY%g").rows) == retries + 2
+
+
+def test_a_repeated_resend_continues_with_the_unsent_letters(broken: Shell) -> None:
+    listed = broken("dead-letters", "kit").rows
+    words = ["dead-letters", "kit", "--resend", "--group", "g", "--limit", 2]
+    assert [row["physical_offset"] for row in broken(*words).rows] == [row["physical_offset"] for row in listed[:2]]
+    assert broken("dead-letters", "kit", "--unsent").rows == listed[2:]
+    assert [row["physical_offset"] for row in broken(*words).rows] == [listed[2]["physical_offset"]]
+    assert [row["resent_at_ms"] is None for row in broken("dead-letters", "kit").rows] == [False] * 3
+    answer = broken(*words)
+    assert (answer.status, answer.out) == (0, "")
+    assert "all 3 dead letters were sent before" in answer.said
+    retries = broken("show", "kit", "--topic", "%RETRY%g").rows[-3:]
+    assert {row["dispatch_uniq_key"] for row in retries} == {row["unique_key"] for row in listed}
+
+
+def test_dead_letters_are_chosen_by_their_time(broken: Shell) -> None:
+    listed = broken("dead-letters", "kit").rows
+    last = listed[-1]["store_timestamp_ms"]
+    assert broken("dead-letters", "kit", "--since", last).rows == [
+        row for row in listed if row["store_timestamp_ms"] >= last
+    ]
+    assert broken("dead-letters", "kit", "--since", last + 1).rows == []
+
+
+def test_dead_letters_go_to_another_topic_without_their_past(broken: Shell) -> None:
+    words = ["replay", "kit", "--group", "g", "--to-topic", "second-try"]
+    row = {"topic": "%DLQ%g", "messages": 3, "body_bytes": 3, "unconfirmed": 0, "dry_run": False}
+    assert broken(*words, "--dry-run").rows == [{**row, "dry_run": True}]
+    assert broken("show", "kit", "--topic", "second-try").rows == []
+    assert broken(*words).rows == [row]
+    letters = broken("dead-letters", "kit").rows
+    copies = broken("show", "kit", "--topic", "second-try").rows
+    assert {copy["dispatch_uniq_key"] for copy in copies} == {letter["unique_key"] for letter in letters}
+    assert sorted(copy["body"] for copy in copies) == ["0", "1", "2"]
+    for copy in copies:
+        assert copy["reconsume_times"] == 0
+        assert set(copy["properties"]) == {"KEYS", "UNIQ_KEY", "WAIT", "CLUSTER"}
+    answer = broken(*words)
+    assert (answer.status, answer.out, "--from-start" in answer.said) == (0, "", True)
+    assert len(broken("show", "kit", "--topic", "second-try").rows) == 3
+    wrong = broken("replay", "kit", "--topic", "orders", "--to-topic", "orders")
+    assert (wrong.status, "another topic" in wrong.said) == (2, True)
 
 
 def test_nothing_to_resend_is_reported(broken: Shell) -> None:

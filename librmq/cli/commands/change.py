@@ -89,13 +89,14 @@ COMMANDS: Final = (
             option("--group", metavar="GROUP", help="the consumer group that has skipped messages"),
             option("--to", metavar="GROUP", help="the second group"),
             option("--route", metavar="HOST:PORT", help="send the store's messages to the cluster of this name server"),
-            option("--from-start", action="store_true", help="with --route: do not continue where the last call ended"),
+            option("--to-topic", metavar="TOPIC", help="send messages, or the dead letters of --group, to this topic"),
+            option("--from-start", action="store_true", help="do not continue where the last call ended"),
             *(one for one in SELECTION if one.names[0] not in ("--key", "--id")),
             *CHANGES,
         ),
         description="Starts a second group where a group's last skip of a topic began: --group, --topic and --to. Or, "
-        "with --route, sends the selected messages to a running cluster; a repeated call continues where the last one "
-        "ended.",
+        "with --route or --to-topic, sends the selected messages to a running cluster or to another topic; a repeated "
+        "call continues where the last one ended.",
         output=OUTPUT,
     ),
     Command(
