@@ -464,21 +464,11 @@ class ConsumeQueue:
         except CorruptionError:  # the last address has no unit
             ext.recover()
 
-    def serve_from(self, min_physical_offset: int) -> None:
+    def advance(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or after ``min_physical_offset``, the begin of the log.
 
-        As in RocketMQ, this searches only the file of `min_offset`. If all its messages are deleted, nothing changes
-        until `trim` deletes the file. It also works on a queue that is open for reading.
-        """
-        low = self.min_offset
-        chunks = self._chunks(low, min(self.next_file_offset(low), self.max_offset))
-        served = stored_entries.first_from(chunks, min_physical_offset)
-        self.min_offset = low if served is None else served
-
-    def advance(self, min_physical_offset: int) -> None:
-        """Move `min_offset` past the files without existing messages, except the last file, and call `serve_from`.
-
-        The last entry of a file decides. A queue whose messages are all deleted keeps its offsets.
+        The last entry of a file decides whether the file is passed; of the next one each entry counts. A queue whose
+        messages are all deleted is empty: its begin is its end. It also works on a queue that is open for reading.
         """
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
@@ -486,8 +476,8 @@ class ConsumeQueue:
             if size <= 0 or not 0 <= physical_offset < min_physical_offset:
                 break
             low = following
-        self.min_offset = low
-        self.serve_from(min_physical_offset)
+        served = stored_entries.first_from(self._chunks(low, self.max_offset), min_physical_offset)
+        self.min_offset = self.max_offset if served is None else served
 
     def trim(self, min_physical_offset: int) -> list[str]:
         """Call `advance`, delete the files before `min_offset`, also of units, and return their paths."""

@@ -296,10 +296,10 @@ def test_a_queue_for_reading_is_not_written() -> None:
     for write in writes:
         with pytest.raises(ReadOnlyError):
             write()
-    queue.serve_from(60)  # the first file's messages are all gone
-    assert (queue.min_offset, queue.max_offset) == (0, 8)
-    queue.serve_from(30)
+    queue.advance(30)
     assert (queue.min_offset, queue.max_offset) == (3, 8)
+    queue.advance(60)  # the first file's messages are all gone
+    assert (queue.min_offset, queue.max_offset) == (6, 8)
     assert contents(files) == before
 
 
@@ -364,13 +364,13 @@ def test_bytes_after_the_end_are_counted(at: int | None, found: int) -> None:
 
 def test_the_minimum_skips_filler_and_never_goes_back() -> None:
     queue = filled(MemoryFiles(), 7, 12)
-    queue.serve_from(0)
+    queue.advance(0)
     assert queue.min_offset == 7
-    queue.serve_from(90)
-    queue.serve_from(-5)
+    queue.advance(90)
+    queue.advance(-5)
     assert queue.min_offset == 9
-    queue.serve_from(1 << 70)
-    assert queue.min_offset == 9
+    queue.advance(1 << 70)  # all messages are gone
+    assert (queue.min_offset, queue.max_offset) == (12, 12)
 
 
 # ---------------------------------------------------------------------------------------------------- by time
@@ -419,8 +419,8 @@ def test_a_bad_entry_in_the_middle_is_reported_with_its_place(physical_offset: i
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["truncate_after", "trim", "serve_from"]), st.integers(-9, 200)),
-        st.tuples(st.just("serve_from"), st.integers(-(1 << 63), 1 << 64)),
+        st.tuples(st.sampled_from(["truncate_after", "trim", "advance"]), st.integers(-9, 200)),
+        st.tuples(st.just("advance"), st.integers(-(1 << 63), 1 << 64)),
         st.tuples(st.just("truncate_after"), st.integers(-(1 << 63), 1 << 64)),
         st.tuples(st.just("truncate_to"), st.integers(-9, 40)),
         st.tuples(st.sampled_from(["recover", "reopen", "append"]), st.just(0)),

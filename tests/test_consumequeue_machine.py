@@ -156,7 +156,7 @@ class QueueMachine(RuleBasedStateMachine):
             if queue_offset >= self.minimum and entry != FILLER and entry[0] >= log_begin
         ]
         last_file = (self.end - 1) - (self.end - 1) % self.per_file if self.entries else self.begin
-        self.minimum = there[0] if there else max(self.minimum, last_file)
+        self.minimum = there[0] if there else self.end
         first_file = min(self.minimum - self.minimum % self.per_file, last_file)
         if first_file > self.begin:
             del self.entries[: first_file - self.begin]

@@ -492,7 +492,8 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             "expired-unread",
             "error",
             subject,
-            f"Retention deleted {counted(each.expired, 'message')} before the group consumed them.",
+            f"{counted(each.expired, 'message')} of the group's queues were deleted before the group consumed them.",
             {"expired": each.expired},
-            "Keep messages longer (file_reserved_hours, max_total_size), or let the group consume faster.",
+            "Unless the finding missing-log-files says that files are missing, retention deleted them: keep messages "
+            "longer (file_reserved_hours, max_total_size), or let the group consume faster.",
         )

@@ -12,8 +12,17 @@ from librmq.diagnosis.view import StoreView
 from librmq.files.rolling import file_name
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
+from librmq.store.recovery.clean_shutdown import read_closed_state
 
-__all__ = ["AT_ONCE", "damage_finding", "damage_findings", "is_verified", "message_count", "missing_queue_findings"]
+__all__ = [
+    "AT_ONCE",
+    "damage_finding",
+    "damage_findings",
+    "is_verified",
+    "message_count",
+    "missing_log_findings",
+    "unverified_damage",
+]
 
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""
@@ -56,12 +65,55 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
     if view.is_live:
         return []
     if not is_verified(view, check):
-        return missing_queue_findings(view)
-    from librmq.store.recovery.verify import verify
+        return unverified_damage(view)
+    from librmq.store.recovery.verify import MISSING_LOG, verify
 
     path = view.store.path
-    found = verify(path, files=view.store.files).damage
+    found = [one for one in verify(path, files=view.store.files).damage if one.kind != MISSING_LOG]
     return [damage_finding(f"store {path}", found, path)] if found else []
+
+
+def missing_log_findings(view: StoreView) -> list[Finding]:
+    """Return a finding if the log lacks its first files, though not because retention deleted them.
+
+    Librmq's note of the last close says where the log began. In any store, retention deletes a file of a queue soon
+    after the last of its messages.
+    """
+    store = view.store
+    log, path, files, size = store.log, store.path, store.files, store.config.consumequeue_file_size
+    if view.is_live or not log.begin:
+        return []
+    closed = None
+    if view.owner is None and not has_abort(files, path):
+        closed = read_closed_state(path, files)
+    begin = closed.log_begin if closed is not None and closed.lacks_files(log) else None
+    old = [
+        f"{topic}:{queue_id}"
+        for (topic, queue_id), state in view.ranges.items()
+        if (first := min(state.min_offset, state.max_offset - 1) * ENTRY_SIZE // size * size) > 0
+        and files.size(os.path.join(directory.queue_folder(path, topic, queue_id), file_name(first - size))) is not None
+    ]
+    if begin is None and not old:
+        return []
+    if begin is not None:
+        what = f"The log began at {begin} when the store was closed, and begins at {log.begin} now."
+    else:
+        what = (
+            f"The log begins at {log.begin}, but {counted(len(old), 'queue')} still have files of messages before it."
+        )
+    return [
+        Finding(
+            "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
+            {"log_begin": log.begin, "log_begin_when_closed": begin, "queues": len(old), "queue_names": old[:NAMED]},
+            "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
+            "are lost; the findings expired-unread count those that a group had not consumed.",
+        )
+    ]  # fmt: skip
+
+
+def unverified_damage(view: StoreView) -> list[Finding]:
+    """Return the findings about damage that shows without a check of each record."""
+    return missing_queue_findings(view)
 
 
 def missing_queue_findings(view: StoreView) -> list[Finding]:

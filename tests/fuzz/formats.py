@@ -109,7 +109,7 @@ def queue(data: bytes) -> None:
                 if entry is not None and found.ext is not None:
                     found.ext_unit(entry.tags_code)
         found.queue_offset_at(5, lambda place, size: place % 11)
-        found.serve_from(len(data))
+        found.advance(len(data))
         found.recover()
         found.truncate_after(int.from_bytes(data[:3], "big"))
         found.append(found.max_offset, 1 << 40, 100, 7)

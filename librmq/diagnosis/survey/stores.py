@@ -13,7 +13,7 @@ import numpy as np
 
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.checkup import diagnose
-from librmq.diagnosis.damage import damage_finding, message_count, missing_queue_findings
+from librmq.diagnosis.damage import damage_finding, message_count, unverified_damage
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.pending import PendingMessage, pending_messages
@@ -38,7 +38,7 @@ from librmq.errors import CorruptionError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import RETRY_PREFIX
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery.verify import MISSING_LOG, verify
 
 __all__ = [
     "VERIFIED",
@@ -84,7 +84,9 @@ def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[Damage
     """Return what ``verify`` finds, with files relative to the store."""
     found = verify(path, files=None if view is None else view.store.files)
     return tuple(
-        DamagedPlace(name, os.path.relpath(one.file, path), one.offset, one.kind, one.what) for one in found.damage
+        DamagedPlace(name, os.path.relpath(one.file, path), one.offset, one.kind, one.what)
+        for one in found.damage
+        if one.kind != MISSING_LOG  # a finding of its own
     )
 
 
@@ -163,7 +165,7 @@ def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: 
     ]
     unchecked: list[ReportedFinding] = []
     if not check:
-        missing = [_reported(name, one)._replace(subject=f"store {name}") for one in missing_queue_findings(view)]
+        missing = [_reported(name, one)._replace(subject=f"store {name}") for one in unverified_damage(view)]
         unchecked = [*missing, _unchecked(name)]
     return ReportPart(
         summary=StoreSummary(

@@ -55,6 +55,10 @@ class ClosedState:
             return self.log_end == self.log_begin
         return crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
 
+    def lacks_files(self, log: CommitLog) -> bool:
+        """Return whether the first files of the log were deleted since the close, and nothing else changed."""
+        return self.log_begin < log.begin < self.log_end and replace(self, log_begin=log.begin).agrees_with(log)
+
     def has_index(self, index: KeyIndex) -> bool:
         """Return whether the index is unchanged since the close."""
         return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)

@@ -266,7 +266,7 @@ def load(  # noqa: C901 (a step for each part of a store)
         checkpoint.lower(clock.now_ms())
     else:
         for queue in queues.opened():
-            queue.serve_from(log.begin)
+            queue.advance(log.begin)
     return parts
 
 

@@ -460,4 +460,4 @@ class QueueCheck:
                 if unit is not None:
                     kept["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
         queue.append_many(self.first, kept.tobytes())
-        queue.serve_from(self._begin)
+        queue.advance(self._begin)

@@ -145,7 +145,7 @@ class Recovery:
             path, position = queue.place_of(queue.max_offset)
             parts.cuts.append(Damage(path, position, "ahead", f"{cut} entries ahead of the log", 20 * cut))
         if parts.log.begin:
-            queue.serve_from(parts.log.begin)
+            queue.advance(parts.log.begin)
 
     def _reconcile_from(self) -> tuple[int, Scope]:
         """Return the place from which records are compared with the index, and the records to compare with queues."""

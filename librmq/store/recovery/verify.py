@@ -34,12 +34,14 @@ from librmq.store.recovery.queue_checks import Scope
 from librmq.store.recovery.queue_search import made_again
 from librmq.store.recovery.reconcile import reconcile
 
-__all__ = ["Verdict", "verify"]
+__all__ = ["MISSING_LOG", "Verdict", "verify"]
 
 _T = TypeVar("_T")
 
 _LOOKS: Final = 4  # for a store with a running writer
 
+MISSING_LOG: Final = "deleted"
+"""Kind of the damage that the first files of the log are missing."""
 UNKNOWABLE = (
     "only bodies have a checksum: changes in the flag, times, hosts, reconsume times and prepared offset of records "
     "can't be found"
@@ -127,6 +129,8 @@ class _Look:
                 place = log.sequence.path_at(end.physical_offset)
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
                 self._found.append(Damage(place, end.physical_offset, "tail", what, behind))
+        if self._closed:
+            self._first_files(log)
         queues = self._queues()
         index = self._part(self._open_index)
         if queues is not None:
@@ -134,6 +138,14 @@ class _Look:
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
         return self._found
+
+    def _first_files(self, log: CommitLog) -> None:
+        """Note that the log has lost its first files since librmq closed it."""
+        closed = read_closed_state(self._path, self._files)
+        if closed is not None and closed.lacks_files(log):
+            what = f"expected the log to begin at {closed.log_begin}, as closed, found {log.begin}"
+            place = log.sequence.path(closed.log_begin)
+            self._found.append(Damage(place, closed.log_begin, MISSING_LOG, what, log.begin - closed.log_begin))
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
