@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from librmq.cli.commands import COMMANDS, SECTIONS
-from librmq.cli.commands.options import CONFIG, FORMAT, ROUTE, Command
+from librmq.cli.commands import COMMANDS, READING, SECTIONS
+from librmq.cli.commands.options import AS_RECOVERED, CONFIG, FORMAT, ROUTE, Command
 from librmq.cli.output import BAD_INPUT, complain
 
 __all__ = ["parse", "parser_of"]
@@ -75,6 +75,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
         parser.add_argument("store", metavar="STORE", help="the folder of the store", **places)
         CONFIG.add_to(parser)
+        if command.name in READING:
+            AS_RECOVERED.add_to(parser)
         if command.takes_route:
             ROUTE.add_to(parser)
     for one in command.options:

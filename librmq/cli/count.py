@@ -126,6 +126,7 @@ def _by_columns(store: MessageStore, selection: MessageQuery, arguments: argpars
 
     names = _COLUMNS.get(by, ("storeTimestamp",))
     settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)
+    settings["as_recovered"] = True  # `open_store` has reported what this leaves out
     if by in ("topic", "queue") and selection.tags is None and selection.sql is None:
         settings["view"] = "queues"
     topics = {topic for topic, _ in store.queues if everything or kind_of_topic(topic) == "user"}

@@ -30,6 +30,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         sql=arguments.sql,
         processes=_number("--processes", arguments.processes),
         fail_on_data_loss=not arguments.skip_deleted,
+        as_recovered=arguments.as_recovered,
     )
     if arguments.columns is not None:
         settings["columns"] = arguments.columns.split(",")

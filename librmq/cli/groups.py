@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from librmq.cli.input import parse_duration, refuse_leftovers
+from librmq.cli.input import check_opened, parse_duration
 from librmq.cli.output import Output, complain
 from librmq.cli.unknown_names import note_group, note_topic
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
@@ -33,7 +33,7 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     """
     if arguments.config is None:
         with StoreView.open(arguments.store) as view:
-            refuse_leftovers(view.store)
+            check_opened(arguments, view.store)
             yield view
     else:
         from librmq.cli.queues import open_store

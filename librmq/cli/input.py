@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.cli.output import complain
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError
+from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore
 
 __all__ = [
+    "check_opened",
     "check_text",
     "field",
     "files_and_config",
@@ -33,7 +36,7 @@ __all__ = [
     "read_config",
     "read_ranges",
     "read_rows",
-    "refuse_leftovers",
+    "report_cut",
     "settle_config",
     "standard_input",
 ]
@@ -45,8 +48,10 @@ _DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
-def refuse_leftovers(store: MessageStore) -> None:
-    """Close a store that a reader could open only without files that a kill has left.
+def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
+    """Close a store that a reader could open only without files that a kill has left; report a log that is cut short.
+
+    A command that finds sound records after the log's end ends with status 1, unless ``--as-recovered`` is given.
 
     Raises:
         CorruptionError: There is such a file.
@@ -56,6 +61,18 @@ def refuse_leftovers(store: MessageStore) -> None:
             store.close()
             what = f"{damage.what}: `librmq recover` removes it"
             raise CorruptionError(damage.file, damage.offset, damage.kind, what)
+    if (cut := store.cut_short) is not None:
+        report_cut(arguments, cut)
+
+
+def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
+    """Report once that the log ends at ``cut`` for this command, although sound records follow."""
+    if not getattr(arguments, "is_cut_short", False):  # a command can open its store many times
+        arguments.is_cut_short = True
+        complain(
+            f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {cut.bytes} bytes with "
+            f"sound records follow ({cut.what}): librmq salvage saves them"
+        )
 
 
 def parse_time(text: str, clock: Clock) -> int:

@@ -13,6 +13,7 @@ from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
+from librmq.files.damage import Damage
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.frames import LogItem
@@ -20,7 +21,7 @@ from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record
 
-__all__ = ["dump", "ends_at"]
+__all__ = ["cut_at", "dump"]
 
 _ZEROS: Final = bytes(1 << 20)
 
@@ -32,7 +33,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     sequence = MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(32), writable=False)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
-    items = _all_items(sequence, damages.append) if arguments.all else _items(sequence)
+    items = _all_items(sequence, damages.append) if arguments.all else _items(sequence, arguments.as_recovered)
     begin = sequence.begin
     with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
         for physical_offset, size, raw in items:
@@ -51,7 +52,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     return DAMAGED if damages else 0
 
 
-def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
+def _items(sequence: MappedFileQueue, as_recovered: bool) -> Iterator[LogItem]:
     """Yield records and blanks up to the log's end.
 
     Raises:
@@ -60,7 +61,7 @@ def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
     try:
         yield from _whole_files(sequence, sequence.begin, check_body=True)
     except CorruptionError as error:
-        if not ends_at(sequence, error.offset):
+        if not ends_at(sequence, error.offset) and not (as_recovered and cut_at(sequence, error) is not None):
             raise
 
 
@@ -90,6 +91,14 @@ def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> 
         if raw is None and physical_offset + size == sequence.end:
             return
         yield physical_offset, size, raw
+
+
+def cut_at(sequence: MappedFileQueue, error: CorruptionError) -> Damage | None:
+    """Return the damage that ends the log, if sound records follow it."""
+    log, at = CommitLog(sequence), error.offset
+    cut = Damage(error.file, at, error.kind, error.what, log.data_behind(at))
+    following = find_record(sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
+    return None if following is None else cut
 
 
 def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:

@@ -108,6 +108,8 @@ def _call(chosen: argparse.Namespace) -> int:
         status = 0
     finally:
         output.close()
+    if getattr(chosen, "is_cut_short", False) and not getattr(chosen, "as_recovered", False):
+        status = status or DAMAGED
     if output.rows == 0 and output.is_on_terminal and output.says_nothing_found and hasattr(chosen, "fail_empty"):
         complain("note: nothing found")
     if status == 0 and output.rows == 0 and getattr(chosen, "fail_empty", False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from librmq.cli.input import files_and_config, refuse_leftovers
+from librmq.cli.input import check_opened, files_and_config
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.unknown_names import TOPICS, near
@@ -32,7 +32,7 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
             max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
         )
     store = MessageStore.open(arguments.store, config, read_only=True, files=files)
-    refuse_leftovers(store)
+    check_opened(arguments, store)
     return store
 
 

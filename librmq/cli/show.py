@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.bodies import shown_row
-from librmq.cli.input import files_and_config
+from librmq.cli.input import files_and_config, report_cut
+from librmq.cli.log import cut_at
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
@@ -51,8 +52,15 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
             folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False
         )
         with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
-            for message in _in_log(sequence, selection, bar):
-                output.row(shown_row(message, levels, arguments.body))
+            try:
+                for message in _in_log(sequence, selection, bar):
+                    output.row(shown_row(message, levels, arguments.body))
+            except CorruptionError as error:
+                if error.kind == "size":
+                    raise
+                cut = cut_at(sequence, error)
+                if cut is not None:
+                    report_cut(arguments, cut)
         return 0
     from librmq.cli.queues import open_store
 
@@ -67,24 +75,18 @@ def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
     """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
 
     Raises:
-        CorruptionError: The bytes are no record, and the log does not end there.
+        CorruptionError: The bytes are no record, perhaps because the log ends there.
     """
     test = selection.test()
     log = CommitLog(sequence)
     log.end = sequence.end
     begin = _first_file(log, sequence, selection.begin_ms)
-    try:
-        for physical_offset, _, raw in log.scan(begin):
-            bar.to(physical_offset - sequence.begin)
-            if raw is not None:
-                message = StoredMessage(raw)
-                if test(message):
-                    yield message
-    except CorruptionError as error:
-        from librmq.cli.log import ends_at
-
-        if not ends_at(sequence, error.offset):
-            raise
+    for physical_offset, _, raw in log.scan(begin):
+        bar.to(physical_offset - sequence.begin)
+        if raw is not None:
+            message = StoredMessage(raw)
+            if test(message):
+                yield message
 
 
 def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int:

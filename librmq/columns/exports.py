@@ -129,7 +129,9 @@ def export(
         fresh.check(state, path)
         target: ParquetFolder | TextFile
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
-        with PlannedStore.open(options.paths[0], options.wanted, options.mode, source_files) as planned:
+        with PlannedStore.open(
+            options.paths[0], options.wanted, options.mode, source_files, as_recovered=options.as_recovered
+        ) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
             if state.last and not planned.has_message(*state.last):

@@ -140,6 +140,8 @@ class ReadOptions:
     """Whether deleted messages raise an error."""
     mode: Mode = "FAILFAST"
     """What a read does about damage: raises, reports it by a row, or leaves it out."""
+    as_recovered: bool = False
+    """Whether ``FAILFAST`` reads a store as a recovery would leave it where that cuts sound records."""
     min_partitions: int = 1
     """Least number of parts to plan."""
     checksums: bool = True

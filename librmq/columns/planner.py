@@ -72,14 +72,19 @@ class PlannedStore:
     _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the queues opened here
     _opened: list[ConsumeQueue] = field(default_factory=list)
     _is_narrowed: bool = False
+    _as_recovered: bool = False
+    _ends_as_recovered: bool = True
 
     @classmethod
-    def open(cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None) -> PlannedStore:
+    def open(
+        cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None, *, as_recovered: bool = False
+    ) -> PlannedStore:
         """Open the store in ``path``, and plan its wanted queues.
 
         Raises:
             NotAStoreError: There is no store in ``path``.
-            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``.
+            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``; with ``as_recovered`` a log
+                that ends before sound records is not.
         """
         files = files or DiskFiles()
         directory.check_kind(path, files)
@@ -92,7 +97,12 @@ class PlannedStore:
             store = None
             damage.append(_damage_of(error))
         planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store, files)
-        planned._look(wanted, mode)
+        planned._as_recovered = as_recovered
+        try:
+            planned._look(wanted, mode)
+        except BaseException:
+            planned.close()
+            raise
         return planned
 
     def refresh(self, wanted: Wanted, mode: Mode) -> None:
@@ -103,13 +113,20 @@ class PlannedStore:
 
     def _look(self, wanted: Wanted, mode: Mode) -> None:
         files, store = self._files, self._store
+        cut = None if store is None else store.cut_short
+        if cut is not None and mode == "FAILFAST" and not self._as_recovered:
+            hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
+            what = f"{cut.what}; the log ends here, {cut.bytes} bytes with sound records follow {hint}"
+            raise CorruptionError(cut.file, cut.offset, cut.kind, what)
+        # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
+        self._ends_as_recovered = mode == "FAILFAST" or (cut is None and has_abort(files, self.path))
         self.config = config = self.config if store is None else store.config
         self.queues = {}
         self._close_opened()
         starts = _log_files(self.path, config, files)
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
-        self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
+        self.log_end = whole_end if store is None or not self._ends_as_recovered else store.log.end
         states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
             if wanted.queue(*name):
@@ -173,7 +190,7 @@ class PlannedStore:
             stored = self._stored_queue(name)
         except CorruptionError:  # a crash left a file of another length
             return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
-        crashed = mode == "FAILFAST" and has_abort(self._files, self.path)
+        crashed = self._ends_as_recovered and (self._as_recovered or has_abort(self._files, self.path))
         if stored.max_offset > end and self._store.recovered and not crashed:
             # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
             behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
@@ -492,7 +509,7 @@ def plan(
     # Finding the records between entries needs the entries of all queues.
     looked_at = Wanted(internal=True) if options.view == "log" else wanted
     for path in options.paths:
-        with PlannedStore.open(path, looked_at, options.mode, files) as store:
+        with PlannedStore.open(path, looked_at, options.mode, files, as_recovered=options.as_recovered) as store:
             parts += store.damage_parts()
             if options.view == "log":
                 if options.mode == "FAILFAST":  # in other modes a damaged entry can give a wrong place

@@ -66,6 +66,8 @@ class ReaderKeywords(TypedDict, total=False):
     """The number of reading processes; with 1 only this one."""
     mode: Mode
     """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason, ``DROPMALFORMED`` skips the row."""
+    as_recovered: bool
+    """Whether ``FAILFAST`` leaves out sound records after damage, as a recovery does, instead of raising."""
     fail_on_data_loss: bool
     """Whether to raise if offsets named in a mapping are gone, instead of reading the rest."""
     checksums: bool
@@ -82,8 +84,9 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     By default these are all user messages. Columns have the names of Spark's source: ``topic``, ``queueId``,
     ``queueOffset``, ``physicalOffset``, ``storeTimestamp``, ``body`` and so on. The read takes no lock and changes no
     byte. It includes all messages acknowledged before the call; a store that was not closed is read as recovery would
-    leave it. Topics, queues, offsets and times limit what is read; the other conditions are evaluated before bodies are
-    decoded. Rows come in log order, and memory holds a few batches at a time.
+    leave it, unless that cuts sound records. Topics, queues, offsets and times limit what is read; the other
+    conditions are evaluated before bodies are decoded. Rows come in log order, and memory holds a few batches at a
+    time.
 
     Args:
         store: The folder of a store, its URL (with the extra ``remote``), a `RemoteStore`, or several of them; the
@@ -204,7 +207,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
         if value not in known:
             raise ConfigError(f"{name}: expected one of {', '.join(known)}, found {value!r:.80}")
-    for name in ("fail_on_data_loss", "checksums"):
+    for name in ("fail_on_data_loss", "checksums", "as_recovered"):
         if not isinstance(settings.get(name, True), bool):
             raise ConfigError(f"{name}: expected True or False, found {settings.get(name)!r:.80}")
     sql = settings.get("sql")
@@ -233,6 +236,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         wanted=wanted,
         selector=sql,
         mode=mode,
+        as_recovered=settings.get("as_recovered", False),
         fail_on_data_loss=settings.get("fail_on_data_loss", True),
         checksums=settings.get("checksums", True),
         several=len(paths) > 1,

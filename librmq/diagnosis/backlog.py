@@ -394,9 +394,12 @@ def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found:
     with viewed(source) as view:
         known = lag(view) if found is None else found
         findings: list[Finding] = []
+        is_cut_short = (
+            view.store.cut_short is not None
+        )  # its damage is the finding, and a reset would lose the progress
         for columns in known.topics:
             each = columns.sums()
-            if each.beyond_end:
+            if each.beyond_end and not is_cut_short:
                 findings.append(_beyond([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset]))
             if limits.own or not is_own_group(each.group):
                 findings += _of_topic(view, each, limits)

@@ -27,8 +27,8 @@ __all__ = [
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""
 _NEXT: Final = (
-    "Copy the folder first: librmq snapshot STORE COPY. Then librmq recover mends what a crash leaves, and librmq "
-    "salvage saves what can be read of the rest."
+    "librmq salvage STORE --into NEW saves every record that can be read, and leaves STORE as it is. To repair STORE "
+    "itself, copy the folder first (cp -a), then see what librmq recover STORE --dry-run would cut."
 )
 
 
@@ -113,7 +113,20 @@ def missing_log_findings(view: StoreView) -> list[Finding]:
 
 def unverified_damage(view: StoreView) -> list[Finding]:
     """Return the findings about damage that shows without a check of each record."""
-    return missing_queue_findings(view)
+    found = missing_queue_findings(view)
+    cut = view.store.cut_short
+    if cut is not None:
+        path = view.store.path
+        where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
+        found.append(
+            Finding(
+                "damage", "error", f"store {path}",
+                f"The log ends at {cut.offset}; {cut.bytes} bytes with sound records follow, which no number here "
+                f"includes: {where}.",
+                {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
+            )
+        )  # fmt: skip
+    return found
 
 
 def missing_queue_findings(view: StoreView) -> list[Finding]:

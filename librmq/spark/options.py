@@ -43,8 +43,8 @@ __all__ = [
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
-    "failOnDataLoss", "mode", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger",
-    "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters",
+    "failOnDataLoss", "mode", "asRecovered", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger",
+    "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
@@ -121,6 +121,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         ending=ending,
         fail_on_data_loss=_flag(given, "failOnDataLoss", True),
         mode=cast(Mode, mode),
+        as_recovered=_flag(given, "asRecovered", False),
         min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
         checksums=_flag(given, "checksums", True),
         storage_options=storage_options,

@@ -286,7 +286,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for path in options.paths:
             store = self._stores.get(path)
             if store is None:
-                self._stores[path] = PlannedStore.open(path, options.wanted, options.mode)
+                self._stores[path] = PlannedStore.open(
+                    path, options.wanted, options.mode, as_recovered=options.as_recovered
+                )
             else:
                 store.refresh(options.wanted, options.mode)
         return self._stores

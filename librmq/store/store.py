@@ -186,6 +186,16 @@ class MessageStore:
         return self._handle.recovered
 
     @property
+    def cut_short(self) -> Damage | None:
+        """The damage at which a read-only store ends although sound records follow it; None without any.
+
+        Reads return what a recovery would leave. ``offset`` is the log's end; ``bytes`` counts those from there to the
+        last nonzero one, which a recovery would cut and ``librmq salvage`` returns.
+        """
+        view = self._handle.view
+        return None if view is None else view.cut_short()
+
+    @property
     def core(self) -> str:
         """Which code runs hot paths: ``compiled core``, or pure Python and the reason."""
         return CORE_STATE

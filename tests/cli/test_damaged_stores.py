@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,21 +14,23 @@ from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=4096, consumequeue_file_size=8 * 20)
 MESSAGES = 140
-PASSED = 20  # of the first queue
 
 
-@pytest.fixture
-def orders(shell: Shell) -> Path:
-    """Return a closed store with 70 messages in each of two queues; the group ``G`` has consumed 20 of the first."""
-    path = shell.folder / "orders"
-    with Broker.open(path, BrokerConfig(), store_config=CONFIG) as broker:
+def fill(path: Path, config: StoreConfig) -> Path:
+    """Store 70 messages in each of two queues, of which the group ``G`` has consumed none."""
+    with Broker.open(path, BrokerConfig(), store_config=config) as broker:
         broker.create_topic("T", 2)
         broker.set_group("G")
         broker.reset_group("G", "T", "begin")
         for number in range(MESSAGES):
-            broker.store.append(Message("T", b"body %03d" % number), number % 2)
-        broker.reset_group("G", "T", "begin")
+            broker.store.append(Message("T", b"body %03d" % number, keys="k"), number % 2)
     return path
+
+
+@pytest.fixture
+def orders(shell: Shell) -> Path:
+    """Return a closed store with several files of each kind."""
+    return fill(shell.folder / "orders", CONFIG)
 
 
 def remove_first_files(path: Path, count: int) -> int:
@@ -90,3 +93,86 @@ def test_retention_leaves_no_missing_files(shell: Shell, orders: Path) -> None:
         store.run_due(clock.now_ms() + 86_400_000)
         assert store.log.begin > begin
     assert "missing-log-files" not in kinds(shell, orders)
+
+
+# ------------------------------------------------------------------------------------------- a log that is cut short
+
+
+@pytest.fixture(params=["crashed", "closed by a broker"])
+def damaged(request: pytest.FixtureRequest, shell: Shell) -> tuple[Path, int]:
+    """Return a store whose 42nd record is damaged, and the physical offset of that record."""
+    path = fill(shell.folder / "damaged", StoreConfig.tiny())
+    assert shell("reset", path, "--group", "G", "--topic", "T", "--to", "end").status == 0
+    if request.param == "crashed":
+        (path / "abort").touch()
+    else:
+        (path / "librmq" / "closed.json").unlink()
+    log = min((path / "commitlog").iterdir())
+    raw = log.read_bytes()
+    log.write_bytes(raw.replace(b"body 041", b"bodi 041"))
+    with MessageStore.open(path, read_only=True) as store:
+        return path, store.log.end
+
+
+READS = [
+    ["topics"], ["stats"], ["groups"], ["lag"], ["lag", "--by", "group"], ["count"], ["count", "--by", "tag"],
+    ["count", "--grep", "body"], ["queues"], ["show"], ["show", "--topic", "T"], ["tail", "--topic", "T"], ["check"],
+    ["pending"], ["query", "--topic", "T", "--key", "k"], ["story", "k"], ["dead-letters"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", READS, ids=" ".join)
+def test_a_read_says_that_sound_records_follow(shell: Shell, damaged: tuple[Path, int], words: list[str]) -> None:
+    path, end = damaged
+    answer = shell(words[0], path, *words[1:])
+    assert answer.status == 1
+    assert f"the log ends at {end}; " in answer.said
+    assert "bytes with sound records follow" in answer.said
+    accepted = shell(words[0], path, *words[1:], "--as-recovered")
+    assert (accepted.status, accepted.rows) == (0, answer.rows)
+    recovered = shutil.copytree(path, path.with_name("recovered"))
+    shell("recover", recovered)
+    if words[0] != "stats":
+        assert shell(words[0], recovered, *words[1:]).rows == answer.rows
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_an_export_fails_unless_the_end_is_accepted(shell: Shell, damaged: tuple[Path, int], form: str) -> None:
+    path, end = damaged
+    answer = shell("export", path, "-o", f"out.{form}", "--format", form)
+    assert (answer.status, answer.out) == (1, "")
+    assert f" {end}: " in answer.said
+    (row,) = shell("export", path, "-o", f"out.{form}", "--format", form, "--as-recovered").rows
+    assert row["rows"] == 41
+
+
+def test_a_dump_ends_there_too(shell: Shell, damaged: tuple[Path, int]) -> None:
+    path, _ = damaged
+    answer = shell("dump", path)
+    assert (answer.status, len(answer.rows)) == (1, 41)
+    accepted = shell("dump", path, "--as-recovered")
+    assert (accepted.status, accepted.rows) == (0, answer.rows)
+
+
+@pytest.mark.parametrize("check", ["--verify", "--no-verify"])
+def test_diagnose_finds_it_without_reading_every_record(shell: Shell, damaged: tuple[Path, int], check: str) -> None:
+    path, end = damaged
+    found = kinds(shell, path, check)
+    assert str(end) in str(found["damage"]["what"])
+    assert "progress-beyond-end" not in found
+    assert "salvage" in str(found["damage"]["next"])
+    (*_, saved) = shell("salvage", path, "--into", "saved").rows
+    assert saved["records"] == MESSAGES - 1
+    assert shell("verify", "saved").status == 0
+
+
+def test_a_torn_end_is_read_as_recovery_leaves_it(shell: Shell) -> None:
+    path = fill(shell.folder / "torn", StoreConfig.tiny())
+    (path / "abort").touch()
+    log = min((path / "commitlog").iterdir())
+    raw = log.read_bytes()
+    log.write_bytes(raw.replace(b"body 139", b"bodi 139"))
+    for words in [*READS, ["export", "-o", "out.jsonl"]]:
+        answer = shell(words[0], path, *words[1:])
+        assert (answer.status, "sound records" in answer.said) == (0, False)
+    assert shell("count", path).rows[0]["messages"] == MESSAGES - 1

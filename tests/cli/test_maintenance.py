@@ -42,7 +42,8 @@ def test_a_refused_opening_says_what_to_do(run: Run, damaged: tuple[Path, dict[s
     assert {path: data for path, data in from_disk(copy).items() if path != "lock"} == {
         path: data for path, data in before.items() if path != "lock"
     }
-    assert run("queues", copy)[0] == 0
+    assert run("queues", copy)[0] == 1
+    assert run("queues", copy, "--as-recovered")[0] == 0
 
 
 def test_a_dry_run_prints_the_same_as_a_recovery(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:

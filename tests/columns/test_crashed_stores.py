@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq import CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.seam import Files
 from librmq.testing import CrashImages
 from tests.budget import examples, some
@@ -19,16 +19,19 @@ from tests.stores import ROOT, START_MS, contents, from_disk, in_memory, on_disk
 
 pytest.importorskip("pyarrow")
 
-from librmq.columns import reader
+from librmq.columns import ReaderKeywords, reader
+from librmq.columns.options import Mode, View
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
+VIEWS: list[View] = ["messages", "queues", "log"]
 COLUMNS = ("physicalOffset", "topic", "queueId", "queueOffset", "tags", "body")
 
 
 def rows(store: Path | str, files: Files | None = None) -> list[list[dict[str, Any]]]:
     """Return the messages of all topics, and the records of the log."""
-    every = reader(store, topic=re.compile("(?s).*"), columns=COLUMNS, files=files)
-    return [each.read_all().to_pylist() for each in (every, reader(store, view="log", columns=COLUMNS, files=files))]
+    settings = ReaderKeywords(columns=COLUMNS, files=files, as_recovered=True)
+    every = reader(store, **settings | ReaderKeywords(topic=re.compile("(?s).*")))
+    return [each.read_all().to_pylist() for each in (every, reader(store, **settings | ReaderKeywords(view="log")))]
 
 
 def check(crashed: Path, config: StoreConfig) -> None:
@@ -86,3 +89,35 @@ def test_a_torn_batch_ends_what_is_read(tmp_path: Path) -> None:
     log.write_bytes(raw)
     assert reader(tmp_path / "crashed", columns=["body"]).read_all()["body"].to_pylist() == [b"before"]
     check(tmp_path / "crashed", CONFIG)
+
+
+def test_sound_records_after_damage_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    """A read fails by default, also after a crash, and for every view."""
+    store = killed(tmp_path)
+    log = min((tmp_path / "crashed" / "commitlog").iterdir())
+    log.write_bytes(log.read_bytes().replace(b"before", b"bef0re"))
+    assert (tmp_path / "crashed" / "abort").exists()
+    for view in VIEWS:
+        with pytest.raises(CorruptionError, match="sound records follow"):
+            reader(tmp_path / "crashed", view=view)
+        reader(tmp_path / "crashed", view=view, as_recovered=True).read_all()
+    assert reader(tmp_path / "crashed", as_recovered=True).read_all().num_rows == 0
+    left = reader(tmp_path / "crashed", mode="DROPMALFORMED").read_all()
+    assert left["body"].to_pylist() == [b"0", b"1", b"2", b"3", b"4"]
+    names = ["body", "_corrupt_record"]
+    shown = reader(tmp_path / "crashed", columns=names, mode="PERMISSIVE").read_all()["_corrupt_record"]
+    assert (len(shown), shown.null_count) == (6, 5)
+    store.close()
+
+
+def test_a_torn_end_is_no_damage_in_any_mode(tmp_path: Path) -> None:
+    """What a crash leaves behind the last sound record is cut, and shown as damage by no mode."""
+    store = killed(tmp_path)
+    (log,) = (tmp_path / "crashed" / "commitlog").iterdir()
+    raw = bytearray(log.read_bytes())
+    raw[store.log.end - 20 : store.log.end] = bytes(20)
+    log.write_bytes(raw)
+    every: list[Mode] = ["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
+    for mode in every:
+        for view in VIEWS:
+            assert reader(tmp_path / "crashed", view=view, mode=mode).read_all().num_rows == 5

@@ -40,6 +40,7 @@ WRONG: Final[dict[str, tuple[Any, ...]]] = {
     "mode": (*ODD, *NUMBERS, *TEXTS),
     "fail_on_data_loss": (*ODD, *TEXTS, 0, 1),
     "checksums": (*ODD, *TEXTS, 0, 1),
+    "as_recovered": (*ODD, *TEXTS, 0, 1),
     "files": (*ODD, *NUMBERS, *TEXTS, [], {}),
     "storage_options": (*ODD, *NUMBERS, *TEXTS, [], {"key": 1}),
 }  # fmt: skip

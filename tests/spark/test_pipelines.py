@@ -194,3 +194,24 @@ def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
     assert left_out(spark, "skew", str(path)).count() == 0  # a pipeline that fails leaves nothing out
     assert left_out(spark, "skew", str(path), {"damaged": "skip", "topic": "U"}).count() == 0
     assert left_out(spark, "transactions", str(path), {"damaged": "skip"}).count() == 0
+
+
+def test_damage_after_a_crash_halves_no_number_in_silence(tmp_path: Path) -> None:
+    """A crashed store is read as recovery leaves it, but not where that cuts sound records."""
+    path = store(tmp_path / "s", [("T", 0, f"k{n}") for n in range(9)], '"T@g":{0:0}')
+    with MessageStore.open(path, read_only=True) as opened:
+        place = list(opened)[4].physical_offset
+    with open(path / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(place + 88)
+        log.write(b"\xff")
+    (path / "abort").touch()
+    spark = shared_session()
+    source = spark.read.format("rocketmq").schema("topic string, body binary")
+    for name in ("skew", "backlog", "duplicates"):
+        with pytest.raises(Exception, match="sound records follow"):
+            run(spark, name, str(path)).collect()
+        assert run(spark, name, str(path), {"damaged": "skip"}).count() >= 0
+    with pytest.raises(Exception, match="sound records follow"):
+        source.load(str(path)).collect()
+    assert source.option("asRecovered", "true").load(str(path)).count() == 4
+    assert source.option("mode", "DROPMALFORMED").load(str(path)).count() == 8

@@ -7,7 +7,7 @@ from typing import Final
 from librmq.cli.commands import change, files, look, tools
 from librmq.cli.commands.options import Command
 
-__all__ = ["COMMANDS", "SECTIONS"]
+__all__ = ["COMMANDS", "READING", "SECTIONS"]
 
 SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
     "Look": look.COMMANDS,
@@ -18,3 +18,5 @@ SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {one.name: one for section in SECTIONS.values() for one in section}
 """The commands by name."""
+READING: Final = frozenset((*(one.name for one in look.COMMANDS), "ask", "dump", "export", "queue"))
+"""Commands that read the messages of a store, or what is known about them."""

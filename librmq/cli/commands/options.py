@@ -85,6 +85,12 @@ CONFIG: Final = option(
     default=argparse.SUPPRESS,
     help="JSON file of settings that the store's files do not show",
 )
+AS_RECOVERED: Final = option(
+    "--as-recovered",
+    action="store_true",
+    help="status 0 too where sound records follow damage, which a recovery would cut and the command leaves out",
+)
+"""For a command that reads messages."""
 ROUTE: Final = option(
     "--route",
     metavar="HOST:PORT",

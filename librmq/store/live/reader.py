@@ -22,6 +22,7 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, StoreIOError
+from librmq.files.damage import Damage
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
@@ -35,6 +36,7 @@ from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
 from librmq.store.recovery.open import load
 from librmq.store.recovery.plan import RecoveryMode
+from librmq.store.recovery.salvage import find_record
 
 __all__ = ["ReadOnlyView"]
 
@@ -93,6 +95,25 @@ class ReadOnlyView:
             elif live.follow():
                 self.version += 1
             return self.version != before
+
+    def cut_short(self) -> Damage | None:
+        """Return the damage at which the log of this view ends although sound records follow it; None without any.
+
+        Its ``bytes`` go up to the last nonzero one. A record that a writer is just writing, or has left unfinished, is
+        no damage.
+        """
+        log, cuts = self.parts.log, self.parts.cuts
+        at = log.end
+        cut = next((one for one in reversed(cuts) if one.kind == "record" and one.offset == at), None)
+        if cut is None:  # no recovery in memory has looked behind the end
+            damage = log.walk(at).damage
+            if damage is None:
+                return None
+            cut = Damage(damage.file, at, damage.kind, damage.what, log.data_behind(at))
+        following = find_record(log.sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
+        if following is None or (cut not in cuts and log.walk(at).physical_offset != at):  # the writer is there now
+            return None
+        return cut
 
     def read(
         self,
