@@ -85,7 +85,7 @@ def test_a_queue_whose_messages_are_all_gone_is_empty(shell: Shell, orders: Path
 
 
 def test_retention_leaves_no_missing_files(shell: Shell, orders: Path) -> None:
-    config = replace(CONFIG, max_total_size=2 * 4096)
+    config = replace(CONFIG, max_total_size=2 * 4096, keep_unconsumed=False)
     clock = ManualClock(START_MS)
     with MessageStore.open(orders, config, clock=clock, background=False) as store:
         begin = store.log.begin
