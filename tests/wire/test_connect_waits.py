@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import BrokerUnreachableError, ConfigError, ConsumeFrom, MessageModel, NoRouteError
+from librmq import BrokerError, BrokerUnreachableError, ConfigError, ConsumeFrom, MessageModel, NoRouteError
 from librmq.clock import SystemClock
 from librmq.consumer import rebalancing
+from librmq.java.json import ObjectKey
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote import remote_route
+from librmq.wire.remote import ClusterAdmin, remote_route
 from librmq.wire.remote.host_names import HostNames
 from librmq.wire.remote.name_servers import LearntRoute
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.wire.fake_servers import FakeServer
@@ -170,6 +172,62 @@ def test_a_route_that_is_too_large_is_not_read() -> None:
         pytest.raises(BrokerUnreachableError, match=r"route of orders can't be read: .* found 2,097,152"),
     ):
         route.topic_route("orders")
+
+
+class Impatient(SystemClock):
+    """A clock whose waits pass at once."""
+
+    waited_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.waited_s
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        if seconds == 1:
+            self.waited_s += seconds
+            return False
+        return super().wait(event, seconds)
+
+
+class Resetting:
+    """A broker that resets a group after its clients have saved progress, as RocketMQ 4.9.4 does."""
+
+    def __init__(self, refusals: int, *, is_online: bool) -> None:
+        self.refusals, self.is_online = refusals, is_online
+
+    def __call__(self, frame: Frame) -> Frame | None:
+        if frame.code == RequestCode.GET_CONSUMER_CONNECTION_LIST:
+            body = write_body({"connectionSet": [], "subscriptionTable": {}, "consumeType": "CONSUME_PASSIVELY"})
+            return answer_to(frame, body=body) if self.is_online else answer_to(frame, 206, "not online")
+        if self.refusals:
+            self.refusals -= 1
+            return answer_to(frame, 1, "THe consumer group <g> not exist")
+        queue = {"brokerName": "fake", "queueId": 0, "topic": frame.fields["topic"]}
+        return answer_to(frame, body=write_body({"offsetTable": {ObjectKey(queue.items()): 7}}))
+
+
+@pytest.mark.parametrize(
+    ("refusals", "is_online", "error"),
+    [
+        (3, True, None),
+        (1000, True, "group 'g' can't be reset in 'orders', because its clients have not saved progress of each queue"),
+        (1, False, "because the group has not saved progress of each queue: start a consumer"),
+    ],
+)
+def test_a_reset_waits_for_the_first_progress(refusals: int, is_online: bool, error: str | None) -> None:
+    runner = ThreadRunner(Impatient())
+    try:
+        with (
+            FakeServer(Resetting(refusals, is_online=is_online)) as server,
+            librmq.connect(server.address, runner=runner) as route,
+        ):
+            if error is None:
+                assert ClusterAdmin(route).reset("g", "orders", 0) == {librmq.MessageQueue("orders", "fake", 0): 7}
+            else:
+                with pytest.raises(BrokerError, match=error):
+                    ClusterAdmin(route).reset("g", "orders", 0)
+    finally:
+        runner.shutdown()
 
 
 def test_an_unknown_name_is_said() -> None:

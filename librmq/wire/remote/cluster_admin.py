@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +36,11 @@ __all__ = ["ClusterAdmin", "GroupProgress", "QueueBounds"]
 
 T = TypeVar("T")
 _MOST_FOUND = 64
+_NO_PROGRESS = "consumer group"
+"""In the reason of a broker that has no progress of a group; another one names the topic."""
+_SAVED_WITHIN_S = 20.0
+"""Clients save their first progress within 10 s from their start."""
+_LOOK_S = 1.0
 
 
 class QueueBounds(NamedTuple):
@@ -185,18 +191,42 @@ class ClusterAdmin:
     def reset(self, group: str, topic: str, timestamp_ms: int, *, force: bool = True) -> dict[MessageQueue, int]:
         """Move a group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
 
-        Clients that are online continue there. Without ``force`` progress moves backwards only.
+        Clients that are online continue there. Without ``force`` progress moves backwards only. A broker resets only a
+        group that has saved progress of each queue, so this waits up to 20 s for clients that have just started.
+
+        Raises:
+            BrokerError: The group has saved no progress, or there is no such topic.
         """
         moved: dict[MessageQueue, int] = {}
         for broker in self._brokers():
             try:
-                answer = broker.call(ResetGroup(group, topic, timestamp_ms, force))
-                moved |= dict(answer)
+                moved |= self._reset_online(broker, ResetGroup(group, topic, timestamp_ms, force))
             except BrokerError as error:
                 if error.code != ResponseCode.CONSUMER_NOT_ONLINE:
                     raise
                 moved.update(self._reset_offline(broker, group, topic, timestamp_ms, force))
         return dict(sorted(moved.items()))
+
+    def _reset_online(self, broker: RemoteBroker, request: ResetGroup) -> Mapping[MessageQueue, int]:
+        clock, never = self.route.runner.clock, threading.Event()
+        deadline = clock.monotonic() + _SAVED_WITHIN_S
+        while True:
+            try:
+                return broker.call(request)
+            except BrokerError as error:
+                if error.code != ResponseCode.SYSTEM_ERROR or _NO_PROGRESS not in str(error):
+                    raise
+                is_online = broker.clients_of(request.group) is not None
+                if is_online and clock.monotonic() < deadline:
+                    clock.wait(never, _LOOK_S)
+                    continue
+                what_next = "try again when they have" if is_online else "start a consumer of the group first"
+                who = "its clients have" if is_online else "the group has"
+                raise BrokerError(
+                    error.code,
+                    f"{broker.name}: group {request.group!r} can't be reset in {request.topic!r}, because {who} not "
+                    f"saved progress of each queue: {what_next}",
+                ) from error
 
     def _reset_offline(
         self, broker: RemoteBroker, group: str, topic: str, timestamp_ms: int, force: bool
