@@ -27,6 +27,10 @@ _BINARY: Final = getattr(os, "O_BINARY", 0)
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
 _SEEK_DATA: Final[int | None] = getattr(os, "SEEK_DATA", None)
 _SEEK_HOLE: Final[int | None] = getattr(os, "SEEK_HOLE", None)
+_NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors where a file can't be made in another folder and renamed."""
+_NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
+"""Errors where the file system has no files without a name, or the system does not let them get one."""
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -96,15 +100,11 @@ class DiskFiles:
         return descriptor, status.st_size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        with named("create", path):
-            descriptor = os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+        if not _make_nameless(path, size):
+            _make_renamed(path, size)
         try:
-            try:
-                with named("set the length of", path):
-                    os.ftruncate(descriptor, size)
-            except BaseException:
-                os.close(descriptor)
-                raise
+            with named("create", path):
+                descriptor = os.open(path, _TO_WRITE)  # by its name, because tools call a nameless file deleted
             return self._map(path, descriptor, size, True, keep_descriptor)
         except BaseException:
             os.unlink(path)
@@ -271,11 +271,9 @@ class DiskFiles:
         if not self.is_linked(path):
             return False
         path = os.path.realpath(path)
-        folder = os.path.dirname(path)
-        beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # the folder limits names
-        with _replaced("copy", path, beside) as file, open(path, "rb") as source:
+        with _replaced("copy", path, _outside(path)) as file, open(path, "rb") as source:
             shutil.copyfileobj(source, file, 1 << 20)
-        self.flush_folder(folder)
+        self.flush_folder(os.path.dirname(path))
         return True
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
@@ -418,6 +416,77 @@ def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:
     done = os.pwrite(descriptor, data, at)
     while done < len(data):
         done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
+
+
+def _make_nameless(path: str, size: int) -> bool:
+    """Create a file that gets its name after its length, so that no kill leaves one of another length.
+
+    A broker would not load that. Return False if the system can't do it.
+    """
+    if not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        with named("create", path):
+            descriptor = os.open(os.path.dirname(path) or os.curdir, os.O_TMPFILE | os.O_RDWR, 0o644)
+        try:
+            _set_length(descriptor, path, size)
+            with named("create", path):
+                # Python follows the link only if it gets a folder too, which an absolute path does not use.
+                os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+        finally:
+            os.close(descriptor)
+    except StoreIOError as error:
+        if error.errno in _NOT_NAMELESS and os.path.isdir(os.path.dirname(path) or os.curdir):
+            return False
+        raise
+    return True
+
+
+def _make_renamed(path: str, size: int) -> None:
+    """Create a file in the folder above, and rename it when it has its length; where that can't be, in its place."""
+    beside = _outside(path)
+    try:
+        with named("create", path):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            with suppress(FileNotFoundError):
+                os.unlink(beside)  # left by a kill
+            _make(beside, path, size)
+            try:
+                os.rename(beside, path)
+            except BaseException:
+                os.unlink(beside)
+                raise
+    except StoreIOError as error:
+        if error.errno not in _NOT_RENAMED:
+            raise
+        _make(path, path, size)
+
+
+def _make(name: str, path: str, size: int) -> None:
+    """Create the file ``name``, for ``path``."""
+    with named("create", path):
+        descriptor = os.open(name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _set_length(descriptor, path, size)
+    except BaseException:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _set_length(descriptor: int, path: str, size: int) -> None:
+    with named("set the length of", path):
+        os.ftruncate(descriptor, size)
+
+
+def _outside(path: str) -> str:
+    """Return a path for a file in the making: outside of the folders of numbered files, of which a broker loads all."""
+    folder, name = os.path.split(os.path.realpath(path))
+    if not name.isdigit():
+        return path + ".tmp"
+    return os.path.join(os.path.dirname(folder), f"{os.path.basename(folder)}-{name}.tmp")
 
 
 def _new_file(path: str) -> BinaryIO:

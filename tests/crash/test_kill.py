@@ -10,13 +10,18 @@ import os
 import random
 import select
 import signal
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from librmq.broker import Broker, BrokerConfig
+from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.message.message import Message
+from librmq.runtime.manual import ManualRunner
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
@@ -88,6 +93,73 @@ threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._ex
 for thread in range(thread_count):
     threading.Thread(target=produce, args=(thread,)).start()
 """
+
+
+def fill(path: Path) -> None:
+    """Write files of every kind that a store has."""
+    settings = CONFIG.with_settings({"enable_consumequeue_ext": True, "commitlog_file_size": 4096})
+    runner = ManualRunner()
+    timers = TimerConfig(
+        timer_log_file_size=4096, slots_total=1000, timer_roll_window_slot=500, timer_max_delay_sec=600
+    )
+    with (
+        Broker.open(path, BrokerConfig(timers=timers), store_config=settings, runner=runner) as broker,
+        Producer(broker, "shop") as producer,
+    ):
+        for number in range(40):
+            producer.send("orders", bytes(300), keys=f"{number}", delay=7 if number < 3 else None)
+        runner.advance(3_000)
+
+
+def is_killed_at(path: Path, number: int, *, has_nameless: bool) -> bool:
+    """Return whether a child that fills a store was killed before it gave the file of this number its length."""
+    child = os.fork()
+    if not child:
+        lengths = 0
+        set_length = os.ftruncate
+
+        def ftruncate(descriptor: int, size: int) -> None:
+            nonlocal lengths
+            lengths += 1
+            if lengths == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            set_length(descriptor, size)
+
+        try:
+            os.ftruncate = ftruncate
+            if not has_nameless:
+                del os.O_TMPFILE
+            fill(path)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files without a name")
+@pytest.mark.parametrize("has_nameless", [True, False])
+def test_no_file_is_there_before_it_has_its_length(tmp_path: Path, has_nameless: bool) -> None:
+    """A broker loads all files of its folders, and refuses a store with one of another length."""
+    number, kinds = 1, set()
+    while is_killed_at(path := tmp_path / f"{number}", number, has_nameless=has_nameless):
+        for folder, _, names in os.walk(path):
+            place = os.path.relpath(folder, path)
+            kind = place.split(os.sep)[0]
+            numbered = [name for name in names if name.isdigit()]
+            kinds.update([kind] * bool(numbered))
+            assert all(os.path.getsize(os.path.join(folder, name)) for name in numbered)
+            if kind in ("commitlog", "index", "timerlog") or place.count(os.sep) == 2:
+                assert names == numbered
+        with MessageStore.open(path) as store:
+            store.append(Message("goes on", b""))
+        assert verify(path).sound
+        number += 1
+    assert kinds == {"commitlog", "consumequeue", "consumequeue_ext", "index", "timerlog"}
+    assert number > 10
+
 
 MODES = ("async", "sync", "pipelined")
 
