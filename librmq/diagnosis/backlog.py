@@ -480,16 +480,6 @@ def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[F
             evidence,
             "Check whether the group runs, and which message holds its progress.",
         )
-    queues = view.queue_count(each.topic)
-    if is_uneven(view, each.topic, each.most_in_one_queue, each.lag, limits):
-        yield Finding(
-            "uneven-lag",
-            "warning",
-            subject,
-            f"One of {queues} queues holds {each.most_in_one_queue:,} of the {each.lag:,} messages that wait.",
-            evidence,
-            "Check that queue for a stuck or slow consumer, or a key that many messages share.",
-        )
     if each.expired:
         yield Finding(
             "expired-unread",

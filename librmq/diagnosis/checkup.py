@@ -7,6 +7,7 @@ from librmq.diagnosis.consistency import consistency_findings
 from librmq.diagnosis.damage import damage_findings, missing_log_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.letters import dead_letter_findings
+from librmq.diagnosis.samples import sample_findings
 from librmq.diagnosis.stuck import stuck_findings
 from librmq.diagnosis.view import Source, viewed
 
@@ -40,5 +41,6 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
                 *stuck_findings(view, limits, found=found),
                 *dead_letter_findings(view, limits),
                 *half_findings(view, limits),
+                *sample_findings(view, limits),
             ]
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,8 @@ import numpy as np
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.kinds import kind_of
+from librmq.diagnosis.samples import newest
 from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
-from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 
@@ -81,18 +80,9 @@ def design_check(source: Source, thresholds: Thresholds | None = None) -> list[F
         findings: list[Finding] = []
         for one in volumes.values():
             findings += _of_volume(one, limits)
-            findings += _of_messages(one, list(_newest(view, one, limits.sampled)), limits)
+            findings += _of_messages(one, list(newest(view, one.topic, limits.sampled)), limits)
         findings += _of_groups(view, volumes)
         return worst_first(findings)
-
-
-def _newest(view: StoreView, one: TopicVolume, most: int) -> Iterator[StoredMessage]:
-    ids = view.topics[one.topic]
-    each = max(1, most // len(ids))
-    for queue_id in ids:
-        state = view.ranges[one.topic, queue_id]
-        with suppress(CorruptionError):
-            yield from view.store.messages(one.topic, queue_id, max(state.min_offset, state.max_offset - each))
 
 
 def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["NAMED", "Finding", "Severity", "Thresholds", "counted", "named", "worst_first"]
+__all__ = ["NAMED", "Finding", "Severity", "Thresholds", "counted", "named", "place_of", "worst_first"]
 
 Severity = Literal["error", "warning", "info"]
 
-_ORDER: Final[dict[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
+_ORDER: Final[dict[str, int]] = {"error": 0, "warning": 1, "info": 2}
 
 
 class Finding(NamedTuple):
@@ -42,6 +42,10 @@ class Thresholds:
     """Age of the oldest unconsumed message."""
     stuck_s: float = 60.0
     """Time for which one message may hold the progress of its queue."""
+    unchecked_s: float = 3600.0
+    """Time for which a half message may wait for its first check after that is due."""
+    clock_s: float = 3600.0
+    """Time between the birth of a message and its storing."""
     uneven: float = 3.0
     """Size of one queue as a multiple of the mean of its topic's queues."""
     retries: int = 3
@@ -83,6 +87,15 @@ def named(ids: Iterable[int]) -> str:
     return ",".join([*shown, *(["…"] if len(ranges) > NAMED else [])])
 
 
+_SIZES: Final = ("lag", "messages", "halves", "expired")
+
+
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by severity, then by kind and subject."""
-    return sorted(findings, key=lambda one: (_ORDER[one.severity], one.kind, one.subject))
+    """Sort findings by severity, damage first, then by the number of messages concerned, kind and subject."""
+    return sorted(findings, key=lambda one: place_of(one.kind, one.severity, one.subject, one.evidence))
+
+
+def place_of(kind: str, severity: str, subject: str, evidence: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return the sort key of a finding, the worst first."""
+    size = max((evidence.get(name) or 0 for name in _SIZES), default=0)
+    return _ORDER.get(severity, len(_ORDER)), kind != "damage", -size, kind, subject

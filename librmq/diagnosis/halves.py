@@ -6,16 +6,18 @@ decision delivers or drops the message, and writes an op message for its end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from librmq.broker import Broker
 from librmq.diagnosis.findings import Finding, Thresholds, counted
-from librmq.diagnosis.pending import family_of_half, given_up_halves
-from librmq.diagnosis.view import Source, viewed
+from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves
+from librmq.diagnosis.people import duration
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import TransactionRefusedError
 from librmq.java.numbers import java_int
 from librmq.message import record
-from librmq.message.message import Message
+from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OP_TOPIC
 from librmq.protocol import EndTransaction, TransactionState
 from librmq.scheduling.half_messages import OP_TAG, QUEUE
@@ -104,27 +106,60 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
 
 
 def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return a finding for each producer group and topic with halves that were given up."""
+    """Return the findings about halves of each producer group and topic: given up, or never checked."""
     limits = thresholds or Thresholds()
     found: dict[tuple[str, str], list[GivenUpHalf]] = {}
     with viewed(source) as view:
+        unchecked = list(_unchecked(view, limits))
         for one in given_up(view):
             found.setdefault((one.group, one.topic), []).append(one)
     return [
-        Finding(
-            "given-up-halves",
+        *unchecked,
+        *(_given_up(group, topic, halves, limits) for (group, topic), halves in found.items()),
+    ]
+
+
+def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
+    return Finding(
+        "given-up-halves",
+        "error" if topic in limits.topics else "warning",
+        f"producer group {group}, topic {topic}",
+        f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
+        {
+            "halves": len(halves),
+            "checks": max(one.checks for one in halves),
+            "first_timestamp_ms": min(one.given_up_timestamp_ms for one in halves),
+            "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
+            "physical_offset": halves[-1].physical_offset,
+        },
+        "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
+        "OFFSET, or decide_half.",
+    )
+
+
+def _unchecked(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the halves that no check has asked about, though it was due long ago."""
+    found: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
+    for check_ms, half in open_halves(view.store, view.tables):
+        due_ms = max(check_ms, half.store_timestamp_ms)  # the producer's clock can be wrong
+        checks = java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+        if not checks and (view.age_s(due_ms) or 0) > limits.unchecked_s:
+            group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+            found.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append((due_ms, half))
+    for (group, topic), halves in found.items():
+        due_ms, oldest = min(halves, key=lambda one: one[0])
+        yield Finding(
+            "unchecked-halves",
             "error" if topic in limits.topics else "warning",
             f"producer group {group}, topic {topic}",
-            f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
+            f"{counted(len(halves), 'half message')} without commit or rollback, and never checked; the first check "
+            f"was due {duration(view.age_s(due_ms))} ago.",
             {
                 "halves": len(halves),
-                "checks": max(one.checks for one in halves),
-                "first_timestamp_ms": min(one.given_up_timestamp_ms for one in halves),
-                "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
-                "physical_offset": halves[-1].physical_offset,
+                "first_timestamp_ms": oldest.store_timestamp_ms,
+                "last_timestamp_ms": max(half.store_timestamp_ms for _, half in halves),
+                "due_timestamp_ms": due_ms,
+                "physical_offset": oldest.physical_offset,
             },
-            "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
-            "OFFSET, or decide_half.",
+            "Start the broker, which checks them, and a transaction producer of this group, which answers.",
         )
-        for (group, topic), halves in found.items()
-    ]

@@ -30,7 +30,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["Kind", "PendingMessage", "family_of_half", "given_up_halves", "pending_messages"]
+__all__ = ["Kind", "PendingMessage", "family_of_half", "given_up_halves", "open_halves", "pending_messages"]
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
@@ -74,7 +74,7 @@ def pending_messages(
         tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
     store.refresh()
     finders: tuple[tuple[Kind, Callable[[], Iterator[tuple[int | None, StoredMessage]]]], ...] = (
-        ("half", lambda: _halves(store, tables)),
+        ("half", lambda: open_halves(store, tables)),
         ("given_up", lambda: ((None, half) for half in given_up_halves(store))),
         ("delay", lambda: _delays(store, tables)),
         ("timer", lambda: _timers(store)),
@@ -141,7 +141,12 @@ def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Ite
         at = found.next_offset
 
 
-def _halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
+def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the half messages without an end, each with the time of its first check.
+
+    Raises:
+        CorruptionError: A file is unreadable.
+    """
     ended = EndedHalves(store, tables)
     for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
         if half.queue_offset in ended:

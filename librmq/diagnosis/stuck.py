@@ -160,8 +160,7 @@ def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, foun
                 by_topic.setdefault(one.topic, []).append(one)
             findings += map(_stuck, by_topic.values())
             findings += _threads(group, states, held, limits)
-            if not stuck:
-                findings += _hot_queue(view, states, held, limits)
+            findings += _hot_queue(view, states, [one for one in held if one.topic not in by_topic], limits)
     return findings
 
 
@@ -250,55 +249,64 @@ def _threads(
 def _hot_queue(
     view: StoreView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
-    """Yield why one queue of a topic lags: a key that many messages share, a slow listener, or a far consumer."""
+    """Yield the topics of which one queue lags, with the cause if it is known."""
     by_topic: dict[str, list[HeldProgress]] = {}
     for one in held:
         by_topic.setdefault(one.topic, []).append(one)
     for topic, late in by_topic.items():
         most, total = max(late, key=lambda one: one.lag), sum(one.lag for one in late)
-        if most.lag > limits.normal_lag and is_uneven(view, topic, most.lag, total, limits):
+        if is_uneven(view, topic, most.lag, total, limits):
             state = next((state for state in states if state.client_id == most.client_id), None)
-            yield from _why_it_lags(view, most, total, state, limits)
+            yield _uneven_lag(view, most, total, state, limits)
 
 
 def _hot_keys(view: StoreView, found: Lag, limits: Thresholds) -> Iterator[Finding]:
-    """Yield the queues of a folder that lag because most of their messages have one key."""
+    """Yield the topics of a folder of which one queue lags, with the key that most of its messages have."""
     for columns in found.topics:
         each = columns.sums()
         is_wanted = limits.own or not is_own_group(each.group)
         most = each.most_in_one_queue
-        if is_wanted and most > limits.normal_lag and is_uneven(view, each.topic, most, each.lag, limits):
+        if is_wanted and is_uneven(view, each.topic, most, each.lag, limits):
             row = next(one for one in columns.rows() if one.lag == most)
-            yield from _why_it_lags(view, _unknown(view, row), each.lag, None, limits)
+            yield _uneven_lag(view, _unknown(view, row), each.lag, None, limits)
 
 
-def _why_it_lags(
+def _uneven_lag(
     view: StoreView, most: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
-) -> Iterator[Finding]:
-    """Yield why a queue lags more than the others of its topic; ``state`` is the instance that has it, if known."""
-    key, share = _most_frequent_key(view, most)
+) -> Finding:
+    """Return the finding about a queue that lags more than the others of its topic, by its cause.
+
+    ``state`` is the instance that has the queue, if known. Without a known cause, the finding is ``uneven-lag``.
+    """
+    key, share, looked_at = _most_frequent_key(view, most)
     if key is not None and share >= limits.key_share:
-        kind, what = "hot-key", f"{share:.0%} of the sampled messages have the key {key}"
+        kind = "hot-key"
+        what = f"{share:.0%} of the next {counted(looked_at, 'message')} have the key {key}"
         step = "Spread that key over several queues, or give it its own topic."
-    elif state is None or state.is_paused:
-        return  # the queue has no owner, or its owner pauses: other findings
+    elif state is None or state.is_paused:  # the queue has no owner, or its owner pauses: other findings
+        kind, what = "uneven-lag", f"it is one of {view.queue_count(most.topic)} queues"
+        step = "Check that queue for a stuck or slow consumer."
     elif most.behind:
         kind, what = "slow-listener", f"instance {most.client_id} holds {most.behind + 1} messages of it and is slow"
         step = "Compare that instance with the others: its machine, its listener, its threads."
     else:
         kind, what = "far-consumer", f"instance {most.client_id} holds none of its messages: they arrive slowly"
         step = "Compare that instance's network and its pull settings with the others'."
-    yield Finding(
+    return Finding(
         kind, "warning", f"group {most.group}, topic {most.topic}, queue {most.queue_id}",
         f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
-        {"lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share},
+        {
+            "lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share,
+            "looked_at": looked_at,
+        },
         step,
     )  # fmt: skip
 
 
-def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float]:
-    """Return the most frequent key of the next messages of a queue, and its share."""
+def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float, int]:
+    """Return the most frequent key of the next messages of a queue, its share, and the number of these messages."""
     begin = one.consumed_offset if one.consumed_offset is not None else one.stored_offset or 0
+    begin = max(begin, view.ranges[one.topic, one.queue_id].min_offset)  # retention can have deleted unread messages
     counts: Counter[str] = Counter()
     looked_at = 0
     with suppress(CorruptionError):
@@ -306,6 +314,6 @@ def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, 
             looked_at += 1
             counts.update(set(message.keys))
     if not counts or looked_at < 2:
-        return None, 0.0
+        return None, 0.0, looked_at
     key, count = counts.most_common(1)[0]
-    return key, count / looked_at
+    return key, count / looked_at, looked_at

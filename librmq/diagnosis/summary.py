@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from librmq.diagnosis.findings import Thresholds
-from librmq.diagnosis.survey.model import ROW_NAMES, Report, ReportedFinding, ReportPart
+from librmq.diagnosis.findings import Thresholds, place_of
+from librmq.diagnosis.survey.model import ROW_NAMES, Report, ReportPart
 from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, find_time_range, passes_over, survey_store
 from librmq.diagnosis.view import Source, StoreView, viewed
@@ -17,7 +17,6 @@ from librmq.runtime.headway import advance
 
 __all__ = ["WINDOW_S", "join_parts", "report", "short_names"]
 
-_SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
 WINDOW_S: Final = 3600.0
 
 
@@ -85,7 +84,10 @@ def join_parts(
     rows: dict[str, Any] = {
         name: tuple(row for part in parts for row in getattr(part, name)) for name in ROW_NAMES if name != "findings"
     }
-    findings = sorted((one for part in parts for one in part.findings), key=_place)
+    findings = sorted(
+        (one for part in parts for one in part.findings),
+        key=lambda one: (*place_of(one.kind, one.severity, one.subject, one.evidence), one.store),
+    )
     return Report(
         title=title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
         only=dict(wanted.names),
@@ -96,11 +98,6 @@ def join_parts(
         findings=tuple(findings),
         **rows,
     )
-
-
-def _place(one: ReportedFinding) -> tuple[object, ...]:
-    size = max((one.evidence.get(name) or 0 for name in ("lag", "messages", "halves", "expired")), default=0)
-    return _SEVERITIES.get(one.severity, 3), one.kind != "damage", one.kind, -size, one.store, one.subject
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:

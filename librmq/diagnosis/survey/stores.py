@@ -17,6 +17,7 @@ from librmq.diagnosis.damage import damage_finding, message_count, unverified_da
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.pending import PendingMessage, pending_messages
+from librmq.diagnosis.samples import registered_filters
 from librmq.diagnosis.survey.key_counts import KeyCounts
 from librmq.diagnosis.survey.log_use import log_file_uses
 from librmq.diagnosis.survey.messages import count_filter, read_messages
@@ -279,11 +280,3 @@ def _filters(view: StoreView, name: str, wanted: ReportScope) -> Iterator[Filter
     for group, topic, expression in registered_filters(view):
         if wanted.has_group(group) and wanted.has_topic(topic):
             yield count_filter(view, name, wanted, group, topic, expression)
-
-
-def registered_filters(view: StoreView) -> Iterator[tuple[str, str, str]]:
-    """Yield group, topic and expression of each registered SQL filter."""
-    if view.tables.filters:
-        for one in view.tables.registrations(0):
-            if one.filter is not None:
-                yield one.group, one.topic, one.expression

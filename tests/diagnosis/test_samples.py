@@ -1,0 +1,161 @@
+"""Findings from samples: filters that match nothing, wrong clocks, retries without progress; the order of findings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from librmq import (
+    Broker,
+    ManualClock,
+    ManualRunner,
+    Message,
+    MessageStore,
+    Producer,
+    PushConsumer,
+    ReconsumeLater,
+    StoreConfig,
+)
+from librmq.diagnosis import Finding, StoreView, Thresholds, diagnose
+from librmq.message import record
+from librmq.message.topics import HALF_TOPIC
+from librmq.store.format.broker_tables import BrokerTables
+from tests.stores import SMALL, START_MS
+
+HOUR_MS = 3_600_000
+
+
+def by_kind(source: object, limits: Thresholds | None = None) -> dict[str, Finding]:
+    return {one.kind: one for one in diagnose(source, limits)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("expression", "is_found"), [("prise > 5", True), ("price > 50", True), ("price > 5", False)])
+def test_a_registered_filter_that_matches_nothing(tmp_path: Path, expression: str, is_found: bool) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        consumer = PushConsumer(broker, "G")
+        consumer.subscribe("orders", lambda message: None, sql=expression)
+        consumer.start()
+        producer = Producer(broker, "P")
+        for number in range(20):
+            producer.send("orders", b"x", properties={"price": str(number)})
+        runner.advance(20_000)
+        live = by_kind(broker)
+        consumer.shutdown()
+    folder = by_kind(tmp_path / "store")
+    assert ("filter-matches-nothing" in live, "filter-matches-nothing" in folder) == (is_found, is_found)
+    if is_found:
+        finding = folder["filter-matches-nothing"]
+        assert finding.subject == "group G, topic orders"
+        assert finding.evidence["looked_at"] == 20
+        assert finding.evidence["missing_properties"] == ({"prise": "price"} if "prise" in expression else {})
+        assert ("did you mean price?" in finding.what) == ("prise" in expression)
+
+
+def test_a_filter_that_matches_an_older_message_is_said_to_be_sampled(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        consumer = PushConsumer(broker, "G")
+        consumer.subscribe("orders", lambda message: None, sql="price = 0")
+        consumer.start()
+        broker.create_topic("orders", 1)
+        producer = Producer(broker, "P")
+        for number in range(40):
+            producer.send("orders", b"x", properties={"price": str(number)})
+        runner.advance(20_000)
+        found = by_kind(broker, Thresholds(sampled=15))["filter-matches-nothing"]
+    assert found.evidence["looked_at"] == 15
+    assert "none of the newest 15 messages" in found.what
+
+
+def open_half(store: MessageStore, checks: int | None = None) -> None:
+    half = Message(HALF_TOPIC, b"x", unique_key="U")
+    half.properties.update({record.PROPERTY_REAL_TOPIC: "orders", record.PROPERTY_PRODUCER_GROUP: "P"})
+    if checks is not None:
+        half.properties[record.PROPERTY_TRANSACTION_CHECK_TIMES] = str(checks)
+    store.append(half, 0)
+
+
+@pytest.mark.parametrize(("checks", "hours", "is_found"), [(None, 5, True), (1, 5, False), (None, 0, False)])
+def test_half_messages_that_are_old_and_never_checked(
+    tmp_path: Path, checks: int | None, hours: int, is_found: bool
+) -> None:
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "store", SMALL, clock=clock) as store:
+        open_half(store, checks)
+        clock.advance(ms=hours * HOUR_MS)
+        store.append(Message("orders", b"x"))
+    found = by_kind(tmp_path / "store")
+    assert ("unchecked-halves" in found) == is_found
+    if is_found:
+        assert found["unchecked-halves"].subject == "producer group P, topic orders"
+        assert found["unchecked-halves"].evidence["halves"] == 1
+
+
+@pytest.mark.parametrize(("hours", "is_found"), [(-3, True), (3, True), (0, False)])
+def test_messages_born_far_from_their_store_time(tmp_path: Path, hours: int, is_found: bool) -> None:
+    with MessageStore.open(tmp_path / "store", SMALL, clock=ManualClock(START_MS)) as store:
+        for number in range(3):
+            born_ms = START_MS + hours * HOUR_MS * (number == 0)
+            store.append(Message("orders", b"x"), born_timestamp_ms=born_ms)
+    found = by_kind(tmp_path / "store")
+    assert ("born-far-from-stored" in found) == is_found
+    if is_found:
+        evidence = found["born-far-from-stored"].evidence
+        assert (evidence["messages"], evidence["looked_at"], evidence["most_s"]) == (1, 3, -hours * 3600)
+
+
+def test_retries_in_topics_without_progress(tmp_path: Path) -> None:
+    def fail(message: object) -> None:
+        raise ReconsumeLater
+
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        consumer = PushConsumer(broker, "G")
+        consumer.subscribe("orders", fail)
+        consumer.start()
+        Producer(broker, "P").send("orders", b"x")
+        runner.advance(15_000)
+        consumer.shutdown()
+        runner.advance(30_000)  # the next retry waits
+        assert "retries-without-progress" not in by_kind(broker)
+    assert "retries-without-progress" not in by_kind(tmp_path / "store")
+    path = tmp_path / "store" / "config" / "consumerOffset.json"
+    path.write_text(json.dumps({"offsetTable": {}}))
+    found = [one for one in diagnose(tmp_path / "store") if one.kind == "retries-without-progress"]
+    assert {one.subject for one in found} == {"group G, topic orders", "group G, topic %RETRY%G"}
+
+
+def test_a_hot_key_is_found_after_retention(tmp_path: Path) -> None:
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=6 * 4096)
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", store_config=replace(config, keep_unconsumed=False), runner=runner) as broker:
+        broker.create_topic("orders", 4)
+        broker.set_group("G")
+        producer = Producer(broker, "P")
+        for queue_id in range(4):
+            producer.send("orders", b"x", queue=queue_id)
+        broker.reset_group("G", "orders", 1)
+        for _ in range(60):
+            producer.send("orders", bytes(800), keys="cust-42", queue=1)
+            runner.advance(1000)
+        assert broker.store.queue_range("orders", 1)[0] > 30
+    found = by_kind(tmp_path / "store", Thresholds(normal_lag=5))
+    assert (found["hot-key"].evidence["key"], found["hot-key"].evidence["share"]) == ("cust-42", 1.0)
+    assert found["hot-key"].evidence["looked_at"] == found["hot-key"].evidence["lag"]
+    assert "uneven-lag" not in found
+
+
+def test_the_largest_of_equal_severity_comes_first(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", SMALL, clock=ManualClock(START_MS)) as store:
+        for topic, count in (("A", 20), ("B", 60), ("C", 40)):
+            for _ in range(count):
+                store.append(Message(topic, b"x"))
+        tables = BrokerTables.open(str(tmp_path / "config"))
+        for topic in "ABC":
+            tables.set_consumer_offset(topic, "G", 0, 0)
+        found = diagnose(StoreView.over(store, tables), Thresholds(normal_lag=5, large_lag=10))
+    assert [(one.kind, one.evidence["lag"]) for one in found] == [("backlog", 60), ("backlog", 40), ("backlog", 20)]
