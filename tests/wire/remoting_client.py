@@ -23,8 +23,9 @@ _WAIT_S: Final = 60
 class RawClient:
     """One connection."""
 
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S)
+    def __init__(self, port: int, source: str = "127.0.0.1") -> None:
+        """``source`` is the address that the connection comes from."""
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S, source_address=(source, 0))
         self._socket.settimeout(None)  # it may be idle for as long as a test takes
         self._opaque = 0
         self._answers: queue.Queue[Frame | None] = queue.Queue()

@@ -26,7 +26,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import group_row
-from librmq.wire.remoting.bodies import queue_key, read_body, records_body, subscription_row, write_body
+from librmq.wire.remoting.bodies import queue_key, read_body, read_request, records_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
@@ -202,7 +202,7 @@ class AdminRequests:
 
     def _set_group(self, call: RemotingCall) -> bytes:
         """Put a row in the place of a group's: a setting that the request leaves out gets its default."""
-        asked = read_body(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
+        asked = read_request(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
         name = asked.get("groupName")
         if not isinstance(name, str):
             raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from librmq.errors import FilterSyntaxError, MalformedError
 from librmq.filter import TAG, TagFilter
@@ -23,12 +23,16 @@ __all__ = [
     "queue_row",
     "queues_of",
     "read_body",
+    "read_request",
     "records_body",
     "subscription_of",
     "subscription_row",
     "write_body",
 ]
 
+MOST_REQUEST_BYTES: Final = 4 << 20
+MOST_REQUEST_ELEMENTS: Final = 200_000
+"""Values in the body of a request. A heartbeat of a thousand groups has some ten thousand."""
 _PULLS = ("CONSUME_ACTIVELY", 0)
 _BROADCASTS = ("BROADCASTING", 0)
 _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
@@ -55,6 +59,21 @@ def _key(key: object) -> str:
 def records_body(messages: Iterable[StoredMessage]) -> bytes:
     """Return messages as their records in the log, one after the other."""
     return b"".join([message.raw for message in messages])
+
+
+def read_request(body: bytes, what: str) -> dict[str, Any]:
+    """Return the object in the body of a client's request, which is bounded: a few bytes can become many objects.
+
+    Raises:
+        MalformedError: There is no object, or too large a one; the error names ``what``.
+    """
+    elements = sum(map(body.count, (b",", b"{", b"[")))
+    if len(body) > MOST_REQUEST_BYTES or elements > MOST_REQUEST_ELEMENTS:
+        raise MalformedError(
+            f"the body of {what} has {len(body):,} bytes and some {elements:,} elements: expected at most "
+            f"{MOST_REQUEST_BYTES:,} and {MOST_REQUEST_ELEMENTS:,}"
+        )
+    return read_body(body, what)
 
 
 def read_body(body: bytes, what: str) -> dict[str, Any]:
@@ -113,7 +132,7 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     Raises:
         MalformedError: This is not a heartbeat.
     """
-    found = read_body(body, "a heartbeat")
+    found = read_request(body, "a heartbeat")
     client_id = found.get("clientID")
     if not isinstance(client_id, str) or not client_id:
         raise MalformedError("a heartbeat without clientID")

@@ -20,7 +20,7 @@ from librmq.protocol import (
     UnlockQueues,
     UpdateOffset,
 )
-from librmq.wire.remoting.bodies import queue_row, queues_of, read_body, subscription_of, write_body
+from librmq.wire.remoting.bodies import queue_row, queues_of, read_request, subscription_of, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.codes import RequestCode
@@ -87,7 +87,7 @@ class Consuming:
         return call.answer(body=write_body({"consumerIdList": ids}))
 
     def _check_subscription(self, call: RemotingCall) -> bytes:
-        asked = read_body(call.frame.body, "CHECK_CLIENT_CONFIG")
+        asked = read_request(call.frame.body, "CHECK_CLIENT_CONFIG")
         subscription = subscription_of(asked.get("subscriptionData"))
         self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
         return call.answer()
@@ -128,13 +128,13 @@ class Consuming:
     # ---- locks
 
     def _lock(self, call: RemotingCall) -> bytes:
-        asked = read_body(call.frame.body, "LOCK_BATCH_MQ")
+        asked = read_request(call.frame.body, "LOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         held = self._broker.call(LockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
         return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
 
     def _unlock(self, call: RemotingCall) -> bytes:
-        asked = read_body(call.frame.body, "UNLOCK_BATCH_MQ")
+        asked = read_request(call.frame.body, "UNLOCK_BATCH_MQ")
         queues = queues_of(asked.get("mqSet"))
         self._broker.call(UnlockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
         return call.answer()

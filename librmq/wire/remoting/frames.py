@@ -34,6 +34,8 @@ __all__ = [
 
 MAX_FRAME: Final = 16 << 20
 """Most bytes in a frame that a broker accepts."""
+MAX_HEADER: Final = 1 << 20
+"""Most bytes in a header: thirty times the properties of a message, for those that JSON has to escape."""
 VERSION: Final = 401
 """The version of 4.9.4, which every answer carries."""
 LANGUAGES: Final = (
@@ -165,9 +167,10 @@ class FrameReader:
                     break
                 (kind,) = _LENGTH.unpack_from(received, begin + 4)
                 header, body = begin + 8, begin + 8 + (kind & 0xFFFFFF)
-                if not 0 <= kind < 2 << 24 or body > following:
+                if not 0 <= kind < 2 << 24 or body > following or body - header > MAX_HEADER:
                     raise MalformedError(
-                        f"a header of type {kind >> 24 & 0xFF} and {body - header:,} bytes in a frame of {length:,}"
+                        f"a header of type {kind >> 24 & 0xFF} and {body - header:,} bytes in a frame of {length:,}: "
+                        f"expected at most {MAX_HEADER:,}"
                     )
                 begin = following
                 head, rest = received[header:body], received[body:following]

@@ -17,6 +17,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.answers import FrameAnswers
+from librmq.wire.remoting.budgets import CONNECTIONS, FRAME_SECONDS, Budgets
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.frames import Frame, FrameReader
@@ -28,10 +29,9 @@ __all__ = ["RemotingServer"]
 
 _log = EventLog("librmq.wire")
 
-_MOST_CONNECTIONS: Final = 1_000
 _RECEIVED: Final = 256 << 10
-_UNFINISHED: Final = 256 << 20
-"""Most bytes of unfinished frames, over all connections."""
+_COUNTED: Final = 64 << 10
+"""Bytes from which on a connection counts in what all of them hold."""
 _IDLE_S: Final = 120
 _SEND_S: Final = 30
 _REST_S: Final = 0.1
@@ -97,10 +97,9 @@ class RemotingServer:
             allows_admin=allows_admin,
         )
         self._lock = Lock()
-        self._channels: set[Channel] = set()
-        self._unfinished = 0
+        self._budgets = Budgets()
         self.refused = 0
-        """Connections that were closed because they sent no valid frames, or too many bytes of them."""
+        """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._is_open = True
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
@@ -129,7 +128,7 @@ class RemotingServer:
             if not self._is_open:
                 return
             self._is_open = False
-            channels = list(self._channels)
+            channels = self._budgets.channels()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -174,42 +173,56 @@ class RemotingServer:
         own = connected.getsockname()
         channel = Channel(connected, peer, _host(own), self._endpoints(format_host(peer)))
         with self._lock:
-            if not self._is_open or len(self._channels) >= _MOST_CONNECTIONS:
+            if not self._is_open:
                 connected.close()
                 return
-            self._channels.add(channel)
+            excess = self._budgets.add(channel)
+        if excess is channel:
+            self._budgets.remove(channel)
+            self.refused += 1
+            _log.debug(
+                "client %(client)s: refused, because %(count)d clients are connected", client=peer[0], count=CONNECTIONS
+            )
+            connected.close()
+            return
+        if excess is not None:
+            self._close_for_others(excess, "it was silent, and another client needs its place")
         channel.reader = threading.Thread(
             target=self._serve, args=(channel,), name=f"librmq {format_host(peer)}", daemon=True
         )
         try:
             channel.reader.start()
         except RuntimeError:
-            with self._lock:
-                self._channels.discard(channel)
+            self._budgets.remove(channel)
             raise
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of one connection until it ends."""
         reader = FrameReader(known=self._answers.known(channel.peer).read)
-        held = 0
+        clock = SystemClock()
+        deadline: float | None = None
+        has_asked = False
         try:
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.receive(_RECEIVED)):
+                held = reader.held + len(received)
+                if held > _COUNTED:
+                    self._count(channel, held, has_asked=has_asked)
                 frames: list[Frame] = []
                 try:
                     frames += reader.feed(received)
                 finally:  # what came before rubbish is answered
                     self._answers.write(channel, frames)
-                if reader.held != held:
-                    with self._lock:
-                        self._unfinished += reader.held - held
-                        held = reader.held
-                        is_full = held > 0 and self._unfinished > _UNFINISHED
-                    if is_full:
-                        raise MalformedError(
-                            f"unfinished frames of all connections have more than {_UNFINISHED:,} bytes"
-                        )
+                if held > _COUNTED or (frames and not has_asked):
+                    has_asked = has_asked or bool(frames)
+                    self._count(channel, reader.held, has_asked=has_asked)
+                if not reader.held:
+                    deadline = None
+                elif deadline is None or frames:
+                    deadline = clock.monotonic() + FRAME_SECONDS
+                elif clock.monotonic() >= deadline:
+                    raise MalformedError(f"a frame that was not complete after {FRAME_SECONDS} s")
         except MalformedError as error:
             self.refused += 1
             _log.debug(
@@ -219,12 +232,22 @@ class RemotingServer:
             _log.debug("client %(client)s: its connection has ended: %(error)s", client=channel.peer[0], error=error)
         finally:
             channel.close()
-            with self._lock:
-                self._channels.discard(channel)
-                self._unfinished -= held
+            self._budgets.remove(channel)
             self._pulling.forget(channel)
             self._sessions.closed(channel)
             channel.release()
+
+    def _count(self, channel: Channel, held: int, *, has_asked: bool) -> None:
+        excess = self._budgets.hold(channel, held, has_asked=has_asked)
+        if excess is not None:
+            self._close_for_others(
+                excess, "its unfinished frames are the largest, and all clients together hold too much"
+            )
+
+    def _close_for_others(self, channel: Channel, reason: str) -> None:
+        self.refused += 1
+        _log.warning("client %(client)s: closed, because %(reason)s", client=channel.peer[0], reason=reason)
+        channel.close()
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

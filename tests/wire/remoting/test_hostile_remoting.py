@@ -15,7 +15,7 @@ import pytest
 
 from librmq import Broker, ManualRunner
 from librmq.wire.certificates import self_signed
-from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting import RemotingServer, budgets
 from librmq.wire.remoting import pulling as pulling_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.codes import RequestCode as Code
@@ -102,17 +102,54 @@ def test_part_of_a_tls_record_holds_up_no_answer(broker: Broker) -> None:
         assert answer().opaque == 4
 
 
-def test_a_full_server_closes_only_who_fills_it(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_UNFINISHED", 20)
-    with RawClient(server.port) as client, RawClient(server.port) as filling:
-        filling.write(encode(Frame(Code.HEART_BEAT, body=bytes(90)))[:-80])
-        assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
+def part_of_a_heartbeat(size: int) -> bytes:
+    """Return bytes of a frame that lacks eight at its end."""
+    return encode(Frame(Code.HEART_BEAT, body=bytes(size)))[:-8]
+
+
+def test_the_connection_that_holds_most_makes_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "HELD_BYTES", 900)
+    monkeypatch.setattr(server_module, "_COUNTED", 0)
+    with RawClient(server.port) as client, RawClient(server.port) as filling, RawClient(server.port) as small:
+        filling.write(part_of_a_heartbeat(600))
+        small.write(part_of_a_heartbeat(200))
         assert filling.has_ended()
+        assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
+        small.write(bytes(8))
+        assert small.answer().code == 1
+
+
+@pytest.mark.platform
+def test_the_address_that_holds_most_makes_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several connections of one address together hold more than the largest one."""
+    monkeypatch.setattr(budgets, "HELD_BYTES", 1_000)
+    monkeypatch.setattr(server_module, "_COUNTED", 0)
+    with (
+        RawClient(server.port, "127.0.0.2") as large,
+        RawClient(server.port) as first,
+        RawClient(server.port) as second,
+    ):
+        large.write(part_of_a_heartbeat(350))
+        first.write(part_of_a_heartbeat(250))
+        second.write(part_of_a_heartbeat(200))
+        assert first.has_ended()
+        large.write(bytes(8))
+        assert large.answer().code == 1
+
+
+def test_silent_connections_make_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one that has never asked anything is closed for a new one, and clients at work stay."""
+    monkeypatch.setattr(budgets, "CONNECTIONS", 3)
+    with RawClient(server.port) as client:
+        assert client.put("t", b"x").code == 0
+        with RawClient(server.port) as silent, RawClient(server.port), RawClient(server.port) as late:
+            assert silent.has_ended()
+            assert late.put("t", b"x").code == client.put("t", b"x").code == 0
 
 
 def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection too many is closed, and the others are served; one that leaves makes room."""
-    monkeypatch.setattr(server_module, "_MOST_CONNECTIONS", 2)
+    """If all clients are at work, one too many is closed; one that leaves makes room."""
+    monkeypatch.setattr(budgets, "CONNECTIONS", 2)
     with RawClient(server.port) as first:
         first.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
         with RawClient(server.port) as second:
@@ -120,6 +157,44 @@ def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.Mon
             with RawClient(server.port) as third:
                 assert third.has_ended()
             assert first.put("t", b"x").code == second.put("t", b"x").code == 0
+
+
+@pytest.mark.platform
+def test_another_address_gets_a_place(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One address that takes all places with clients at work gives one up for another address."""
+    monkeypatch.setattr(budgets, "CONNECTIONS", 2)
+    with RawClient(server.port) as first, RawClient(server.port) as second:
+        for client in (first, second):
+            client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
+        with RawClient(server.port, "127.0.0.2") as other:
+            assert second.has_ended()
+            assert other.put("t", b"x").code == first.put("t", b"x").code == 0
+
+
+def test_a_frame_must_end_in_time(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "FRAME_SECONDS", 0)
+    with RawClient(server.port) as client, RawClient(server.port) as slow:
+        whole = part_of_a_heartbeat(300)
+        slow.write(whole[:200])
+        assert client.put("t", b"x").code == 0
+        slow.write(whole[200:])
+        assert slow.has_ended()
+        assert client.put("t", b"x").code == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"clientID":"c","x":[' + b"{}," * 100_000 + b"{}]}", b'{"clientID":"' + b"c" * (5 << 20) + b'"}']
+)
+def test_a_heartbeat_that_becomes_many_objects_is_refused(client: RawClient, body: bytes) -> None:
+    answer = client.call(Code.HEART_BEAT, body)
+    assert answer.code == 1
+    assert "expected at most" in (answer.remark or "")
+    assert client.put("t", b"x").code == 0
+
+
+def test_a_large_header_is_refused(client: RawClient) -> None:
+    client.write(encode(Frame(Code.HEART_BEAT, {"x": "x" * (1 << 20)})))
+    assert client.has_ended()
 
 
 @pytest.mark.parametrize("bound", ["_MOST_HELD", "_MOST_HELD_IN_ALL"])
