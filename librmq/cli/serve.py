@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import JsonLines, Output, complain
+from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.message.hosts import format_host, parse_host
 from librmq.runtime.event_log import EventLog
@@ -36,6 +37,8 @@ _REMOTING_PORT: Final = 9876
 _MAX_LINES: Final = 1000
 _LOOK_S: Final = 0.2
 _MAX_NAME: Final = 255
+_STOP_S: Final = 5.0
+"""The time in which all servers end."""
 
 
 def serve(arguments: argparse.Namespace, output: Output) -> int:
@@ -59,6 +62,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ended.put(number))
+    stop = _Stop()
     with ExitStack() as serving:
         listening, config = None, None
         if remoting is not None:
@@ -72,19 +76,48 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         )
         ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None}
         if listening is not None:
-            ready["remoting"] = serving.enter_context(_remoting(broker, listening, arguments, tls, changed)).address
+            ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)
             _warn_of_address(broker)
         if grpc is not None:
-            ready["grpc"] = serving.enter_context(_grpc(broker, grpc, arguments, tls, changed)).address
+            ready["grpc"] = _served(_grpc(broker, grpc, arguments, tls, changed), serving, stop)
         if arguments.grpc_tls is not None:
             second = _grpc(broker, arguments.grpc_tls, arguments, pair, changed)
-            ready["grpc_tls"] = serving.enter_context(second).address
+            ready["grpc_tls"] = _served(second, serving, stop)
         if pair is not None and not arguments.tls:
             ready["certificate"] = _keep_certificate(arguments.store, pair[0])
         lines.start(ready)
         ended.get()
+        stop.begin()
     lines.end()
+    if not stop.is_complete:  # the interpreter would wait for threads of abandoned calls
+        output.flush()
+        os._exit(0)
     return 0
+
+
+class _Stop:
+    """The end of the servers, which have a few seconds together. The broker has its own 5 s after them."""
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        """Whether all servers have ended."""
+        self._clock = SystemClock()
+        self._deadline: float | None = None
+
+    def begin(self) -> None:
+        """Let the time run."""
+        self._deadline = self._clock.monotonic() + _STOP_S
+
+    def close(self, server: GrpcServer | RemotingServer) -> None:
+        """Close a server, or abandon it when the time is over."""
+        left = _STOP_S if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
+        self.is_complete &= server.close(left)
+
+
+def _served(server: GrpcServer | RemotingServer, serving: ExitStack, stop: _Stop) -> str:
+    """Return the address of a server that is closed with the others."""
+    serving.callback(stop.close, server)
+    return server.address
 
 
 def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:

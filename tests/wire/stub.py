@@ -101,6 +101,13 @@ class Stub:
         answers: Iterator[Any] = made(iter(self._told.get, None), metadata=self._headers)
         return answers
 
+    def raw_telemetry(self, data: bytes) -> Iterator[bytes]:
+        """Open the stream and send bytes; it stays open."""
+        self._told.put(data)
+        made = self._channel.stream_stream(f"/{SERVICE}/Telemetry", None, None)
+        answers: Iterator[bytes] = made(iter(self._told.get, None), metadata=self._headers)
+        return answers
+
     def raw(self, name: str, data: bytes) -> bytes:
         """Send bytes as a call with one response."""
         made = self._channel.unary_unary(f"/{SERVICE}/{name}", None, None)

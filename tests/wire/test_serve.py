@@ -7,9 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from librmq import Broker, ConfigError
@@ -115,6 +119,38 @@ def test_signal_ends_it_with_a_sound_store(
         assert stub.send(message("t")).status.code == 20000
     end(serving, number)
     assert not verify(tmp_path / "store").damage
+
+
+def test_streams_of_nonsense_do_not_hold_up_the_end(serving: subprocess.Popen[str], tmp_path: Path) -> None:
+    address = ready(serving)
+    with ExitStack() as clients:
+        for number in range(20):
+            stub = clients.enter_context(Stub(address, f"c{number}"))
+            with pytest.raises(grpc.RpcError, match="bytes that are none"):
+                next(stub.raw_telemetry(b"\xff\xff\xff"))
+        end(serving, signal.SIGTERM)
+    assert not verify(tmp_path / "store").damage
+
+
+def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    class Waiting:
+        def call(self, request: Any) -> Any:
+            has_begun.set()
+            goes_on.wait()
+            return broker.call(request)
+
+    server = GrpcServer(broker, endpoints=lambda _: Waiting())
+    try:
+        with Stub(server.address) as stub, ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(stub.send, message("t"))
+            assert has_begun.wait(60)
+            assert not server.close(0.01)
+            assert isinstance(sending.exception(60), grpc.RpcError)
+    finally:
+        goes_on.set()
+    assert server.close()
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self
 
@@ -18,6 +19,7 @@ from librmq.wire.grpc.sessions import FormerClient
 
 try:
     import grpc
+    from google.protobuf.message import DecodeError
 except ImportError as error:  # pragma: no cover
     raise MissingExtraError("librmq.wire.grpc", "grpc") from error
 
@@ -147,14 +149,27 @@ class GrpcServer:
         """
         return self._service.missing()
 
-    def close(self) -> None:
-        """Answer no more calls. Closing again does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._last_clients = self._service.clients()
-            self._service.close()
-            self._server.stop(grace=None).wait()
-            self._pool.shutdown(wait=True)
+    def close(self, timeout: float = 5) -> bool:
+        """Answer no more calls. Closing again does nothing.
+
+        Returns:
+            Whether all calls have ended within ``timeout`` seconds. Others are abandoned.
+        """
+        if not self._is_open:
+            return True
+        self._is_open = False
+        self._last_clients = self._service.clients()
+        self._service.close()
+        stopping = threading.Thread(target=self._stop, name="librmq grpc stop", daemon=True)
+        stopping.start()
+        stopping.join(timeout)
+        if stopping.is_alive():
+            _log.warning("calls by gRPC on %(address)s did not end, and are abandoned", address=self.address)
+        return not stopping.is_alive()
+
+    def _stop(self) -> None:
+        self._server.stop(grace=None).wait()
+        self._pool.shutdown(wait=True)
 
     def __enter__(self) -> Self:
         return self
@@ -194,11 +209,9 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             ),
         )
         command = message_class("TelemetryCommand")
-        telemetry = _refusing_nonsense(service.telemetry)
-        self._add(
-            "Telemetry",
-            grpc.stream_stream_rpc_method_handler(telemetry, command.FromString, command.SerializeToString),
-        )
+        telemetry = _refusing_nonsense(service.telemetry, command.FromString)
+        # Without a deserializer: gRPC never ends a stream for which that fails, so a server with one can't stop.
+        self._add("Telemetry", grpc.stream_stream_rpc_method_handler(telemetry, None, command.SerializeToString))
         # Some clients accept their settings only with an address for metrics, and export them here.
         self._by_name[_METRICS_EXPORT] = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 
@@ -213,10 +226,17 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._by_name.get(details.method)
 
 
-def _refusing_nonsense(telemetry: Callable[..., Any]) -> Callable[..., Any]:
-    def handle(requests: Any, context: Any) -> Any:  # noqa: ANN401
+def _refusing_nonsense(telemetry: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
+    def parsed(requests: Iterator[bytes]) -> Iterator[Any]:
+        for raw in requests:
+            try:
+                yield parse(raw)
+            except DecodeError as error:
+                raise ValueError(f"expected a TelemetryCommand, found {len(raw):,} bytes that are none") from error
+
+    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
         try:
-            yield from telemetry(requests, context)
+            yield from telemetry(parsed(requests), context)
         except (ValueError, RmqError) as error:
             is_busy = isinstance(error, Refusal) and error.code is Code.TOO_MANY_REQUESTS
             status = grpc.StatusCode.RESOURCE_EXHAUSTED if is_busy else grpc.StatusCode.INVALID_ARGUMENT

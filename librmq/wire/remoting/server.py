@@ -122,11 +122,15 @@ class RemotingServer:
         """
         self._pulling.release(queue)
 
-    def close(self) -> None:
-        """Stop answering requests, and end all connections. A second call does nothing."""
+    def close(self, timeout: float = 5) -> bool:
+        """Stop answering requests, and end all connections. A second call does nothing.
+
+        Returns:
+            Whether all requests have ended within ``timeout`` seconds. Others are abandoned.
+        """
         with self._lock:
             if not self._is_open:
-                return
+                return True
             self._is_open = False
             channels = self._budgets.channels()
         with suppress(OSError):
@@ -134,10 +138,16 @@ class RemotingServer:
         self._listening.close()
         for channel in channels:
             channel.close()
-        self._acceptor.join()
-        for thread in [channel.reader for channel in channels if channel.reader is not None]:
+        clock = SystemClock()
+        deadline = clock.monotonic() + timeout
+        threads = [self._acceptor, *(channel.reader for channel in channels if channel.reader is not None)]
+        for thread in threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, deadline - clock.monotonic()))
+        has_ended = not any(one.is_alive() for one in threads if one is not threading.current_thread())
+        if not has_ended:
+            _log.warning("requests by remoting on %(address)s did not end, and are abandoned", address=self.address)
+        return has_ended
 
     def __enter__(self) -> Self:
         return self
