@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from librmq.cli.groups import open_view
 from librmq.cli.output import Enough, Output, complain
-from librmq.cli.unknown_names import note_topic
+from librmq.cli.unknown_names import note_message, note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import StoreView
 
@@ -78,4 +78,5 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
         for event in story(view, arguments.id, topic=arguments.topic):
             output.row(event._asdict())
         note_topic(arguments.topic, view.topics, output)
+        note_message(output, name=arguments.id, kind="id or key", is_limited=arguments.topic is not None)
     return 0

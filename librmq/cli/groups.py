@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from librmq.diagnosis.people import moment
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic
+from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.cli.cluster_source import ClusterSource
@@ -100,7 +102,17 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
             _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
         note_group(arguments.group, view.groups, output)
         note_topic(arguments.topic, view.topics, output)
+        if not output.rows and output.says_nothing_found:
+            output.says_nothing_found = False
+            complain(f"note: {_why_no_lag(view)}")
     return 0
+
+
+def _why_no_lag(view: StoreView) -> str:
+    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
+    if view.store.files.size(path) is None:
+        return f"there is no {path}, so the progress of no group is known: copy the folder config too"
+    return "no group has progress in these topics"
 
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:

@@ -6,6 +6,7 @@ import argparse
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.bodies import shown_row
@@ -14,7 +15,7 @@ from librmq.cli.log import cut_at
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
-from librmq.cli.unknown_names import note_topic_of
+from librmq.cli.unknown_names import note_message, note_topic_of
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
@@ -43,6 +44,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         with open_cluster(arguments) as cluster:
             for message in cluster.messages(selection):
                 output.row(shown_row(message, DEFAULT_LEVELS, arguments.body))
+        _note_unknown(selection, output)
         return 0
     if selection.topic is None and not selection.is_by_index:
         files, config = files_and_config(arguments, log_only=True)
@@ -68,7 +70,14 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         for message in selection.messages(store):
             output.row(shown_row(message, store.levels, arguments.body))
         note_topic_of(store, selection.topic, output)
+    _note_unknown(selection, output)
     return 0
+
+
+def _note_unknown(selection: MessageQuery, output: Output) -> None:
+    is_limited = replace(selection, id=None, key=None) != MessageQuery()
+    note_message(output, name=selection.id, kind="id", is_limited=is_limited or selection.key is not None)
+    note_message(output, name=selection.key, kind="key", is_limited=is_limited)
 
 
 def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar) -> Iterator[StoredMessage]:

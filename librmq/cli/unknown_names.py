@@ -12,7 +12,7 @@ from librmq.errors import StoreError
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-__all__ = ["GROUPS", "TOPICS", "near", "note_group", "note_part", "note_topic", "note_topic_of"]
+__all__ = ["GROUPS", "TOPICS", "near", "note_group", "note_message", "note_part", "note_topic", "note_topic_of"]
 
 
 GROUPS: Final = "; librmq groups lists the groups"
@@ -38,6 +38,14 @@ def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> Non
     """Tell a person that a topic has no queue in a store, if no row was printed."""
     if not output.rows:
         note_topic(topic, {name for name, _ in store.queues}, output)
+
+
+def note_message(output: Output, *, name: str | None, kind: str, is_limited: bool = False) -> None:
+    """Tell a person that no message has an id or a key, if no row was printed."""
+    if name is not None and not output.rows and output.says_nothing_found:
+        output.says_nothing_found = False
+        where = " among those that the other options select" if is_limited else ""
+        complain(f"note: no message has the {kind} {name!r}{where}")
 
 
 def note_part(stores: Iterable[str], topics: str | None, groups: str | None, output: Output) -> None:

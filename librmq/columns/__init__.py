@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from librmq.errors import MissingExtraError
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -38,4 +39,12 @@ _MODULES = {
     "schema": ("CORRUPT", "TYPES", "default_columns"),
 }
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+    _export, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+
+    def __getattr__(name: str) -> object:
+        try:
+            return _export(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "pyarrow":
+                raise
+            raise MissingExtraError("reading a store as columns", "arrow") from error

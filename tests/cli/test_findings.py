@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import shutil
 
 import pytest
 
@@ -351,3 +352,34 @@ def test_tables_of_what_if_and_of_several_stories(shell: Shell) -> None:
     assert len(ids) > 1
     assert "message" in shell("story", "store", "key14", "--format", "table").out
     assert "message" not in shell("story", "store", min(ids), "--format", "table").out
+
+
+# --- what is not there
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["story", "store", "no-such-key"], "no message has the id or key 'no-such-key'"),
+        (["show", "store", "--key", "no-such-key"], "no message has the key 'no-such-key'"),
+        (["show", "store", "--id", "0A" * 16], f"no message has the id '{'0A' * 16}'"),
+        (
+            ["show", "store", "--key", "no-such-key", "--tag", "TagA"],
+            "no message has the key 'no-such-key' among those that the other options select",
+        ),
+    ],
+)
+def test_an_unknown_message_is_one_line(shell: Shell, words: list[str], said: str) -> None:
+    answer = shell(*words)
+    assert (answer.status, answer.out, answer.said) == (0, "", f"note: {said}\n")
+
+
+def test_lag_without_the_brokers_tables_names_the_missing_file(shell: Shell) -> None:
+    assert shell("lag", "store").rows
+    shutil.rmtree(shell.folder / "store" / "config")
+    answer = shell("lag", "store")
+    assert (answer.status, answer.out) == (0, "")
+    assert answer.said == (
+        "note: there is no store/config/consumerOffset.json, so the progress of no group is known: copy the folder "
+        "config too\n"
+    )

@@ -280,3 +280,17 @@ def test_a_stream_that_cannot_be_reconfigured(fake: Fake, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["queues", "s"]) == 0
     assert stream.getvalue() == '{"topic":"订单"}\n'
+
+
+def test_an_export_without_pyarrow_names_the_extra(shell: Shell) -> None:
+    program = (
+        "import sys; sys.modules['pyarrow'] = None; from librmq.cli import main; "
+        "sys.exit(main(['export', 'store', '-o', 'all.csv']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=shell.folder, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "librmq export: reading a store as columns needs an optional dependency: pip install 'librmq[arrow]'\n"
+    )

@@ -261,7 +261,7 @@ def test_a_terminal_shows_that_nothing_was_found(
         def isatty(self) -> bool:
             return True
 
-    words = ["show", "store", "--key", "no such key"]
+    words = ["show", "store", "--grep", "no such body"]
     assert shell(*words).said == ""
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert main(words) == 0
