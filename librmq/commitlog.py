@@ -39,6 +39,10 @@ _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
 
+def _no_check() -> None:
+    """Check nothing: the log has no lock."""
+
+
 class LogEnd(NamedTuple):
     """The end of a walk."""
 
@@ -80,6 +84,8 @@ class CommitLog(LogState):
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
         """Begin of this handle's last write, of one record or several."""
+        self.check_owner: Callable[[], object] = _no_check
+        """Called before a write reaches another file; raises if another process may write here too."""
 
     @classmethod
     def open(
@@ -267,6 +273,7 @@ class CommitLog(LogState):
     def _roll(self, size: int) -> None:
         """Begin the next file for ``size`` bytes, after a blank in this one."""
         sequence, end, following = self._sequence, self.end, self._next_file()
+        self.check_owner()
         # First the steps that can fail, so that a full disk leaves the log unchanged.
         self._make(following)
         sequence.reserve(following, 0, size)
@@ -308,6 +315,7 @@ class CommitLog(LogState):
                 return True
             if sequence.starts and start != sequence.end:
                 return False
+            self.check_owner()
             sequence.create(start)
             return True
 

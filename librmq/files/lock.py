@@ -4,6 +4,9 @@ The first byte is locked as the broker does (``FileChannel.tryLock(0, 1, false)`
 process and ends when the process closes any descriptor of the file, even one that a backup opened for reading. Linux
 also has locks of the open file description: they conflict with the others and end only with the descriptor that took
 them. Within the process a registry refuses a second writer.
+
+The file can be deleted under its holder, and a second writer would lock the next one. So the folder is locked too, by
+``flock``, which only librmq sees.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class DiskLock:
 
     def __init__(self, path: str) -> None:
         self._path = os.path.abspath(path)
-        self._descriptor = -1
+        self._descriptor = self._folder = -1
         with _held_guard, named("lock", path):
             for held in _held.values():
                 if held._path == self._path:
@@ -93,6 +96,24 @@ class DiskLock:
             holder = _conflict(descriptor, os.fstat(descriptor)) or "another process"
             raise StoreLockedError(f"{path}: locked by {holder}") from None
 
+    def hold_folder(self) -> None:
+        """Lock the folder too, where the file system can; see `FileLock.hold_folder`."""
+        if sys.platform == "win32":
+            return
+        folder = os.path.dirname(self._path)
+        with named("lock", folder):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                pid = _find_holder(_key_of(os.fstat(descriptor)))
+                os.close(descriptor)
+                if error.errno in _IN_THE_WAY:
+                    holder = f"process {pid}" if pid else "another process"
+                    raise StoreLockedError(f"{self._path}: locked by {holder}, whose lock file was deleted") from None
+                return
+            self._folder = descriptor
+
     def check(self) -> None:
         """Check that the lock file was not replaced, since another writer could lock the new one.
 
@@ -108,18 +129,24 @@ class DiskLock:
         with _held_guard:
             if self._descriptor >= 0:
                 descriptor, self._descriptor = self._descriptor, -1
+                folder, self._folder = self._folder, -1
                 _held.pop(self._key, None)
                 try:
                     if sys.platform != "win32":  # a child between fork and exec can have a copy of the descriptor
+                        if folder >= 0:
+                            fcntl.flock(folder, fcntl.LOCK_UN)
                         _set_lock(descriptor, fcntl.F_UNLCK)
                 finally:
                     os.close(descriptor)
+                    if folder >= 0:
+                        os.close(folder)
 
     def forget(self) -> None:
-        """Close a forked child's copy of the descriptor; the parent keeps its lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close a forked child's copy of the descriptors; the parent keeps its lock."""
+        for descriptor in (self._descriptor, self._folder):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._folder = -1
 
 
 def _after_fork() -> None:

@@ -215,8 +215,11 @@ class _MemoryLock:
         self._locks = locks
         self._path = path
 
+    def hold_folder(self) -> None:
+        """Do nothing, like `check`: only this process reaches files in memory."""
+
     def check(self) -> None:
-        """Do nothing: only this process reaches files in memory."""
+        pass
 
     def release(self) -> None:
         self._locks.discard(self._path)

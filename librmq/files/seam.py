@@ -100,6 +100,14 @@ class FolderEntry(NamedTuple):
 class FileLock(Protocol):
     """A held lock of a store."""
 
+    def hold_folder(self) -> None:
+        """Lock the folder of the lock file too, which can't be deleted apart from its content, as the file can.
+
+        Raises:
+            StoreLockedError: The holder of a deleted lock file has it.
+        """
+        ...
+
     def check(self) -> None:
         """Check that the lock still keeps other writers out.
 

@@ -164,6 +164,7 @@ class StoreHandle:
         appender = self.appender
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
         self._has_room_until = -1
+        parts.log.check_owner = self._check_lock
         self.durability = Durability(parts, appender, self._check_lock)
         self.retention = Retention(
             self.log,

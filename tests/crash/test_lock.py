@@ -18,7 +18,7 @@ import librmq
 from librmq.broker import Broker
 from librmq.cli import main
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError, FlushFailedError, StoreLockedError
+from librmq.errors import CorruptionError, FlushFailedError, StoreIOError, StoreLockedError
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -214,6 +214,25 @@ def test_a_forked_child_holds_no_lock(store: Path) -> None:
         os.close(answer)
         os.close(asked)
         os.waitpid(child, 0)
+
+
+def test_a_deleted_lock_lets_no_second_writer_in(store: Path) -> None:
+    with MessageStore.open(store, CONFIG, background=False) as writer:
+        end = writer.append(Message("t", b"2")).physical_offset
+        (store / "lock").unlink()
+        for _ in range(2):  # the first one makes a new lock file
+            with process(sys.executable, "-c", HOLDER, store) as (_, said):
+                assert said.startswith("refused:")
+                assert f"process {os.getpid()}" in said
+        bodies = [message.body for message in MessageStore.open(store, read_only=True)]
+        assert bodies[-1] == b"2"
+        with pytest.raises(StoreIOError, match="lock file was deleted or replaced"):
+            [writer.append(Message("t", bytes(1000))) for _ in range(100)]  # until they reach the next file
+        assert writer.log.end < CONFIG.commitlog_file_size
+        assert writer.read("t", 0, 1).messages[0].physical_offset == end
+        writer.abandon()
+    with process(sys.executable, "-c", HOLDER, store) as (_, said):
+        assert said == "locked"
 
 
 @pytest.mark.parametrize("change", ["deleted", "replaced"])

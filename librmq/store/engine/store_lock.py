@@ -48,7 +48,7 @@ def _lock(handle: object, path: str, files: Files) -> FileLock:
     """Take the lock; first release the lock of a handle that Ctrl-C lost."""
     place = directory.lock_path(path)
     try:
-        lock = files.lock(place)
+        lock = _lock_with_folder(place, files)
     except StoreLockedError:
         gc.collect()
         lost = [lock for lock, holder in list(_held.items()) if holder() is None]
@@ -56,8 +56,18 @@ def _lock(handle: object, path: str, files: Files) -> FileLock:
             raise
         for each in lost:
             unlock_store(each)
-        lock = files.lock(place)
+        lock = _lock_with_folder(place, files)
     _held[lock] = weakref.ref(handle)
+    return lock
+
+
+def _lock_with_folder(place: str, files: Files) -> FileLock:
+    lock = files.lock(place)
+    try:
+        lock.hold_folder()
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 
