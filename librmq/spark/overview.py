@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.columns.options import Mode
 from librmq.diagnosis.findings import Thresholds
 from librmq.diagnosis.summary import WINDOW_S, join_parts, short_names
+from librmq.diagnosis.survey.key_counts import MOST_OF_A_TOPIC, most_frequent
 from librmq.diagnosis.survey.model import (
     ATTEMPTS,
     DELAY_BOUNDS_MS,
@@ -48,7 +49,6 @@ _COLUMNS: Final = (
     "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
     "bornTimestamp timestamp, keys string, uniqueKey string, size int, reconsumeTimes int"
 )
-_MOST_KEYS: Final = 15
 
 
 def overview(
@@ -164,7 +164,7 @@ class _Sums:
         attempt = F.greatest(F.least("reconsumeTimes", F.lit(ATTEMPTS)), F.lit(1))
         self._attempts = _counts(messages.where(F.col("topic").startswith(RETRY_PREFIX)), attempt)
         own = _own(messages)
-        self._keys = skew(own, "key", 5).where("messages > 1").collect()
+        self._keys = skew(own, "key", MOST_OF_A_TOPIC + 1).where("messages > 1").collect()
         self._repeated = (
             duplicates(own, window_s)
             .groupBy("store", "topic")
@@ -183,8 +183,8 @@ class _Sums:
             first_ms=min((one.first_ms for one in topics), default=None),
             last_ms=max((one.last_ms for one in topics), default=None),
         )
-        keys = sorted((row for row in self._keys if row["store"] == store),
-                      key=lambda row: (-row["messages"], row["topic"], row["key"]))  # fmt: skip
+        keys = {(row["topic"], row["key"]): row for row in self._keys if row["store"] == store}
+        listed = most_frequent((row["messages"], *of) for of, row in keys.items())
         return ReportPart(
             summary=summary,
             topics=topics,
@@ -199,8 +199,8 @@ class _Sums:
                 if topic.startswith(RETRY_PREFIX) and self._wanted.has_group(group := topic.removeprefix(RETRY_PREFIX))
             ),
             keys=tuple(
-                FrequentKey(name, row["topic"], row["key"], row["messages"], row["share"], False)
-                for row in keys[:_MOST_KEYS]
+                FrequentKey(name, topic, key, count, keys[topic, key]["share"], False, cut)
+                for count, topic, key, cut in listed
             ),
             repeated=tuple(
                 RepeatedKeys(name, topic, count, resent, keyed, max(0.0, after), False)

@@ -149,13 +149,47 @@ def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest
             store.append(Message("T", b"x", keys="hot" if number % 2 else f"order-{number % 800}"))
     found = report(tmp_path / "store")
     (repeated,) = found.repeated
-    assert repeated.is_estimate
+    assert repeated.sampled
     hot = found.keys[0]
-    assert (hot.key, hot.is_estimate) == ("hot", True)
+    assert (hot.key, hot.sampled) == ("hot", True)
     assert 600 <= hot.messages <= 1000
     assert "about" in section(render_page(found), "keys")
     monkeypatch.setattr(reading, "has_columns", lambda: False)
     assert report(tmp_path / "store").repeated == found.repeated
+
+
+def test_no_sentence_claims_that_a_key_outside_of_the_sample_came_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 100)
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
+        for number in range(1600):
+            store.append(Message("T", b"x", keys="cust-42" if number % 8 == 0 else f"order-{number}"))
+            store.append(Message("Once", b"x", keys=f"order-{number}"))
+    for has_columns in (True, False):
+        monkeypatch.setattr(reading, "has_columns", lambda has_columns=has_columns: has_columns)
+        found = report(tmp_path / "store")
+        assert [(row.topic, row.messages, row.keys, row.shortest_s, row.sampled) for row in found.repeated] == [
+            ("Once", 0, 0, None, True),
+            ("T", 0, 0, None, True),
+        ]
+        page = render_page(found)
+        assert "No key" not in page
+        assert "none in the sample" in section(page, "repeated")
+        assert "not counted, however often it came" in section(page, "repeated")
+        assert "cust-42" in section(page, "keys")
+
+
+def test_keys_that_are_left_out_are_marked(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=ManualClock(START_MS)) as store:
+        for number in range(14):
+            store.append(Message("Many", b"x", keys=f"k{number % 7}"))
+            store.append(Message("Few", b"x", keys=f"k{number % 5}"))
+    found = report(tmp_path / "store")
+    assert {(row.topic, row.cut) for row in found.keys} == {("Many", True), ("Few", False)}
+    assert "Further keys of Many are left out" in section(render_page(found), "keys")
 
 
 def test_repeated_keys_count_within_the_window(tmp_path: Path) -> None:
@@ -164,7 +198,7 @@ def test_repeated_keys_count_within_the_window(tmp_path: Path) -> None:
     assert (row.messages, row.keys, row.resent, row.shortest_s) == (13, 7, 0, 7.0)
     assert report(path, window_s=6.9).repeated == ()
     key = report(path).keys[0]
-    assert (key.key, key.messages, round(key.share, 2), key.is_estimate) == ("k0", 3, 0.15, False)
+    assert (key.key, key.messages, round(key.share, 2), key.sampled) == ("k0", 3, 0.15, False)
 
 
 def test_retries_letters_and_instances_of_a_broker(rmq: Kit) -> None:

@@ -364,25 +364,32 @@ def _uneven(report: Report, several: bool) -> Section:
     return Section("queues", "Uneven queues", about, table(names, shown, stores=several, legend=True))
 
 
-def _about(value: float, is_estimate: bool) -> str:
-    return f"about {number(value)}" if is_estimate else number(value)
+def _about(value: float, sampled: bool) -> str:
+    return f"about {number(value)}" if sampled else number(value)
 
 
 def _keys(report: Report, several: bool) -> Section:
     rows = sorted(report.keys, key=lambda row: (-row.messages, row[:3]))
+    sampled = any(row.sampled for row in rows) or any(row.sampled for row in report.repeated)
     if not rows:
-        return Section("keys", "Frequent keys", "No key occurs twice.")
+        known = "Among the sampled messages, no key occurs twice; most were not looked at."
+        return Section("keys", "Frequent keys", known if sampled else "No key occurs twice.")
     scale = Scale.over([row.messages for row in rows])
     shown = (
         (row.store, short(row.key), row.topic,
          bar(row.messages, scale, f"{short(row.key)} in {row.topic}: {number(row.messages)} messages"),
-         _about(row.messages, row.is_estimate), percent(row.share))
+         _about(row.messages, row.sampled), percent(row.share))
         for row in rows
     )  # fmt: skip
     names = (
         Column("key"), Column("topic"), Column("", "plot"), Column("messages", _N), Column("of the topic’s keys", _N),
     )  # fmt: skip
-    about = f"Business keys with the most messages.{_scale(scale)}{_estimates(rows[0].is_estimate)}"
+    cut = sorted({row.topic for row in rows if row.cut})
+    about = f"Business keys with the most messages.{_scale(scale)}" + (
+        f" Further keys of {', '.join(map(short, cut[:3]))}{', …' * (len(cut) > 3)} are left out." if cut else ""
+    )
+    if sampled:
+        about += " The store is large, so a sample of the messages was counted, and these are estimates."
     return Section("keys", "Frequent keys", about, table(names, shown, stores=several))
 
 
@@ -391,24 +398,27 @@ def _repeated(report: Report, several: bool) -> Section:
     if not rows:
         return Section("repeated", "Repeated keys", "No key came twice within the window.")
     shown = (
-        (row.store, row.topic, _about(row.messages, row.is_estimate), _about(row.resent, row.is_estimate),
-         _about(row.keys, row.is_estimate), duration(row.shortest_s))
+        (row.store, row.topic,
+         *(_about(count, row.sampled) if row.messages else "none in the sample" if row.sampled else "0"
+           for count in (row.messages, row.resent, row.keys)),
+         "" if row.shortest_s is None else duration(row.shortest_s))
         for row in rows
     )  # fmt: skip
     about = (
         f"Messages whose key another message of the topic had in the {duration(report.window_s)} before. One key may "
         "belong to several messages; where it must not, this is what a consumer has to recognise. Those sent again "
-        f"have the same unique id too: a client or broker repeated them.{_estimates(rows[0].is_estimate)}"
+        "have the same unique id too: a client or broker repeated them."
     )
+    if any(row.sampled for row in rows):
+        about += (
+            " The store is large, so a sample of the keys was looked at, and these are estimates. A key outside of the "
+            "sample is not counted, however often it came: see also the frequent keys."
+        )
     names = (
         Column("topic"), Column("messages", _N), Column("sent again", _N), Column("keys", _N),
         Column("shortest distance", _N),
     )  # fmt: skip
     return Section("repeated", "Repeated keys", about, table(names, shown, stores=several))
-
-
-def _estimates(is_estimate: bool) -> str:
-    return " The store is large, so a sample was counted and these are estimates." if is_estimate else ""
 
 
 def _scale(scale: Scale) -> str:

@@ -7,16 +7,17 @@ messages, and repeated keys in all messages of a sample of the keys. Both result
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from librmq.diagnosis.survey.model import FrequentKey, RepeatedKeys
 from librmq.message.record import split_keys
 
-__all__ = ["KeyCounts", "share_of"]
+__all__ = ["MOST_OF_A_TOPIC", "KeyCounts", "most_frequent", "share_of"]
 
 MOST_KEYED: Final = 200_000
 _MOST_FREQUENT: Final = 15
+MOST_OF_A_TOPIC: Final = 5
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
 
@@ -24,6 +25,21 @@ _WORD: Final = (1 << 64) - 1
 def share_of(number: Any, shares: int) -> Any:  # noqa: ANN401 (a whole number, or an array of unsigned ones)
     """Return the share of a number among ``shares`` (a power of two): of a key's last eight bytes, or of a place."""
     return (number * _MULTIPLIER & _WORD) >> 32 & shares - 1
+
+
+def most_frequent(counts: Iterable[tuple[int, str, str]]) -> Iterator[tuple[int, str, str, bool]]:
+    """Yield the largest of (count, topic, key), a few of each topic, with whether others of their topic are cut."""
+    ordered = sorted(counts, key=lambda one: (-one[0], *one[1:]))
+    place: Counter[str] = Counter()
+    shown = []
+    for one in ordered:
+        place[one[1]] += 1
+        if place[one[1]] <= MOST_OF_A_TOPIC:
+            shown.append(one)
+    del shown[_MOST_FREQUENT:]
+    listed = Counter(topic for _, topic, _ in shown)
+    for count, topic, key in shown:
+        yield count, topic, key, place[topic] > listed[topic]
 
 
 class _Repeats:
@@ -83,18 +99,19 @@ class KeyCounts:
         each = [
             (count, topic, key)
             for topic, counts in self._frequent.items()
-            for key, count in counts.most_common(5)
+            for key, count in counts.most_common(MOST_OF_A_TOPIC + 1)
             if count > 1
         ]
-        for count, topic, key in sorted(each, key=lambda one: (-one[0], *one[1:]))[:_MOST_FREQUENT]:
+        for count, topic, key, cut in most_frequent(each):
             share = count / self._keyed[topic]
-            yield FrequentKey(store, topic, key, count * self.shares, share, self.shares > 1)
+            yield FrequentKey(store, topic, key, count * self.shares, share, self.shares > 1, cut)
 
     def repeated(self, store: str) -> Iterator[RepeatedKeys]:
-        """Yield the repeated keys of each topic."""
-        for topic, found in sorted(self._repeats.items()):
-            n = self.shares
-            shortest_s = (found.shortest_ms or 0) / 1000
+        """Yield the repeated keys of each topic; with a sample, also a row for each topic without any in it."""
+        n = self.shares
+        for topic in sorted(self._repeats.keys() | (self._keyed.keys() if n > 1 else ())):
+            found = self._repeats.get(topic) or _Repeats()
+            shortest_s = None if found.shortest_ms is None else found.shortest_ms / 1000
             yield RepeatedKeys(
                 store, topic, found.messages * n, found.resent * n, len(found.keys) * n, shortest_s, n > 1
             )

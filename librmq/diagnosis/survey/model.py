@@ -33,7 +33,7 @@ __all__ = [
     "WaitingMessages",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 DELAY_BOUNDS_MS: Final = (0, 1, 10, 100, 1_000, 10_000, 60_000, 600_000, 3_600_000)
 """Bounds between the bins of `BornToStored`. The first bin has messages that were stored before they were born."""
@@ -165,8 +165,10 @@ class FrequentKey(NamedTuple):
     key: str
     messages: int
     share: float
-    is_estimate: bool
-    """Whether only a sample of the messages was counted."""
+    sampled: bool
+    """Whether only a sample of the messages was counted, and the numbers are estimates."""
+    cut: bool
+    """Whether further keys of the topic came several times, which the report leaves out."""
 
 
 class RepeatedKeys(NamedTuple):
@@ -178,8 +180,10 @@ class RepeatedKeys(NamedTuple):
     resent: int
     """How many also have the unique id of the earlier message, because a client or a broker repeated them."""
     keys: int
-    shortest_s: float
-    is_estimate: bool
+    shortest_s: float | None
+    """Shortest time between two such messages; None without any in the sample."""
+    sampled: bool
+    """Whether only a sample of the keys was looked at: numbers are estimates, and other keys can have come again."""
 
 
 class WaitingMessages(NamedTuple):
