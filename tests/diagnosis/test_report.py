@@ -29,6 +29,7 @@ from librmq.diagnosis import (
     report,
 )
 from librmq.errors import ConfigError, InputError
+from librmq.store import snapshot
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.reference import folders
@@ -421,8 +422,38 @@ def test_a_comparison_reports_rates_and_new_findings(tmp_path: Path) -> None:
     assert backwards["late"].lag is None
 
 
+def test_a_comparison_knows_copies_of_one_log_by_any_name(tmp_path: Path) -> None:
+    path = made(tmp_path / "store", 30, queues=1)
+    progress(path, {"orders@g": {0: 10}})
+    snapshot(str(path), str(tmp_path / "monday"))
+    with MessageStore.open(path, clock=ManualClock(START_MS + 60_000)) as store:
+        for _ in range(10):
+            store.append(Message("orders", b"x"))
+    progress(path, {"orders@g": {0: 15}})
+    snapshot(str(path), str(tmp_path / "tuesday"))
+    earlier, later = (report(tmp_path / name, check=False) for name in ("monday", "tuesday"))
+    found = compare(earlier, later)
+    assert (found.added, found.removed) == ((), ())
+    assert [(one.store, one.group, one.before, one.lag) for one in found.lags] == [("tuesday", "g", 20, 25)]
+    assert "New:" not in render_page(later, earlier)
+
+
+def test_a_comparison_keeps_other_logs_of_one_name_apart(tmp_path: Path) -> None:
+    for folder, begin_ms in (("a", START_MS), ("b", START_MS + 1)):
+        clock = ManualClock(begin_ms)
+        (tmp_path / folder).mkdir()
+        with MessageStore.open(tmp_path / folder / "store", SIZES, clock=clock) as store:
+            for _ in range(10):
+                store.append(Message("orders", b"x"))
+        progress(tmp_path / folder / "store", {"orders@g": {0: 1}})
+    found = compare(report(tmp_path / "a" / "store"), report(tmp_path / "b" / "store"))
+    assert {(one.store, one.before, one.lag) for one in found.lags} == {
+        ("store", None, 9), ("store (earlier)", 9, None),
+    }  # fmt: skip
+
+
 def test_json_of_something_else_is_refused() -> None:
-    for text in ("", "[]", '{"version": 1}', '{"version": 7}', '{"version": 1, "stores": [{}]}'):
+    for text in ("", "[]", '{"version": 1}', '{"version": 7}', '{"version": 2, "stores": [{}]}'):
         with pytest.raises(InputError):
             Report.from_json(text)
 

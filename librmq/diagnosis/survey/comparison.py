@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from librmq.diagnosis.survey.model import GroupLagChange, GroupTopicLag, Report, ReportedFinding
+from librmq.diagnosis.survey.model import ROW_NAMES, GroupLagChange, GroupTopicLag, Report, ReportedFinding
 
 __all__ = ["Comparison", "compare"]
 
@@ -14,7 +15,7 @@ class Comparison(NamedTuple):
     """The changes between two reports."""
 
     earlier: Report
-    """The report to compare with."""
+    """The report to compare with; a store of it that the later report has too is named as there."""
     added: tuple[ReportedFinding, ...]
     """Findings that the earlier report lacks."""
     removed: tuple[ReportedFinding, ...]
@@ -26,7 +27,12 @@ class Comparison(NamedTuple):
 
 
 def compare(earlier: Report, later: Report) -> Comparison:
-    """Return what has changed. Findings are the same if their store, kind and subject are equal."""
+    """Return what has changed. Findings are the same if their store, kind and subject are equal.
+
+    Stores are the same if their logs are, whatever their folders are called: a file of both begins with the same record
+    at the same place. If retention has deleted all common files, stores of one name are the same.
+    """
+    earlier = _named_as(later, earlier)
     before, now = _by_subject(earlier), _by_subject(later)
     return Comparison(
         earlier,
@@ -39,6 +45,36 @@ def compare(earlier: Report, later: Report) -> Comparison:
         ),
         tuple(sorted(_lag_changes(earlier, later), key=lambda one: ((one.before or 0) - (one.lag or 0), one[:3]))),
     )
+
+
+def _named_as(later: Report, earlier: Report) -> Report:
+    """Return a report whose stores have the names of their logs in a later one."""
+    then, now = _log_starts(earlier), _log_starts(later)
+    names: dict[str, str] = {}
+    for name, starts in now.items():
+        same = [old for old in then if old not in names and then[old].items() & starts.items()]
+        if same:
+            names[name if name in same else same[0]] = name
+    for name in now.keys() - set(names.values()):
+        if name in then and name not in names and not then[name].keys() & now[name].keys():
+            names[name] = name
+
+    def renamed(row: Any) -> Any:  # noqa: ANN401 (a row of any kind)
+        name = names.get(row.store, f"{row.store} (earlier)" if row.store in now else row.store)
+        if isinstance(row, ReportedFinding) and row.subject == f"store {row.store}":
+            row = row._replace(subject=f"store {name}")
+        return row._replace(store=name)
+
+    rows: dict[str, Any] = {part: tuple(map(renamed, getattr(earlier, part))) for part in ("stores", *ROW_NAMES)}
+    return replace(earlier, **rows)
+
+
+def _log_starts(report: Report) -> dict[str, dict[int, str]]:
+    """Return for each store the first record of each log file, by its physical offset."""
+    starts: dict[str, dict[int, str]] = {one.store: {} for one in report.stores}
+    for file in report.log_files:
+        starts.setdefault(file.store, {})[file.physical_offset] = file.first
+    return starts
 
 
 def _by_subject(report: Report) -> dict[tuple[str, ...], ReportedFinding]:

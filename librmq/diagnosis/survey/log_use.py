@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from librmq.diagnosis.survey.messages import has_columns
 from librmq.diagnosis.survey.model import LogFileUse
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
+from librmq.message.record import FIXED_SIZE
 from librmq.store.engine.queue_table import QueueName
 
 __all__ = ["log_file_uses"]
@@ -40,7 +42,11 @@ def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse
         begin = (first + number) * size
         time = log.store_timestamp_ms(int(last[number])) if messages[number] else None
         end = min(begin + size, log.end)
-        yield LogFileUse(name, begin, end - max(begin, log.begin), int(messages[number]), int(unread[number]), time)
+        data = log.data_at(max(begin, log.begin), FIXED_SIZE)
+        yield LogFileUse(
+            name, begin, end - max(begin, log.begin), int(messages[number]), int(unread[number]), time,
+            f"{crc32(data):08x}",
+        )  # fmt: skip
 
 
 Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]

@@ -213,6 +213,8 @@ class LogFileUse(NamedTuple):
     """Messages that at least one group has not consumed."""
     last_ms: int | None
     """Store time of its last message."""
+    first: str
+    """Checksum of the header of its first record, by which copies of a log are recognised."""
 
 
 class FilterMatch(NamedTuple):
