@@ -39,6 +39,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
+from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendResult, CopyTarget, Prepared
 
@@ -140,10 +141,11 @@ _layout_of = lru_cache(maxsize=64)(_Layout)
 class _Level:
     """One level: its queue, and the time of its next look."""
 
-    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "state_key")
+    __slots__ = ("delay_ms", "earlier", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "state_key")
 
-    def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
+    def __init__(self, level: int, delay_ms: int | None, queue_offset: int, earlier: EarlierCopies) -> None:
         self.level = level
+        self.earlier = earlier
         self.next_offset = self.saved_offset = queue_offset
         """Queue offset of the next message, and the saved one."""
         self.queue_id = queue_id_of_level(level)
@@ -164,8 +166,9 @@ class DelaySchedule:
     An undeliverable message (a half message, without a topic, damaged) is logged as an error and skipped; its record
     stays in the log. After a temporary failure, such as a full disk, the next look at the level is 10 s later.
 
-    After a crash delivery continues from the last saved progress: messages delivered since then are delivered again,
-    and none is lost. A save flushes the store first, so that no progress outlives the messages it covers.
+    After a crash delivery continues from the last saved progress. A message that the log shows as delivered since then
+    is passed; one without a unique id, or with an equal one beside it, is delivered again, and none is lost. A save
+    flushes the store first, so that no progress outlives the messages it covers.
     """
 
     def __init__(
@@ -215,7 +218,12 @@ class DelaySchedule:
         there = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
         known = range(1, store.levels.max_level + 1)
         self._levels = [
-            _Level(level, store.levels.delay_ms(level) if level in known else None, offsets.delay_offset(level))
+            _Level(
+                level,
+                store.levels.delay_ms(level) if level in known else None,
+                offsets.delay_offset(level),
+                EarlierCopies(store),
+            )
             for level in sorted(there | set(known))
         ]
 
@@ -387,7 +395,10 @@ class DelaySchedule:
             try:
                 message = self._read(physical_offset, size)
                 if message is not None:
-                    copies.append(self._copied(message))
+                    copy = self._copied(message)
+                    if level.earlier.concerns(physical_offset) and _was_delivered(level.earlier, message, copy):
+                        continue
+                    copies.append(copy)
                     waiting.append(message)
                     places.append(place)
             except (MessageIllegalError, RecordError) as error:
@@ -407,6 +418,8 @@ class DelaySchedule:
                 self._unsaved = True
         self._write(level, waiting, copies, places)
         if entries:
+            if len(places) < len(entries):  # save soon what the log showed, so that no later opening looks for it
+                self._saver.put_back(self._last_ms)
             level.next_offset = queue_offset + len(entries)
             self._unsaved = True
 
@@ -460,3 +473,13 @@ class DelaySchedule:
         except CorruptionError as error:
             raise RecordError(str(error)) from error
         return None if raw is None else StoredMessage.framed(raw)
+
+
+def _was_delivered(earlier: EarlierCopies, waiting: StoredMessage, copy: Prepared) -> bool:
+    """Return whether the log shows that an earlier run delivered a waiting message."""
+    topic, queue_id = copy.lane.topic, copy.lane.queue_id
+
+    def is_delivery(record_: StoredMessage) -> bool:
+        return record_.queue_id == queue_id and record.PROPERTY_REAL_QUEUE_ID in record_.properties
+
+    return earlier.has(waiting, (topic,), is_delivery)

@@ -43,7 +43,7 @@ class BrokerSteps:
 class BrokerContext:
     """One broker's names, settings and store, its tables and the steps that save them, clients and held pulls."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
         self,
         steps: BrokerSteps,
         cluster_name: str,
@@ -53,8 +53,13 @@ class BrokerContext:
         tables: BrokerTables,
         registrations: Registrations,
         changed: Callable[[], None],
+        *,
+        was_killed: bool,
     ) -> None:
-        """Make what stands in the broker's files of ``tables``; ``changed()`` is called when topics change."""
+        """Make what stands in the broker's files of ``tables``; ``changed()`` is called when topics change.
+
+        ``was_killed`` says that the last process did not close the store, so the progress of its last seconds is lost.
+        """
         runner = steps.runner
         self.steps = steps
         self.name = steps.name
@@ -62,6 +67,7 @@ class BrokerContext:
         self.cluster_name = cluster_name
         self.config = config
         self.store = store
+        self.was_killed = was_killed
         self.metrics = metrics
         self.tables = tables
         self.registrations = registrations

@@ -7,15 +7,17 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
+from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 
@@ -47,6 +49,8 @@ class FailedMessages:
         self._groups = context.groups
         self._metrics = context.metrics
         self._put = put
+        self._offsets = context.offsets
+        self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
 
     def send_back(self, request: SendBack) -> SentBack | None:
         """Store a failed message again: for a later delivery, or as a dead letter."""
@@ -76,6 +80,8 @@ class FailedMessages:
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
         properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
+            return SentBack(is_dead, most)
         made = Message(name, message.stored_body, flag=message.flag)
         made.properties = properties
         stored = self._put(
@@ -95,6 +101,26 @@ class FailedMessages:
         levels = self._store.levels
         level = levels.cap(parse_level(properties[_DELAY]))
         return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
+
+    def _was_sent_back(
+        self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]
+    ) -> bool:
+        """Return whether the last process stored this failure and died before it saved the group's progress.
+
+        After a reset a message fails on purpose a second time, so it is stored again.
+        """
+        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.put_back:
+            return False
+        name = record.PROPERTY_ORIGIN_MESSAGE_ID
+        origin = properties[name]
+
+        def is_retry(copy: StoredMessage) -> bool:
+            return origin == copy.properties.get(name) and topic in (
+                copy.topic,
+                copy.properties.get(record.PROPERTY_REAL_TOPIC),
+            )
+
+        return earlier.has(message, (SCHEDULE_TOPIC, topic), is_retry, deliveries=1)
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""

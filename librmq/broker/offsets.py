@@ -36,6 +36,8 @@ class GroupOffsets:
         self._changed = changed
         self.has_changed = False
         """Whether there are unsaved changes."""
+        self.put_back = set[tuple[str, str]]()
+        """Groups and topics in which progress went back, as after a reset."""
         self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
@@ -66,6 +68,7 @@ class GroupOffsets:
                 f"found {queue_id} and {queue_offset}",
             )
         if queue_offset < old:
+            self.put_back.add((group, topic))
             _log.info(
                 "group %(group)s: progress in %(topic)s/%(queue_id)d goes back from %(old)d to %(queue_offset)d",
                 group=group,

@@ -19,6 +19,7 @@ from librmq.message.topics import HALF_TOPIC
 from librmq.metrics import Metrics
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.checkpoint import has_abort
 
 __all__ = ["BrokerParts"]
 
@@ -44,6 +45,7 @@ class BrokerParts:
         by_hand = not moves_by_itself(runner.clock)
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
         registrations = tables.registrations(runner.now_ms())
+        was_killed = has_abort(files, path)
         store = self.store = MessageStore.open(
             path,
             store_config,
@@ -56,7 +58,7 @@ class BrokerParts:
         self._is_replica = config.replica_of is not None
         try:
             context = self.context = BrokerContext(
-                steps, cluster_name, config, store, metrics, tables, registrations, life.changed
+                steps, cluster_name, config, store, metrics, tables, registrations, life.changed, was_killed=was_killed
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._housekeeping = steps.step("flushes its store", store.run_due)

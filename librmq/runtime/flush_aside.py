@@ -118,9 +118,8 @@ class FlushAside(Generic[_T]):
         self._due_ms = None
 
     def put_back(self, now_ms: int) -> None:
-        """Recompute the time of the next save after the clock was set back to ``now_ms``."""
-        if self._due_ms is not None:
-            self._due_ms = now_ms
+        """Make the next save due: the clock was set back to ``now_ms``, or the progress should be saved soon."""
+        self._due_ms = now_ms
 
     def end(self, why: str) -> None:
         """End all flushes; later calls raise ``why``. Return when none is running. Thread-safe."""

@@ -23,13 +23,14 @@ from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.numbers import java_int, java_long
 from librmq.message import record
-from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
+from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
@@ -145,8 +146,8 @@ class HopProxy:
 
     Use it beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic; call `run_due` when a message
     has arrived there. A message without a time or a topic is dropped and logged as an error. After a temporary failure,
-    such as a full disk, the next try is 10 s later. After a crash messages can be delivered twice; none is lost or
-    early.
+    such as a full disk, the next try is 10 s later. After a crash a message that the log shows as sent on is passed;
+    in doubt it is sent on again, so none is lost or early.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class HopProxy:
         self._offsets = offsets
         self._delivered = delivered
         self._states = StateLog(_log, "the relay")
+        self._earlier = EarlierCopies(store)
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = FlushAside(
@@ -233,6 +235,10 @@ class HopProxy:
         try:
             if target_ms is None or queue_id is None or topic == HOP_TOPIC:
                 raise MessageIllegalError("expected properties with a time, a queue and a topic")
+            if self._earlier.concerns(message.physical_offset) and self._earlier.has(
+                message, (SCHEDULE_TOPIC, topic), lambda copy: _was_sent_on(copy, topic, queue_id)
+            ):
+                return
             arrived = now_ms >= target_ms
             if arrived:
                 following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
@@ -256,3 +262,10 @@ class HopProxy:
             return
         if arrived and self._delivered is not None:
             self._delivered(message, result)
+
+
+def _was_sent_on(copy: StoredMessage, topic: str, queue_id: int) -> bool:
+    """Return whether a record is a hop, or the delivery to this queue."""
+    if copy.topic == SCHEDULE_TOPIC:
+        return copy.properties.get(record.PROPERTY_REAL_TOPIC) == HOP_TOPIC
+    return copy.topic == topic and copy.queue_id == queue_id

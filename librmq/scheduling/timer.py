@@ -42,6 +42,7 @@ from librmq.message.topics import HALF_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
+from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import (
     DELAY_MS,
     DELAY_SEC,
@@ -89,8 +90,9 @@ class _Emptying:
 class Timers:
     """The timers of a store. Not thread-safe: one caller at a time.
 
-    After a crash the timers continue from the last save. Messages delivered since then can be delivered again; none is
-    lost or early. Every opening rebuilds the wheel from the timer log, which is the truth.
+    After a crash the timers continue from the last save. A message that the log shows as delivered since then is
+    passed; in doubt it is delivered again, so none is lost or early. Every opening rebuilds the wheel from the timer
+    log, which is the truth.
     """
 
     def __init__(self) -> None:
@@ -133,6 +135,7 @@ class Timers:
         self._retry_at_ms: int | None = None
         self._states = StateLog(_log, "the timer")
         self._emptying: _Emptying | None = None
+        self._earlier = EarlierCopies(store, in_order=False)
         size = timer_log_size(store.path, self._files)
         if size is not None and size != config.timer_log_file_size:
             raise ConfigError(
@@ -341,6 +344,9 @@ class Timers:
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
+            if self._earlier.concerns(message.physical_offset) and self._was_taken(message, topic, properties):
+                self._progress.changes += 1
+                return
             result = self._store.appender.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
@@ -348,6 +354,15 @@ class Timers:
         self._progress.changes += 1
         if not rolls and self._delivered is not None:
             self._delivered(message, result)
+
+    def _was_taken(self, message: StoredMessage, topic: str, properties: Mapping[str, str]) -> bool:
+        """Return whether the log shows that an earlier run delivered or rolled a message."""
+        rolls = properties.get(ROLL_TIMES)
+
+        def is_copy(copy: StoredMessage) -> bool:
+            return DEQUEUE_MS in copy.properties and copy.properties.get(ROLL_TIMES) == rolls
+
+        return self._earlier.has(message, (topic,), is_copy)
 
     def _drop(self, queue_offset: int, physical_offset: int, error: Exception) -> None:
         _log.error(

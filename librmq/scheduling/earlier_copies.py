@@ -1,0 +1,86 @@
+"""What an earlier run of a store wrote after it had saved its progress for the last time, derived from the log.
+
+A process that dies loses the progress of its last seconds, but not the records that it wrote. So before it writes a
+copy of a record, `EarlierCopies` searches the log for one, by unique id, time of birth and number of deliveries.
+Records that were written again on purpose have the same id, and keep copies of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from librmq.message.message import StoredMessage
+from librmq.scheduling.timer_config import ROLL_TIMES
+from librmq.store import MessageStore
+
+__all__ = ["EarlierCopies"]
+
+_MOST: Final = 4096
+
+
+class EarlierCopies:
+    """The copies that are in the log when it is opened. Not thread-safe if the calls are ``in_order``."""
+
+    def __init__(self, store: MessageStore, *, in_order: bool = True) -> None:
+        """With ``in_order`` the copies were written in the order of the calls, so the first without a copy is the last.
+
+        Make it before the store is written.
+        """
+        self._store = store
+        self._end = store.log.end
+        self._in_order = in_order
+        self._is_over = self._end == store.log.begin
+
+    def concerns(self, physical_offset: int) -> bool:
+        """Return whether a record can have a copy."""
+        return physical_offset < self._end and not self._is_over
+
+    def has(
+        self,
+        message: StoredMessage,
+        topics: tuple[str, ...],
+        accepts: Callable[[StoredMessage], bool],
+        deliveries: int = 0,
+    ) -> bool:
+        """Return whether a copy of a record is in one of ``topics``; False in doubt.
+
+        A copy has ``deliveries`` more deliveries than the record, and ``accepts(copy)`` is true. In doubt are records
+        without a unique id, and equal records of which some may have no copy.
+        """
+        key = message.unique_key
+        if not key or not self.concerns(message.physical_offset):
+            return False
+        times = message.reconsume_times
+        copies = [
+            copy.physical_offset
+            for topic in topics
+            for copy in self._like(message, topic, times + deliveries)
+            if accepts(copy)
+        ]
+        if not any(place > message.physical_offset for place in copies):
+            self._is_over = self._in_order
+            return False
+        rolls = message.properties.get(ROLL_TIMES)
+        equal = [
+            like.physical_offset
+            for like in self._like(message, message.topic, times)
+            if like.properties.get(ROLL_TIMES) == rolls
+        ]
+        if equal == [message.physical_offset]:
+            return True
+        if message.physical_offset not in equal:  # the index lacks keys
+            return False
+        # Several records can be the origin of a copy. Each one before a copy has its own if they alternate.
+        places = sorted([*equal, *(place for place in copies if place > equal[0])])
+        return places[::2] == equal
+
+    def _like(self, message: StoredMessage, topic: str, times: int) -> list[StoredMessage]:
+        """Return the records of a topic in the log at the opening that have the id and the birth of a message."""
+        assert message.unique_key is not None
+        born_ms = message.born_timestamp_ms
+        return [
+            like
+            for like in self._store.find_by_key(topic, message.unique_key, max_messages=_MOST)
+            if like.physical_offset < self._end and like.reconsume_times == times and like.born_timestamp_ms == born_ms
+        ]

@@ -1,0 +1,96 @@
+"""Brokers that die before they save progress, again and again: what the log shows as done is not done again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from librmq.broker import BrokerConfig
+from librmq.message import Message, StoredMessage
+from librmq.scheduling.timer import TimerConfig
+from librmq.testing import Kit
+
+LIVES = 5
+
+
+def messages(rmq: Kit, topic: str) -> list[StoredMessage]:
+    return [message for message in rmq.broker.store if message.topic == topic]
+
+
+def bodies(rmq: Kit, topic: str) -> Counter[bytes]:
+    return Counter(message.body for message in messages(rmq, topic))
+
+
+def live_and_die(rmq: Kit, lives: int = LIVES) -> None:
+    """Let the broker and all consumers live for 4 s several times, too short for a save of progress."""
+    for _ in range(lives):
+        rmq.advance(seconds=4)
+        for process in list(rmq.processes):
+            if process.name.startswith("g") and not process.dead:
+                rmq.crash(process)
+        rmq.crash_broker()
+
+
+def fail(message: object) -> None:
+    raise ValueError("poison")
+
+
+@pytest.mark.parametrize(
+    ("delay", "config"),
+    [
+        (1, BrokerConfig()),
+        (2.5, BrokerConfig(timers=TimerConfig(save_every_s=60))),
+        (300, BrokerConfig(timers=TimerConfig(timer_roll_window_slot=7, save_every_s=60))),
+        (10, BrokerConfig(hops=True)),
+        (13, BrokerConfig(hops=True)),
+    ],
+)
+def test_a_crash_loop_delivers_each_delayed_message_once(delay: float, config: BrokerConfig) -> None:
+    with Kit(broker_config=config) as rmq:
+        producer = rmq.producer()
+        for number in range(20):
+            producer.send(Message("T", b"%d" % number, delay=delay))
+        live_and_die(rmq, LIVES + round(delay / 4))
+        assert bodies(rmq, "T") == {b"%d" % number: 1 for number in range(20)}
+
+
+def test_a_crash_loop_makes_one_dead_letter_of_each_poison_message(rmq: Kit) -> None:
+    rmq.consumer("g", fail_fast=False, max_reconsume_times=2).subscribe("T")(fail)
+    for number in range(20):
+        rmq.producer().send("T", b"%d" % number)
+    live_and_die(rmq, 3 * LIVES)
+    once = {b"%d" % number: 1 for number in range(20)}
+    assert bodies(rmq, "%DLQ%g") == once
+    assert Counter(m.body for m in messages(rmq, "%RETRY%g") if m.reconsume_times == 1) == once
+
+
+def test_records_that_are_written_again_on_purpose_are_delivered(rmq: Kit) -> None:
+    """The same id is sent to wait twice, and directly in between; nothing counts as the delivery of another."""
+    producer = rmq.producer()
+    for level in (1, 0, 1):
+        producer.send(Message("T", b"x", unique_key="same", delay_level=level))
+    rmq.crash_broker()
+    rmq.advance(seconds=3)
+    assert bodies(rmq, "T") == {b"x": 3}
+
+
+def test_a_dead_letter_that_is_resent_after_a_crash_has_all_its_retries(rmq: Kit) -> None:
+    rmq.consumer("g", fail_fast=False, max_reconsume_times=1).subscribe("T")(fail)
+    rmq.producer().send("T", b"x")
+    rmq.advance(minutes=1)
+    assert rmq.broker.resend_dead_letters("g") == 1
+    rmq.crash_broker()
+    rmq.advance(minutes=1)
+    assert bodies(rmq, "%DLQ%g") == {b"x": 2}
+
+
+def test_a_reset_after_a_crash_retries_again(rmq: Kit) -> None:
+    rmq.consumer("g", fail_fast=False, max_reconsume_times=1).subscribe("T")(fail)
+    rmq.producer().send("T", b"x")
+    rmq.advance(minutes=1)
+    rmq.crash_broker()
+    rmq.advance(seconds=10)
+    rmq.broker.reset_group("g", "T", "begin")
+    rmq.advance(minutes=1)
+    assert bodies(rmq, "%DLQ%g") == {b"x": 2}
