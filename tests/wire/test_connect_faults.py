@@ -26,6 +26,8 @@ from librmq.protocol import (
     PullMessage,
     QueryMessages,
     QueryOffset,
+    SendBack,
+    SentBack,
     TopicGroups,
     ViewMessage,
 )
@@ -309,6 +311,37 @@ def test_messages_of_another_queue_are_not_handed_out(
         route.endpoint("fake").call(PullMessage("c", "g", "orders", 0, 0))
 
 
+@pytest.mark.parametrize(
+    ("sent", "groups", "expected"),
+    [
+        (SendBack("g", 0, 0, 2, reconsume_times=1), None, SentBack(False, 2)),
+        (SendBack("g", 0, 0, 2, reconsume_times=2), None, SentBack(True, 2)),
+        (SendBack("g", 0, -1), None, SentBack(True, 0)),
+        (SendBack("g", 0, 0, reconsume_times=3), {"g": {"retryMaxTimes": 4}}, SentBack(False, 4)),
+        (SendBack("g", 0, 0, reconsume_times=4), {"g": {"retryMaxTimes": 4}}, SentBack(True, 4)),
+        (SendBack("g", 0, 0), {"h": {"retryMaxTimes": 4}}, None),
+        (SendBack("g", 0, 0), ["g"], None),
+        (SendBack("g", 0, 0), None, None),
+    ],
+)
+def test_the_fate_of_a_message_is_derived(sent: SendBack, groups: object, expected: SentBack | None) -> None:
+    """The answer to a message that is sent back has nothing; the settings of the group say how often it can be."""
+    asked: list[int] = []
+
+    def answer(frame: Frame) -> Frame:
+        asked.append(frame.code)
+        if frame.code == RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG:
+            if groups is None:
+                return answer_to(frame, 1, "no permission")
+            return answer_to(frame, body=write_body({"subscriptionGroupTable": groups}))
+        return answer_to(frame)
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
+        endpoint = route.endpoint("fake")
+        assert [endpoint.call(sent) for _ in range(2)] == [expected] * 2
+    assert asked.count(RequestCode.CONSUMER_SEND_MSG_BACK) == 2
+
+
 def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
     """Its own timeout counts, not that of the route, and the connection is still good for other requests."""
 
@@ -324,7 +357,7 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
         assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
 
 
-def test_an_unknown_request_of_a_broker_is_refused() -> None:
+def test_an_unknown_sentof_a_broker_is_refused() -> None:
     """It comes beside the answer to a lock, and the consumer locks its queue nevertheless."""
     locked = write_body({"lockOKMQSet": [{"topic": "orders", "brokerName": "fake", "queueId": 0}]})
     members = write_body({"consumerIdList": ["127.0.0.1@me"]})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from librmq import BrokerError, DeadLetter, DeliveredMessage, MessageIllegalError
-from librmq.protocol import Receive
+from librmq.protocol import Receive, SetGroup
 from librmq.testing import Kit
 from tests.over_tcp import NOT_OVER_TCP
 from tests.reference import CHECKOUT
@@ -131,6 +131,18 @@ def test_the_setting_of_the_group_says_which_attempt_is_the_last(
         "ERROR dead letter of group g key o-1, after 2 attempts: ValueError: no stock",
         "ValueError: no stock",
     ]
+
+
+def test_an_attempt_is_logged_when_nothing_is_known_of_the_next(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    """A group without retry queues gets no answer that says it."""
+    rmq.broker.call(SetGroup("g", {"retryQueueNums": 0}))
+    rmq.consumer("g", fail_fast=False).subscribe("t", fail)
+    with caplog.at_level(logging.INFO, "librmq.consumer"):
+        rmq.producer().send("t", b"x")
+        rmq.advance(hours=1)
+    (line,) = (one.getMessage() for one in caplog.records if hasattr(one, "rmq_attempt"))
+    assert "attempt 1 on t" in line
+    assert line.endswith("and the broker does not say whether the next comes")
 
 
 @BOTH
