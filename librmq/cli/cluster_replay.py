@@ -44,7 +44,12 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     A file in the store notes how far the cluster has acknowledged them, so that a repeated command continues there.
     """
     _check_target(arguments)
-    selection = select(argparse.Namespace(**{**vars(arguments), "key": None, "id": None}))
+    of_now = {
+        "store": None,
+        "key": None,
+        "id": None,
+    }  # ages count from now, so that a later call sends what was too new
+    selection = select(argparse.Namespace(**(vars(arguments) | of_now)))
     counted: dict[str, list[int]] = {}
     with ExitStack() as opened:
         broker = None

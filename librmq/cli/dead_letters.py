@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 from librmq.cli.changes import opened_broker
 from librmq.cli.groups import open_view
-from librmq.cli.input import parse_time
+from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.unknown_names import note_group
-from librmq.clock import SystemClock
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
@@ -64,7 +63,9 @@ def _print(chosen: list[letters.GivenUpMessage], arguments: argparse.Namespace, 
 
 
 def _chosen(found: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
-    since_ms = None if arguments.since is None else parse_time(arguments.since, SystemClock())
+    since_ms = None
+    if arguments.since is not None:
+        since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
     return [
         one
         for one in found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.input import parse_time
+from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.cli.unknown_names import note_topic
-from librmq.clock import SystemClock
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
@@ -23,7 +22,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.columns import ReaderKeywords
     from librmq.columns import export as export_messages
 
-    clock = SystemClock()
+    clock = age_clock(arguments.store, arguments.since, arguments.until)
     settings = ReaderKeywords(
         topic=arguments.topic,
         tags=arguments.tag,

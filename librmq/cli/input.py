@@ -7,14 +7,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import complain
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, InputError
+from librmq.errors import ConfigError, CorruptionError, InputError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore
 
 __all__ = [
+    "age_clock",
     "check_opened",
     "check_text",
     "field",
@@ -73,6 +74,34 @@ def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
             f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {cut.bytes} bytes with "
             f"sound records follow ({cut.what}): librmq salvage saves them"
         )
+
+
+def age_clock(stores: str | Sequence[str] | None, *times: str | None) -> Clock:
+    """Return the clock from which ages among ``times`` count: that of the last message of stores not in use.
+
+    A line on standard error says so. For stores in use, a cluster and a URL it is the machine's.
+    """
+    paths = [stores] if isinstance(stores, str) else stores or ()
+    if not any(text is not None and (_AGO.fullmatch(text) or _DURATION.fullmatch(text)) for text in times):
+        return SystemClock()
+    from librmq.diagnosis.people import moment
+    from librmq.diagnosis.view import StoreView
+
+    last_ms = []
+    for path in paths:
+        try:
+            with StoreView.open(path) as view:
+                if view.owner is not None or view.now_ms is None:
+                    return SystemClock()
+                last_ms.append(view.now_ms)
+        except StoreError:  # the command says what is wrong
+            return SystemClock()
+    if not last_ms:
+        return SystemClock()
+    complain(
+        f"note: no process uses {', '.join(paths)}: ages count from the last message, at {moment(max(last_ms))} UTC"
+    )
+    return ManualClock(max(last_ms))
 
 
 def parse_time(text: str, clock: Clock) -> int:
@@ -252,7 +281,7 @@ def files_and_config(
 
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the options that choose a part of the stores, as settings of a report or a pipeline."""
-    clock = SystemClock()
+    clock = age_clock(arguments.stores, arguments.since, arguments.until)
     found = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
     for name in ("since", "until"):
         text = getattr(arguments, name)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
-from librmq.cli.input import parse_duration, parse_time
-from librmq.cli.output import Output, whole_number
+from librmq.cli.input import age_clock, parse_duration, parse_time
+from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.selection import first_at
 from librmq.cli.unknown_names import GROUPS, TOPICS, near
-from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
+from librmq.diagnosis.findings import counted
+from librmq.diagnosis.people import moment
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["replay", "reset", "skip"]
+
+if TYPE_CHECKING:
+    from librmq.diagnosis.policies import Skip
 
 Move = Callable[[MessageStore, ConsumeQueue], int]
 """From a store and one of its queues to the new progress."""
@@ -38,7 +43,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
         return _move(arguments, output, lambda store, queue: queue.min_offset)
     if arguments.to == "end":
         return _move(arguments, output, lambda store, queue: queue.max_offset)
-    time_ms = parse_time(arguments.to, SystemClock())
+    time_ms = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
     return _move(arguments, output, lambda store, queue: _at_time(store, queue, time_ms))
 
 
@@ -58,11 +63,14 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     age_s = None if arguments.older_than is None else parse_duration("--older-than", arguments.older_than, expected)
     kept = None if arguments.keep is None else _number("--keep", arguments.keep)
     group, topic = arguments.group, arguments.topic
+    clock = age_clock(arguments.store, arguments.older_than)
     with opened_broker(arguments) as broker:
         wanted = _queue_ids(broker.store, broker.tables, arguments)
         to_end = age_s is None and kept is None
-        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=kept, to_end=to_end)
+        now_ms = clock.now_ms()
+        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=kept, to_end=to_end, now_ms=now_ms)
         plan = plan._replace(queues=tuple(one for one in plan.queues if one.queue_id in wanted))
+        _announce(plan, "would skip" if arguments.dry_run else "skips")
         done = plan
         if plan.queues and arguments.move is not None:
             done = move_to(broker, plan, arguments.move, queues=queues)
@@ -72,6 +80,14 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}
         output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
     return 0
+
+
+def _announce(plan: Skip, skips: str) -> None:
+    """Tell a person what is skipped, before it is."""
+    bounds = [time for one in plan.queues for time in (one.first_timestamp_ms, one.last_timestamp_ms)]
+    times = [time for time in bounds if time is not None]
+    stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
+    complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
 
 
 def replay(arguments: argparse.Namespace, output: Output) -> int:

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any, Final
 
-from librmq.cli.input import field, parse_time, read_rows, standard_input
+from librmq.cli.input import age_clock, field, parse_time, read_rows, standard_input
 from librmq.cli.output import Output, whole_number
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.cli.selection import check_id
 from librmq.cli.unknown_names import note_topic_of
-from librmq.clock import SystemClock
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.tags import TagFilter
 from librmq.message.message import StoredMessage
@@ -30,7 +29,7 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
     by_key = arguments.topic is not None or arguments.key is not None
     if by_key == (arguments.id is not None):
         raise InputError("expected either --topic and --key, or --id")
-    clock = SystemClock()
+    clock = age_clock(arguments.store, arguments.begin, arguments.end)
     if by_key:
         if not arguments.topic or not arguments.key:
             raise InputError("a search by key needs both --topic and --key")

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.input import parse_time
-from librmq.clock import SystemClock
+from librmq.cli.input import age_clock, parse_time
 from librmq.diagnosis.store_times import UNKNOWN, Ints, store_times
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
@@ -217,7 +216,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
     Raises:
         InputError: The value of an option is wrong, or options contradict each other.
     """
-    clock = SystemClock()
+    clock = age_clock(arguments.store, arguments.since, arguments.until)
     times = {
         name: parse_time(text, clock)
         for name, text in (("begin_ms", arguments.since), ("end_ms", arguments.until))

@@ -100,6 +100,7 @@ def plan_skip(
     older_than: float | None = None,
     lag_above: int | None = None,
     to_end: bool = False,
+    now_ms: int | None = None,
 ) -> Skip:
     """Return which messages of a topic a group would skip, and change nothing.
 
@@ -110,6 +111,7 @@ def plan_skip(
         older_than: Skip messages stored more than this many seconds ago.
         lag_above: Leave this many of the newest messages in each queue.
         to_end: Skip everything.
+        now_ms: The time from which the age counts; by default now for a store in use, else that of its last message.
 
     Raises:
         ConfigError: Not exactly one of the three is given, or the group has no progress in the topic.
@@ -124,23 +126,24 @@ def plan_skip(
         if not rows:
             raise no_progress(group, topic)
         queues = []
+        age_from_ms = view.now_ms if now_ms is None else now_ms
         for row in rows:
             begin = max(row.min_offset, row.consumer_offset or 0)
-            end = min(max(begin, _target(view, row, older_than, lag_above)), row.max_offset)
+            end = min(max(begin, _target(view, row, older_than, lag_above, age_from_ms)), row.max_offset)
             if begin < end:
                 queues.append(_skipped_queue(view, row, begin, end))
         policy = "end" if to_end else f"older than {older_than:g} s" if older_than is not None else f"lag > {lag_above}"
         return Skip(group, topic, policy, None, tuple(queues))
 
 
-def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above: int | None) -> int:
+def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above: int | None, now_ms: int | None) -> int:
     if lag_above is not None:
         return row.max_offset - lag_above
     if older_than is None:
         return row.max_offset
-    if view.now_ms is None:
+    if now_ms is None:
         return row.min_offset
-    from_ms = view.now_ms - round(1000 * older_than)
+    from_ms = now_ms - round(1000 * older_than)
     found = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
     message = _message(view, row, found)
     return found + 1 if message is not None and message.store_timestamp_ms < from_ms else found
