@@ -144,6 +144,11 @@ class CommitLog(LogState):
         return self._sequence.begin
 
     @property
+    def unflushed(self) -> int:
+        """Bytes behind the last flush."""
+        return max(self.end - self._flushed, 0)
+
+    @property
     def sequence(self) -> MappedFileQueue:
         """The files."""
         return self._sequence

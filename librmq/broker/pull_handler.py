@@ -179,6 +179,12 @@ class PullHandler:
                 f"group {group.name!r} does not subscribe to topic {name!r} by its last heartbeat: do all its "
                 "instances subscribe to the same topics?",
             )
+        if request.subscription_version is not None and subscription.version < request.subscription_version:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_NOT_LATEST,
+                f"group {group.name!r}, topic {name!r}: the last heartbeat has version {subscription.version} of the "
+                f"subscription, and the pull has {request.subscription_version}: send a heartbeat first",
+            )
         found = self._selected.get((group.name, name))
         if found is not None and found[0] is subscription:
             return found[1]

@@ -17,6 +17,7 @@ OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 CHECK_MAX_TIME_TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
 SELF_TEST_TOPIC: Final = "SELF_TEST_TOPIC"
 OFFSET_MOVED_TOPIC: Final = "OFFSET_MOVED_EVENT"
+TRACE_TOPIC: Final = "RMQ_SYS_TRACE_TOPIC"
 
 TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"]
 TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
@@ -30,7 +31,7 @@ NOT_FOR_SENDING: Final = frozenset(
 )
 """The topics to which only the broker writes."""
 
-SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"}
+SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TRACE_TOPIC}
 """The topics that RocketMQ reserves, besides those with `SYSTEM_PREFIX`."""
 SYSTEM_PREFIX: Final = "rmq_sys_"
 _MAX_SIZE: Final = 127

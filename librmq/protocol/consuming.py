@@ -190,6 +190,8 @@ class PullMessage(Request[PullResponse]):
     notify: Callable[[], None] | None = None
     stay: bool = False
     """Keep ``notify`` for the next messages even if this pull finds some, unless the next are there already."""
+    subscription_version: int | None = None
+    """The least version that the subscription in the group's heartbeats must have, unless None."""
 
 
 @value

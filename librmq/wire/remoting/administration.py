@@ -5,12 +5,16 @@ Mirrors ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
 
 from __future__ import annotations
 
+import json
+import math
+from datetime import datetime
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
+from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
 from librmq.message.message import MessageQueue
+from librmq.message.topics import validate_client_topic
 from librmq.protocol import (
     CleanUnusedTopics,
     CreateTopic,
@@ -42,6 +46,7 @@ from librmq.wire.remoting.headers import (
     DirectConsumeHeader,
     FoundByKeyHeader,
     GroupAndTopicHeader,
+    GroupOfTopicHeader,
     GroupToDeleteHeader,
     PhysicalOffsetHeader,
     ProducerGroupHeader,
@@ -109,6 +114,8 @@ class AdminRequests:
             RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
             RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: self._reset,
             RequestCode.CLONE_GROUP_OFFSET: self._clone,
+            RequestCode.GET_ALL_CONSUMER_OFFSET: self._all_offsets,
+            RequestCode.GET_ALL_DELAY_OFFSET: self._all_offsets,
             RequestCode.GET_CONSUMER_CONNECTION_LIST: self._consumers,
             RequestCode.GET_PRODUCER_CONNECTION_LIST: self._producers,
             RequestCode.GET_ALL_PRODUCER_INFO: self._all_producers,
@@ -126,7 +133,8 @@ class AdminRequests:
             QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
         )
         if not found:
-            raise BrokerError(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
+            remark = "can not find message, maybe time range not correct"
+            return call.answer(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
         last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
         return call.answer(last, body=records_body(found))
 
@@ -150,20 +158,45 @@ class AdminRequests:
                 break
             row = {"physicOffset": entry.physical_offset, "physicSize": entry.size, "tagsCode": entry.tags_code}
             rows.append({"eval": False, **row})
-        body = {"maxQueueIndex": end, "minQueueIndex": begin, "queueData": rows}
+        body: dict[str, Any] = (
+            {} if header.consumer_group is None else self._filter(header.consumer_group, header.topic)
+        )
+        body |= {"maxQueueIndex": end, "minQueueIndex": begin, "queueData": rows}
         return call.answer(body=write_body(body))
+
+    def _filter(self, group: str, topic: str) -> dict[str, Any]:
+        """Return a group's subscription to a topic and its registered filter, as they select entries of a queue."""
+        connections = self._broker.connections(group)
+        subscription = None if connections is None else connections.subscriptions.get(topic)
+        if subscription is None:
+            return {"filterData": f"{group}@{topic} is not online!"}
+        with self._broker.runner.lock:
+            row = self._broker.tables.filter_table.rows.get(topic, {}).get("groupFilterData", {}).get(group)
+        return {"filterData": json.dumps(row, ensure_ascii=False), "subscriptionData": subscription_row(subscription)}
 
     # ---- topics
 
     def _create_topic(self, call: RemotingCall) -> bytes:
         header: CreateTopicHeader = call.header
-        self._broker.call(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
+        self._change(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
         return call.answer()
 
     def _delete_topic(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header
-        self._broker.call(DeleteTopic(header.topic))
+        self._change(DeleteTopic(header.topic), missing=ResponseCode.TOPIC_NOT_EXIST)
         return call.answer()
+
+    def _change(self, request: CreateTopic | DeleteTopic | DeleteGroup, *, missing: ResponseCode | None = None) -> None:
+        """Change a topic or a group; as at a broker, a deletion succeeds if nothing is there."""
+        try:
+            if not isinstance(request, DeleteGroup):
+                validate_client_topic(request.topic)
+            self._broker.call(request)
+        except MessageIllegalError as error:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, str(error)) from error
+        except BrokerError as error:
+            if error.code != missing:
+                raise
 
     def _topic_configs(self, call: RemotingCall) -> bytes:
         with self._broker.runner.lock:
@@ -211,7 +244,8 @@ class AdminRequests:
 
     def _delete_group(self, call: RemotingCall) -> bytes:
         header: GroupToDeleteHeader = call.header
-        self._broker.call(DeleteGroup(header.group_name, header.remove_offset))
+        request = DeleteGroup(header.group_name, header.remove_offset)
+        self._change(request, missing=ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST)
         return call.answer()
 
     def _group_configs(self, call: RemotingCall) -> bytes:
@@ -226,9 +260,10 @@ class AdminRequests:
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
         header: GroupAndTopicHeader = call.header
-        topics = [header.topic] if header.topic else self._topics_of(header.consumer_group)
+        named = [header.topic] if header.topic else self._topics_of(header.consumer_group)
+        topics = [topic for topic in named if self._broker.topic_route(topic)]
         table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
-        per_second = sum(self._per_second(header.consumer_group, topic) for topic in topics)
+        per_second = math.fsum(self._per_second(header.consumer_group, topic) for topic in topics)
         return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": table}))
 
     def _per_second(self, group: str, topic: str) -> float:
@@ -270,25 +305,41 @@ class AdminRequests:
         return table
 
     def _time_spans(self, call: RemotingCall) -> bytes:
-        header: GroupAndTopicHeader = call.header
-        if header.topic is None:
-            raise MalformedError("the field topic is missing")
+        header: GroupOfTopicHeader = call.header
         now_ms, rows = self._broker.runner.now_ms(), []
         for queue in self._queues(header.topic):
-            consumed = self._broker.consumer_offset(header.consumer_group, header.topic, queue.queue_id)
-            end = self._broker.store.queue_range(header.topic, queue.queue_id)[1]
-            next_one = self._broker.store.read(header.topic, queue.queue_id, consumed or 0, 1).messages
-            at_ms = next_one[0].store_timestamp_ms if next_one else -1
+            at = header.topic, queue.queue_id
+            consumed = self._broker.consumer_offset(header.group, *at) or 0
+            first_ms, last_ms = stored_ms(self._broker, *at, first=True), stored_ms(self._broker, *at)
+            next_ms = self._stored_ms_at(*at, consumed)
+            times = {
+                "consumeTimeStamp": self._stored_ms_at(*at, consumed - 1) if consumed else first_ms,
+                "maxTimeStamp": last_ms,
+                "minTimeStamp": first_ms,
+            }
             rows.append(
                 {
-                    "consumeTimeStamp": at_ms,
-                    "delayTime": now_ms - at_ms if next_one and (consumed or 0) < end else 0,
-                    "maxTimeStamp": stored_ms(self._broker, header.topic, queue.queue_id),
+                    **times,
+                    **{f"{name}Str": _shown_time(ms) for name, ms in times.items()},
+                    "delayTime": now_ms - next_ms if next_ms >= 0 else 0,
                     "messageQueue": dict(queue_key(queue)),
-                    "minTimeStamp": stored_ms(self._broker, header.topic, queue.queue_id, first=True),
                 }
             )
         return call.answer(body=write_body({"consumeTimeSpanSet": rows}))
+
+    def _stored_ms_at(self, topic: str, queue_id: int, queue_offset: int) -> int:
+        """Return the store time in ms of a message; -1 if there is none."""
+        found = self._broker.store.read(topic, queue_id, queue_offset, 1).messages
+        return found[0].store_timestamp_ms if found else -1
+
+    def _all_offsets(self, call: RemotingCall) -> bytes:
+        """Answer with the progress of all groups, or with that of the delay levels."""
+        tables = self._broker.tables
+        asks_for_groups = call.frame.code == RequestCode.GET_ALL_CONSUMER_OFFSET
+        with self._broker.runner.lock:
+            rows = tables.offsets.rows if asks_for_groups else tables.delays.rows
+            body = write_body({"offsetTable": rows})
+        return call.answer(body=body)
 
     def _reset(self, call: RemotingCall) -> bytes:
         header: ResetOffsetHeader = call.header
@@ -403,7 +454,7 @@ class AdminRequests:
                         client=session.client_id,
                         error=error,
                     )
-            call.channel.write(call.answer(body=write_body({"consumerTable": table})))
+            call.channel.write(call.answer(body=write_body({"consumerTable": table, "messageQueueTable": {}})))
 
         call.channel.later(ask)
 
@@ -414,6 +465,11 @@ class AdminRequests:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
         call.frame.body = found.raw
         self._relay(call)
+
+
+def _shown_time(ms: int) -> str:
+    """Return a time as 4.9 shows it, in the machine's time zone."""
+    return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
 
 
 def _version(made_ms: int) -> dict[str, int]:

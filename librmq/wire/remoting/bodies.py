@@ -127,17 +127,18 @@ def _queue_of(row: object) -> MessageQueue:
 
 
 def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, ...]]:
-    """Return the client id, the producer groups and the consumers that a heartbeat names.
+    """Return the client id, the producer groups and the consumers that a heartbeat names; no id without groups.
 
     Raises:
         MalformedError: This is not a heartbeat.
     """
     found = read_request(body, "a heartbeat")
-    client_id = found.get("clientID")
-    if not isinstance(client_id, str) or not client_id:
-        raise MalformedError("a heartbeat without clientID")
+    client_id = found.get("clientID") or ""
     producers = frozenset(_name(row) for row in _rows(found, "producerDataSet"))
-    return client_id, producers, tuple(_consumer_of(row) for row in _rows(found, "consumerDataSet"))
+    consumers = tuple(_consumer_of(row) for row in _rows(found, "consumerDataSet"))
+    if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
+        raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
+    return client_id, producers, consumers
 
 
 def _rows(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

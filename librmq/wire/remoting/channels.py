@@ -41,6 +41,7 @@ class Channel:
         """The client ids in its heartbeats, usually one."""
         self.reader: threading.Thread | None = None
         self.is_open = True
+        self.is_tls = False
         self._lock = Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -54,6 +55,7 @@ class Channel:
 
     def begin_tls(self, context: ssl.SSLContext) -> None:
         """Let the client begin TLS."""
+        self.is_tls = True
         self._stream.begin_tls(context)
 
     def receive(self, size: int) -> bytes:

@@ -153,6 +153,8 @@ class ClientChannels:
     def heartbeat(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
         client_id, producers, consumers = heartbeat_of(frame.body)
+        if not client_id:
+            return
         with self._lock:  # also during the broker's call, so that a connection ends either before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")

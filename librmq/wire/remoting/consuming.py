@@ -88,8 +88,9 @@ class Consuming:
 
     def _check_subscription(self, call: RemotingCall) -> bytes:
         asked = read_request(call.frame.body, "CHECK_CLIENT_CONFIG")
-        subscription = subscription_of(asked.get("subscriptionData"))
-        self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
+        if asked.get("subscriptionData") is not None:
+            subscription = subscription_of(asked["subscriptionData"])
+            self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
         return call.answer()
 
     # ---- progress

@@ -5,19 +5,28 @@ Mirrors ``prepareRuntimeInfo`` and the settings of ``AdminBrokerProcessor``.
 
 from __future__ import annotations
 
+import os
+import shutil
+from contextlib import suppress
+from typing import Final
+
 from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError
-from librmq.protocol import ResponseCode
+from librmq.message.topics import TRACE_TOPIC
+from librmq.protocol import PERM_READ, PERM_WRITE, ResponseCode
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import VERSION
-from librmq.wire.remoting.headers import ConfigVersionHeader, StatsOfHeader
+from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, StatsOfHeader
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.rates import Rates
 
 __all__ = ["Description"]
+
+_MAX_INT: Final = (1 << 31) - 1
+"""No limit, in settings and counts of Java."""
 
 
 class Description:
@@ -36,48 +45,120 @@ class Description:
         }
 
     def _runtime(self, call: RemotingCall) -> bytes:
-        store, now_ms = self._broker.store, self._broker.runner.now_ms()
+        """Answer with the keys of 4.9.4. Requests wait in no queue, so sizes and capacities of queues are 0."""
+        store, now_ms, rates = self._broker.store, self._broker.runner.now_ms(), self._rates
         used = f"{store.files.used_ratio(store.path):.2f}"
-        minutes, seconds = divmod((now_ms - self._begin_ms) // 1000, 60)
-        hours, minutes = divmod(minutes, 60)
-        days, hours = divmod(hours, 24)
         first = next(iter(store), None)
+        puts, gets = rates.days("put", now_ms), rates.days("get", now_ms)
+        _, put, size = rates.total("put")
+        found = rates.per_second("get", None, now_ms, of_calls=True)
+        missed = rates.per_second("miss", None, now_ms, of_calls=True)
         table = {
+            **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
+            **{f"{name}ThreadPoolQueueCapacity": 0 for name in ("send", "pull", "query", "EndTransaction")},
+            **{f"{name}ThreadPoolQueueHeadWaitTimeMills": 0 for name in ("send", "pull", "query")},
+            "EndTransactionQueueSize": 0,
             "bootTimestamp": self._begin_ms,
             "brokerVersion": VERSION,
             "brokerVersionDesc": "V4_9_4",
             "commitLogDiskRatio": used,
+            f"commitLogDiskRatio_{os.path.join(store.path, 'commitlog')}": used,
             "commitLogMaxOffset": store.log.end,
             "commitLogMinOffset": store.log.begin,
             "consumeQueueDiskRatio": used,
+            "dispatchBehindBytes": 0,
+            "dispatchMaxBuffer": 0,
             "earliestMessageTimeStamp": -1 if first is None else first.store_timestamp_ms,
-            "getTransferedTps": self._rates.per_second("get", None, now_ms),
-            "pullThreadPoolQueueHeadWaitTimeMills": 0,  # requests wait in no queue
-            "pullThreadPoolQueueSize": 0,
-            "putTps": self._rates.per_second("put", None, now_ms),
-            "runtime": f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]",
-            "sendThreadPoolQueueHeadWaitTimeMills": 0,
-            "sendThreadPoolQueueSize": 0,
+            "getFoundTps": found,
+            "getMessageEntireTimeMax": rates.longest_ms("get"),
+            "getMissTps": missed,
+            "getTotalTps": found + missed,
+            "getTransferedTps": rates.per_second("get", None, now_ms),
+            "msgGetTotalTodayMorning": gets.today_morning,
+            "msgGetTotalTodayNow": gets.now,
+            "msgGetTotalYesterdayMorning": gets.yesterday_morning,
+            "msgPutTotalTodayMorning": puts.today_morning,
+            "msgPutTotalTodayNow": puts.now,
+            "msgPutTotalYesterdayMorning": puts.yesterday_morning,
+            "pageCacheLockTimeMills": 0,
+            "putLatency99": "0.00",
+            "putLatency999": "0.00",
+            "putMessageAverageSize": size / max(put, 1),
+            "putMessageDistributeTime": "null",
+            "putMessageEntireTimeMax": rates.longest_ms("put"),
+            "putMessageFailedTimes": rates.total("failed")[0],
+            "putMessageSizeTotal": size,
+            "putMessageTimesTotal": max(put, 1),
+            "putTps": rates.per_second("put", None, now_ms),
+            "remainHowManyDataToFlush": _human(store.log.unflushed),
+            "remainTransientStoreBufferNumbs": _MAX_INT,
+            "runtime": _duration(now_ms - self._begin_ms),
+            "startAcceptSendRequestTimeStamp": 0,
         }
-        return call.answer(body=write_body({"table": {name: str(value) for name, value in table.items()}}))
+        with suppress(OSError):  # in memory there is no disk
+            disk = shutil.disk_usage(store.path)
+            table["commitLogDirCapacity"] = f"Total : {_human(disk.total)}, Free : {_human(disk.free)}."
+        return call.answer(body=write_body({"table": {name: str(value) for name, value in sorted(table.items())}}))
 
     def _settings(self, channel: Channel) -> dict[str, str]:
-        """Return the settings by their names in 4.9."""
-        broker = self._broker
-        settings = {
-            "autoCreateTopicEnable": broker.config.auto_create_topic,
+        """Return the settings by their names in 4.9, among them all that its tools read."""
+        broker, config, store = self._broker, self._broker.config, self._broker.store.config
+        address = self._names.address(channel).rpartition(":")[0]
+        settings: dict[str, object] = {
+            "accessMessageInMemoryMaxRatio": store.memory_ratio,
+            "aclEnable": False,
+            "autoCreateSubscriptionGroup": config.auto_create_group,
+            "autoCreateTopicEnable": config.auto_create_topic,
             "brokerClusterName": broker.cluster_name,
-            "brokerIP1": self._names.address(channel).rpartition(":")[0],
+            "brokerId": 0,
+            "brokerIP1": address,
+            "brokerIP2": address,
             "brokerName": broker.name,
-            "defaultTopicQueueNums": broker.config.default_topic_queues,
-            "enablePropertyFilter": broker.store.config.enable_property_filter,
-            "flushDiskType": "SYNC_FLUSH" if broker.store.config.durability == "sync" else "ASYNC_FLUSH",
+            "brokerPermission": PERM_READ | PERM_WRITE,
+            "brokerRole": f"{config.replication.upper()}_MASTER",
+            "clientCallbackExecutorThreads": os.cpu_count() or 1,
+            "defaultTopicQueueNums": config.default_topic_queues,
+            "deleteWhen": store.delete_when,
+            "diskMaxUsedSpaceRatio": store.disk_max_used_ratio,
+            "enableCalcFilterBitMap": store.enable_calc_filter_bitmap,
+            "enableConsumeQueueExt": store.enable_consumequeue_ext,
+            "enablePropertyFilter": store.enable_property_filter,
+            "fileReservedTime": _MAX_INT if store.file_reserved_hours is None else store.file_reserved_hours,
+            "filterServerNums": 0,
+            "flushCommitLogThoroughInterval": round(1000 * store.flush_thorough_interval_s),
+            "flushConsumerOffsetInterval": round(1000 * config.save_offsets_every_s),
+            "flushConsumeQueueThoroughInterval": round(1000 * store.flush_thorough_interval_consumequeue_s),
+            "flushDiskType": f"{store.durability.upper()}_FLUSH",
+            "flushIntervalCommitLog": round(1000 * store.flush_interval_s),
+            "flushIntervalConsumeQueue": round(1000 * store.flush_interval_consumequeue_s),
             "listenPort": channel.own[1],
-            "mapedFileSizeCommitLog": broker.store.config.commitlog_file_size,
-            "maxMessageSize": broker.store.config.max_message_size,
-            "messageDelayLevel": broker.store.config.message_delay_level,
+            "mapedFileSizeCommitLog": store.commitlog_file_size,
+            "mapedFileSizeConsumeQueue": store.consumequeue_file_size,
+            "mappedFileSizeCommitLog": store.commitlog_file_size,
+            "mappedFileSizeConsumeQueue": store.consumequeue_file_size,
+            "mappedFileSizeConsumeQueueExt": store.consumequeue_ext_file_size,
+            "maxHashSlotNum": store.max_hash_slot_num,
+            "maxIndexNum": store.max_index_num,
+            "maxMessageSize": store.max_message_size,
+            "maxTransferBytesOnMessageInDisk": store.max_transfer_bytes_on_disk,
+            "maxTransferBytesOnMessageInMemory": store.max_transfer_bytes_in_memory,
+            "maxTransferCountOnMessageInDisk": store.max_transfer_count_on_disk,
+            "maxTransferCountOnMessageInMemory": store.max_transfer_count_in_memory,
+            "messageDelayLevel": store.message_delay_level,
+            "msgTraceTopicName": TRACE_TOPIC,
+            "regionId": RefusedSendHeader().region,
+            "rejectTransactionMessage": False,
+            "slaveReadEnable": True,
+            "startAcceptSendRequestTimeStamp": 0,
+            "storePathCommitLog": os.path.join(broker.store.path, "commitlog"),
             "storePathRootDir": broker.store.path,
-            "timerWheelEnable": broker.config.timers is not None or broker.config.hops,  # 5.x's: any delay is taken
+            "timerWheelEnable": config.timers is not None or config.hops,  # 5.x's: any delay is taken
+            "traceOn": RefusedSendHeader().is_traced,
+            "traceTopicEnable": False,
+            "transactionCheckInterval": round(1000 * config.transactions.interval_s),
+            "transactionCheckMax": config.transactions.check_max,
+            "transactionTimeOut": round(1000 * config.transactions.timeout_s),
+            "useTLS": channel.is_tls,
         }
         return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in settings.items()}
 
@@ -113,3 +194,18 @@ class Description:
             remark = f"The stats <{header.stats_name}> <{header.stats_key}> not exist"
             raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
         return call.answer(body=write_body(rows))
+
+
+def _human(size: int) -> str:
+    """Return a number of bytes as 4.9 shows it."""
+    if size < 1024:
+        return f"{size} B"
+    power = min((size.bit_length() - 1) // 10, 6)
+    return f"{size / 1024**power:.1f} {'KMGTPE'[power - 1]}iB"
+
+
+def _duration(ms: int) -> str:
+    minutes, seconds = divmod(ms // 1000, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]"

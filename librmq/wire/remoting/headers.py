@@ -281,6 +281,14 @@ class GroupAndTopicHeader:
 
 
 @value
+class GroupOfTopicHeader:
+    """A consumer group, and one of its topics."""
+
+    topic: str
+    group: str
+
+
+@value
 class TopicNameHeader:
     """A topic."""
 
@@ -482,6 +490,8 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumerGroupHeader),
     RequestCode.LOCK_BATCH_MQ: RequestForm(EmptyHeader),
     RequestCode.UNLOCK_BATCH_MQ: RequestForm(EmptyHeader),
+    RequestCode.GET_ALL_CONSUMER_OFFSET: RequestForm(EmptyHeader),
+    RequestCode.GET_ALL_DELAY_OFFSET: RequestForm(EmptyHeader),
     RequestCode.CHECK_CLIENT_CONFIG: RequestForm(EmptyHeader),
     RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
     RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader, KvValueHeader),
@@ -506,12 +516,15 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
     RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
     RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicNameHeader),
-    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupAndTopicHeader),
+    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupOfTopicHeader),
     RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: RequestForm(EmptyHeader),
     RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: RequestForm(EmptyHeader),
     RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: RequestForm(EmptyHeader),
     RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
     RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
+    RequestCode.GET_UNIT_TOPIC_LIST: RequestForm(EmptyHeader),
+    RequestCode.GET_HAS_UNIT_SUB_TOPIC_LIST: RequestForm(EmptyHeader),
+    RequestCode.GET_HAS_UNIT_SUB_UNUNIT_TOPIC_LIST: RequestForm(EmptyHeader),
     RequestCode.CLONE_GROUP_OFFSET: RequestForm(CloneOffsetHeader),
     RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
     RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(EmptyHeader),

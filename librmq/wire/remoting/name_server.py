@@ -32,6 +32,12 @@ from librmq.wire.remoting.headers import (
 __all__ = ["NameServer"]
 
 _MOST_VALUES: Final = 10_000
+_OF_UNITS: Final = (
+    RequestCode.GET_UNIT_TOPIC_LIST,
+    RequestCode.GET_HAS_UNIT_SUB_TOPIC_LIST,
+    RequestCode.GET_HAS_UNIT_SUB_UNUNIT_TOPIC_LIST,
+)
+"""Questions about topics of units, which no broker of librmq has."""
 
 
 class NameServer:
@@ -50,6 +56,7 @@ class NameServer:
             RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self._topics,
             RequestCode.GET_TOPICS_BY_CLUSTER: self._topics_of_cluster,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
+            **dict.fromkeys(_OF_UNITS, lambda call: call.answer(body=write_body({"topicList": []}))),
             RequestCode.DELETE_TOPIC_IN_NAMESRV: lambda call: call.answer(),  # the broker's answer has deleted it
             RequestCode.WIPE_WRITE_PERM_OF_BROKER: self._wipe,
             RequestCode.ADD_WRITE_PERM_OF_BROKER: self._add,
@@ -118,7 +125,7 @@ class NameServer:
 
     def _system_topics(self, call: RemotingCall) -> bytes:
         names = [self._broker.cluster_name, self._broker.name, *self.system_topics()]
-        return call.answer(body=write_body({"topicList": names}))
+        return call.answer(body=write_body({"brokerAddr": self.address(call.channel), "topicList": names}))
 
     def _wipe(self, call: RemotingCall) -> bytes:
         return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))

@@ -76,6 +76,7 @@ class Producing:
         """
         read = self._read
         asked = [tried(read, channel, frame) for frame in frames]
+        begin_ms = self._now_ms()
         stored = self._store(channel, asked)
         answers: list[tuple[Frame, bytes]] = []
         counts: dict[str, tuple[int, int, int]] = {}
@@ -93,8 +94,12 @@ class Producing:
             calls, messages, size = counts.get(topic, _NONE)
             counts[topic] = calls + 1, messages + len(response.offset_ids), size + len(frame.body)
         now_ms = self._now_ms()
+        self._rates.took("put", now_ms - begin_ms)
         for topic, (calls, messages, size) in counts.items():
             self._rates.add("put", topic, now_ms, messages, size, calls)
+        failed = sum(isinstance(response, Exception) for response in stored)
+        if failed:
+            self._rates.add("failed", "", now_ms, failed, 0, failed)
         return answers
 
     def _read(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:

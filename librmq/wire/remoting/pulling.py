@@ -67,8 +67,9 @@ class Pulling:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
+        begin_ms = self._runner.now_ms()
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
-            return self._answer(call, call.ask(_request(call, commits=True)))
+            return self._answer(call, call.ask(_request(call, commits=True)), begin_ms)
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
             response = call.ask(_request(call, lambda: self._woken(waiting), commits=True))
@@ -80,7 +81,7 @@ class Pulling:
                     self._note(self._runner.now_ms() + waits_ms, waiting)
                     return None
             waiting.is_answered = True
-        return self._answer(call, response)
+        return self._answer(call, response, begin_ms)
 
     def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
         if not self._ends_holds:
@@ -145,24 +146,30 @@ class Pulling:
             waiting.is_asking = False
             if waiting.is_answered:
                 return
+            begin_ms = self._runner.now_ms()
             try:
                 response = call.ask(_request(call, notify))
                 if response.status is PullStatus.HELD:
                     return
-                frame = self._answer(call, response)
+                frame = self._answer(call, response, begin_ms)
             except RmqError as error:  # the client has left the group, or the broker is closed
                 frame = refused(call.frame, error)
             self._end(waiting)
         call.channel.write(frame)
 
-    def _answer(self, call: RemotingCall, response: PullResponse) -> bytes:
+    def _answer(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
         suggested = int(response.suggests_replica)  # the id of a slave
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
         status = response.status
         records = [message.raw for message in response.messages]
+        now_ms, rates = self._runner.now_ms(), self._rates
         if status is PullStatus.FOUND:
-            key = f"{call.header.topic}@{call.header.consumer_group}"
-            self._rates.add("get", key, self._runner.now_ms(), len(records), sum(map(len, records)))
+            key, took_ms = f"{call.header.topic}@{call.header.consumer_group}", now_ms - begin_ms
+            rates.add("get", key, now_ms, len(records), sum(map(len, records)))
+            rates.add("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
+            rates.took("get", took_ms)
+        else:
+            rates.add("miss", "", now_ms)
         if status is PullStatus.OFFSET_ILLEGAL:
             is_early = call.header.queue_offset < response.min_offset
             remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
@@ -188,4 +195,5 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, co
         subscription,
         header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
         notify,
+        subscription_version=header.sub_version,
     )

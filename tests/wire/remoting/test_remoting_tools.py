@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from typing import Any
 
@@ -129,6 +130,76 @@ def test_deliveries_and_send_backs_are_counted(client: RawClient, broker: Broker
     assert client.ask(Code.GET_BROKER_RUNTIME_INFO)["table"]["getTransferedTps"] == "0.3"
 
 
+def table(client: RawClient) -> dict[str, str]:
+    found = client.ask(Code.GET_BROKER_RUNTIME_INFO)["table"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_messages_are_counted_by_day(client: RawClient, broker: Broker) -> None:
+    """``clusterList -m`` subtracts these numbers."""
+    client.beat("c", "g", topics=("t",))
+    for _ in range(3):
+        client.put("t", b"four")
+    client.pull("g", "t")
+    client.answer()
+    names = [
+        f"msg{kind}Total{day}" for kind in ("Put", "Get") for day in ("YesterdayMorning", "TodayMorning", "TodayNow")
+    ]
+    assert [table(client)[name] for name in names] == ["0", "0", "3"] * 2
+    advance(broker, 86_400)
+    client.put("t", b"four")
+    assert [table(client)[name] for name in names] == ["0", "3", "4", "0", "3", "3"]
+    advance(broker, 3 * 86_400)
+    assert [table(client)[name] for name in names] == ["4", "4", "4", "3", "3", "3"]
+
+
+def test_a_broker_says_what_tools_read(client: RawClient, broker: Broker) -> None:
+    """``brokerStatus``, ``clusterList``, ``exportMetrics`` and ``exportConfigs`` take a missing value for an error."""
+    client.put("t", b"four")
+    client.put("t", b"size 6")
+    client.put("a bad topic", b"x")
+    found = table(client)
+    sizes = [found[name] for name in ("putMessageSizeTotal", "putMessageTimesTotal", "putMessageAverageSize")]
+    assert (sizes, found["putMessageFailedTimes"]) == (["10", "2", "5.0"], "1")
+    assert found["commitLogMaxOffset"] == str(broker.store.log.end)
+    for name in (
+        "sendThreadPoolQueueHeadWaitTimeMills",
+        "pullThreadPoolQueueHeadWaitTimeMills",
+        "pageCacheLockTimeMills",
+    ):
+        assert int(found[name]) == 0
+    lines = client.call(Code.GET_BROKER_CONFIG).body.decode().splitlines()
+    settings = dict(line.split("=", 1) for line in lines)
+    assert settings.keys() >= EXPORTED
+    assert (settings["brokerName"], settings["brokerRole"], settings["useTLS"]) == ("broker-a", "ASYNC_MASTER", "false")
+
+
+EXPORTED = {
+    *(
+        "autoCreateSubscriptionGroup",
+        "autoCreateTopicEnable",
+        "brokerClusterName",
+        "brokerId",
+        "brokerName",
+        "brokerRole",
+    ),
+    *("clientCallbackExecutorThreads", "fileReservedTime", "filterServerNums", "flushDiskType", "maxMessageSize"),
+    *("messageDelayLevel", "msgTraceTopicName", "slaveReadEnable", "traceOn", "traceTopicEnable", "useTLS"),
+}
+"""The settings that mqadmin's exports read."""
+
+
+def test_the_filter_of_a_group_comes_with_queue_entries(client: RawClient) -> None:
+    client.put("t", b"x")
+    asked = {"topic": "t", "queue_id": 0, "index": 0, "count": 1}
+    assert "filterData" not in client.ask(Code.QUERY_CONSUME_QUEUE, **asked)
+    assert client.ask(Code.QUERY_CONSUME_QUEUE, **asked, consumer_group="g")["filterData"] == "g@t is not online!"
+    client.beat("c", "g", topics=("t",))
+    found = client.ask(Code.QUERY_CONSUME_QUEUE, **asked, consumer_group="g")
+    assert (found["subscriptionData"]["subString"], found["filterData"]) == ("*", "null")
+
+
 def test_a_rate_that_was_never_counted_does_not_exist(client: RawClient) -> None:
     for name in ("TOPIC_PUT_NUMS", "UNKNOWN"):
         answer = client.call(Code.VIEW_BROKER_STATS_DATA, stats_name=name, stats_key="t")
@@ -186,10 +257,12 @@ def test_times_of_the_first_message_are_answered(client: RawClient, broker: Brok
     assert client.call(Code.GET_EARLIEST_MSG_STORETIME, **queue).fields == {"timestamp": str(BEGIN_MS)}
     assert client.call(Code.SEARCH_OFFSET_BY_TIMESTAMP, **queue, timestamp=BEGIN_MS + 60_000).fields == {"offset": "1"}
     client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", **queue, commit_offset=1)
-    rows = client.ask(Code.QUERY_CONSUME_TIME_SPAN, topic="t", consumer_group="g")["consumeTimeSpanSet"]
+    rows = client.ask(Code.QUERY_CONSUME_TIME_SPAN, topic="t", group="g")["consumeTimeSpanSet"]
     spans = {row["messageQueue"]["queueId"]: row for row in rows}
     assert (spans[0]["minTimeStamp"], spans[0]["maxTimeStamp"]) == (BEGIN_MS, BEGIN_MS + 60_000)
-    assert spans[0]["consumeTimeStamp"] == BEGIN_MS + 60_000
+    assert spans[0]["consumeTimeStamp"] == BEGIN_MS
+    assert spans[0]["delayTime"] == broker.runner.now_ms() - (BEGIN_MS + 60_000)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d#\d\d:\d\d:\d\d:000", spans[0]["consumeTimeStampStr"])
 
 
 def test_progress_is_cloned_to_another_group(client: RawClient, broker: Broker) -> None:
