@@ -155,8 +155,9 @@ class DedupListener:
             store: Keeps the records. Failures of the store are counted in `counts` and logged.
             group: The consumer group.
             **settings: Those of `DedupConfig`, and three more. ``key`` returns the key of a message, by default its
-                unique id (a business key is better), None or "" for no guard. ``metrics`` counts results. Without
-                ``clock`` a thread purges the store; with one the caller calls `purge_step`.
+                unique id (a business key is better), None or "" for no guard. ``metrics`` counts results. ``clock`` is
+                by default the store's. Without either a thread purges the store; with one the caller calls
+                `purge_step`.
 
         Raises:
             ConfigError: A setting is unknown, or its value is refused.
@@ -185,6 +186,7 @@ class DedupListener:
         self._batch = self.config.batch
         self._must_return = self.config.must_return
         self._metrics: Metrics | None = metrics
+        clock = clock or getattr(store, "clock", None)
         self._clock: Clock = clock or SystemClock()
         self._purges = clock is None
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(

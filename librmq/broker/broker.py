@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from librmq.broker.answers import ConnectedClient, GroupConnections
-from librmq.broker.config import BrokerConfig
+from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerSteps
 from librmq.broker.dead_letters import retry_of
 from librmq.broker.groups import group_settings
@@ -167,6 +167,20 @@ class Broker:
                     if left <= 0:
                         raise
                     waiting.wait(threading.Event(), min(left, _LOOK_FOR_LOCK_S))
+
+    @classmethod
+    async def open_async(
+        cls, path: str | os.PathLike[str], config: BrokerConfig | None = None, **settings: Unpack[OpenKeywords]
+    ) -> Self:
+        """Open like `open`, with the same settings, without blocking the event loop: a recovery can take long."""
+        import asyncio  # slow to load, and unnecessary for most programs
+
+        opening = asyncio.ensure_future(asyncio.to_thread(cls.open, path, config, **settings))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the thread goes on, so what it opens is closed
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception() or done.result().close())
+            raise
 
     @classmethod
     def temporary(
@@ -494,6 +508,10 @@ class Broker:
         with self._life.errors():
             self._life.check_open()
         return list(self.messages(dead_letter_topic(group)))
+
+    async def dead_letters_async(self, group: str) -> list[StoredMessage]:
+        """Return a consumer group's dead letters without blocking the event loop."""
+        return await self.runner.offload(lambda: self.dead_letters(group))
 
     # ---- replication
 

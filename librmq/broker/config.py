@@ -6,14 +6,21 @@ Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
-from librmq.config import Between, Config, Seconds
+from librmq.config import Between, Config, Seconds, StoreConfig
 from librmq.delay import DelayConfig
 from librmq.scheduling.timer import TimerConfig
 from librmq.txn import TransactionConfig
 
-__all__ = ["BrokerConfig"]
+if TYPE_CHECKING:
+    from librmq.clock import Clock
+    from librmq.files.seam import Files
+    from librmq.metrics import Metrics
+    from librmq.runtime.runner import Runner
+
+__all__ = ["BrokerConfig", "OpenKeywords"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +64,16 @@ class BrokerConfig(Config):
     """Whether levels deliver messages at any time, by topic ``SYSTEM_SCHEDULE_MSG``: see `librmq.scheduling.relay`."""
     original_transactions: bool = False
     """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""
+
+
+class OpenKeywords(TypedDict, total=False):
+    """Keywords of `Broker.open_async`: those of `Broker.open`, for type checkers."""
+
+    name: str
+    cluster_name: str
+    store_config: StoreConfig | None
+    runner: Runner | None
+    clock: Clock | None
+    files: Files | None
+    metrics: Metrics | None
+    wait: float | timedelta

@@ -164,27 +164,58 @@ class TransactionProducer(Producer):
             ClientError: The half message could not be sent, for the reasons of `send`; ``execute`` did not run. If it
                 was stored anyway, the check will find that nothing was committed.
         """
+        run = self._local_transaction(execute)
+        made, sent = self._send_half(message)
+        state = TransactionState.ROLLBACK
+        if sent.status is SendStatus.SEND_OK:
+            self._runner.point(f"local transaction {message.topic}")
+            with self._logging_failure(sent):
+                state = TransactionState.UNKNOWN
+                state = _state_of(run(made, arg))
+        self._end(sent, state)
+        return TransactionResult(sent, state)
+
+    async def send_in_transaction_async(
+        self,
+        message: Message,
+        arg: object = None,
+        *,
+        execute: Callable[[Message, Any], TransactionState | Awaitable[TransactionState | None] | None] | None = None,
+    ) -> TransactionResult:
+        """Do as `send_in_transaction` without blocking the event loop.
+
+        ``execute`` is a function or a coroutine function; it runs in the event loop. If it is cancelled, the broker
+        asks for the outcome.
+        """
+        run = self._local_transaction(execute)
+        made, sent = await self._runner.offload(lambda: self._send_half(message))
+        state = TransactionState.ROLLBACK
+        if sent.status is SendStatus.SEND_OK:
+            self._runner.point(f"local transaction {message.topic}")
+            with self._logging_failure(sent):
+                state = TransactionState.UNKNOWN
+                result: Any = run(made, arg)
+                state = _state_of(await result if inspect.isawaitable(result) else result)
+        await self._runner.offload(lambda: self._end(sent, state))
+        return TransactionResult(sent, state)
+
+    def _local_transaction(self, execute: Callable[[Message, Any], Any] | None) -> Callable[[Message, Any], Any]:
         run = execute or self._execute
         if run is None:
             raise ConfigError("execute is missing: pass it here or to TransactionProducer")
-        made, sent = self._send_half(message)
-        state: TransactionState | None = TransactionState.ROLLBACK
-        if sent.status is SendStatus.SEND_OK:
-            self._runner.point(f"local transaction {message.topic}")
-            try:
-                state = run(made, arg)
-                if state is not None and not isinstance(state, TransactionState):
-                    raise TypeError(f"expected a TransactionState or None, found {state!r}")
-            except Exception:
-                _log.exception(
-                    "group %(group)s: the local transaction of %(message_id)s failed",
-                    group=self.group,
-                    message_id=sent.message_id,
-                )
-                state = TransactionState.UNKNOWN
-        state = state or TransactionState.UNKNOWN
-        self._end(sent, state)
-        return TransactionResult(sent, state)
+        return run
+
+    @contextmanager
+    def _logging_failure(self, sent: SendResult) -> Iterator[None]:
+        """Log an exception of the local transaction; its state stays unknown."""
+        try:
+            yield
+        except Exception:
+            _log.exception(
+                "group %(group)s: the local transaction of %(message_id)s failed",
+                group=self.group,
+                message_id=sent.message_id,
+            )
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[OpenTransaction]:
@@ -291,3 +322,12 @@ class TransactionProducer(Producer):
             self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
         )
         self._tell(request.broker_name, end)
+
+
+def _state_of(result: object) -> TransactionState:
+    """Return what a local transaction has returned; None means unknown."""
+    if result is None:
+        return TransactionState.UNKNOWN
+    if not isinstance(result, TransactionState):
+        raise TypeError(f"expected a TransactionState or None, found {result!r}")
+    return result

@@ -85,6 +85,15 @@ class Delivery:
         self._ended = threading.Event()
         return self._ended
 
+    def cancel(self) -> int:
+        """Cancel the coroutine listeners that still run; return their number."""
+        cancelled = 0
+        for work in list(self.runner.running):
+            if isinstance(work, _Call) and work.is_of(self) and hasattr(work, "cancel"):
+                work.cancel()
+                cancelled += 1
+        return cancelled
+
     def end(self) -> None:
         """Clean up before the consumer leaves its group."""
 
@@ -284,6 +293,10 @@ class _Call(Work):
         self._listener = listener
         self._held = assigned
         self._messages = messages
+
+    def is_of(self, delivery: Delivery) -> bool:
+        """Return whether this is a call for ``delivery``."""
+        return self._consumer is delivery.consumer
 
     def done(self, result: object, error: Exception | None) -> None:
         self._done(self._held, self._messages, self._listener, result, error)

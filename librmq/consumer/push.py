@@ -224,8 +224,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save progress and leave the group.
 
         Return whether all listeners have ended. The result of a listener that is still running is ignored, and its
-        message is delivered again elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call
-        `shutdown_async` instead.
+        message is delivered again elsewhere. Coroutine listeners are cancelled then; threads can't be. A second
+        shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async` instead.
         """
         try:
             in_time = self._stop(timeout, self.delivery.stop)
@@ -233,8 +233,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if self.metrics is not None:
                 self.metrics.take_away(self)
         if not in_time:
+            with self.runner.lock:
+                running, cancelled = self.delivery.running, self.delivery.cancel()
             self.log.warning(
-                "%(consumer)s: %(running)d listeners still run after the shutdown", running=self.delivery.running
+                "%(consumer)s: %(running)d listeners still run after the shutdown, and %(cancelled)d of them, "
+                "coroutines, were cancelled",
+                running=running,
+                cancelled=cancelled,
             )
         return in_time
 

@@ -336,6 +336,10 @@ class SimpleConsumer(Startable):
                 f"{late[0].message_id} of topic {late[0].topic!r}: receive with a longer invisible time, or extend it",
             )
 
+    async def ack_async(self, *messages: ReceivedMessage) -> None:
+        """Acknowledge like `ack` without blocking the event loop."""
+        await self.runner.offload(lambda: self.ack(*messages))
+
     def extend(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
         """Hide a message for ``invisible`` seconds from now; 0 delivers it again immediately.
 
@@ -346,6 +350,10 @@ class SimpleConsumer(Startable):
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
         message.receipt = self.client.endpoint(message.broker_name).call(request)
         message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms
+
+    async def extend_async(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
+        """Hide a message like `extend` without blocking the event loop."""
+        await self.runner.offload(lambda: self.extend(message, invisible))
 
     def dead_letter(self, message: ReceivedMessage, cause: str = "") -> None:
         """Make a message a dead letter of the group, with an optional ``cause``.

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.clock import Clock
 from librmq.errors import DedupStoreError, MissingExtraError
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord
 
@@ -73,12 +74,14 @@ class RedisDedupStore:
     """Records in a Redis server. Thread-safe, like ``client``.
 
     ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. Every key begins with ``prefix``.
+    ``clock`` is the time of guards that have none of their own.
     Messages whose records the server loses (memory policy, failover, no append-only file) are consumed again.
     """
 
     blocking = True
 
-    def __init__(self, client: Redis, *, prefix: str = "MSGDEDUP:") -> None:
+    def __init__(self, client: Redis, *, prefix: str = "MSGDEDUP:", clock: Clock | None = None) -> None:
+        self.clock = clock
         self.client = client
         self.prefix = prefix
         self._scripts = {

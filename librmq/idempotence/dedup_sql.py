@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements
@@ -40,7 +41,8 @@ class SqlDedupStore:
     engine needs no round trips except those of the calls. `create` creates the table.
 
     On databases where a claim takes several statements, a ``prefilter`` saves two of the three statements for a
-    duplicate: the store first looks up keys that the filter may have seen.
+    duplicate: the store first looks up keys that the filter may have seen. ``clock`` is the time of guards that have
+    none of their own.
 
     Raises:
         ConfigError: A prefilter would save nothing on this database.
@@ -50,8 +52,14 @@ class SqlDedupStore:
     blocking = True
 
     def __init__(
-        self, engine: sqlalchemy.Engine | str, *, table: str = "rmq_dedup", prefilter: SeenKeys | None = None
+        self,
+        engine: sqlalchemy.Engine | str,
+        *,
+        table: str = "rmq_dedup",
+        prefilter: SeenKeys | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock
         if isinstance(engine, str):
             try:
                 engine = sqlalchemy.create_engine(

@@ -7,6 +7,7 @@
         outbox.add(session, Message("orders", b"…"))     # commits with it, or not at all
 
     OutboxSender(engine, producer).start()               # in any process, any number of them
+    await OutboxSender(async_engine, producer).start_async()
 
 A row is sent at least once. If a sender dies between SEND_OK and its mark, another sends the row again with the same
 unique id. Senders claim rows one at a time by compare-and-set, so no row has two claims at once. Rows of one
@@ -18,21 +19,21 @@ exclude each other: let each lock the row that the key stands for before its fir
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeVar, Unpack
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_now, to_seconds
-from librmq.errors import ConfigError, MessageIllegalError, RmqError
+from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.keep import LONGEST
-from librmq.idempotence.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
+from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_passing_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.refusals import brokers_own
@@ -43,6 +44,7 @@ from librmq.runtime.event_log import EventLog
 
 __all__ = ["MessageSender", "Outbox", "OutboxSender"]
 
+T = TypeVar("T")
 _log = EventLog("librmq.outbox")
 
 _BATCH: Final = 100
@@ -75,17 +77,13 @@ class Outbox:
         """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
-        ``order_key`` are sent one after the other.
+        ``order_key`` are sent one after the other. A ``delay`` counts from the moment in which a
+        sender sends the message.
 
         Raises:
-            MessageIllegalError: No broker would accept the message, or it has ``delay`` or ``deliver_at``.
+            MessageIllegalError: No broker would accept the message.
         """
         validate_client_topic(message.topic)
-        if message.delay_s is not None or message.deliver_at_ms is not None:
-            raise MessageIllegalError(
-                f"topic {message.topic!r}: an outbox does not keep delay or deliver_at: use a delay_level, or send the "
-                "message with its time from a listener"
-            )
         if message.topic in NOT_FOR_SENDING:
             raise brokers_own(message.topic)
         if not 0 < len(message.body) <= _MAX_BODY:
@@ -101,7 +99,7 @@ class Outbox:
             "VALUES (:order_key, :topic, :properties, :flag, :body, 0, '', 0, :now_ms)",
             order_key=order_key,
             topic=message.topic,
-            properties=json.dumps(message.properties),
+            properties=json.dumps(message.properties | _delays(message)),
             flag=message.flag,
             body=message.body,
             now_ms=self._clock.now_ms(),
@@ -127,9 +125,30 @@ class _Row(NamedTuple):
 
     def message(self) -> Message:
         """Return the message that the application added."""
-        message = Message(self.topic, bytes(self.body), flag=self.flag)
-        message.properties.update(json.loads(self.properties))
+        properties = json.loads(self.properties)
+        delay, deliver_at_ms = properties.pop(_DELAY, None), properties.pop(_DELIVER_AT, None)
+        deliver_at = None if deliver_at_ms is None else datetime.fromtimestamp(int(deliver_at_ms) / 1000, UTC)
+        message = Message(
+            self.topic,
+            bytes(self.body),
+            flag=self.flag,
+            delay=None if delay is None else float(delay),
+            deliver_at=deliver_at,
+        )
+        message.properties.update(properties)
         return message
+
+
+_DELAY: Final = "\x01delay_s"
+"""Names that no property has, because the encoding of properties excludes their first character."""
+_DELIVER_AT: Final = "\x01deliver_at_ms"
+
+
+def _delays(message: Message) -> dict[str, str]:
+    """Return the delay of a message as members of its row's properties."""
+    if message.delay_s is not None:
+        return {_DELAY: repr(message.delay_s)}
+    return {} if message.deliver_at_ms is None else {_DELIVER_AT: str(message.deliver_at_ms)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +194,9 @@ class OutboxSender:
         """The database is not used before the first `run_due` or `start`.
 
         Args:
-            database: A SQLAlchemy ``Engine``, or a function that opens a DB-API connection.
+            database: A SQLAlchemy ``Engine`` or ``AsyncEngine``, or a function that opens a DB-API connection. The
+                statements of an ``AsyncEngine`` run in the event loop: use `start_async`, `shutdown_async` and
+                `run_due_async`.
             producer: Its ``send(message)`` waits, and raises or returns a result with a status.
             table: The outbox's table.
             send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
@@ -201,6 +222,8 @@ class OutboxSender:
         self.lost = 0
         """Rows that this sender sent after its claim had expired; another may have sent them too."""
         self._database = database
+        self._is_async = hasattr(database, "sync_engine")
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._producer = producer
         self._send_ordered = send_ordered
@@ -249,8 +272,7 @@ class OutboxSender:
         if self._is_checked:
             return
         try:
-            with self._link() as link:
-                link.execute(f"SELECT {_COLUMNS}, state FROM {self.table} WHERE 1 = 0")
+            self._execute(f"SELECT {_COLUMNS}, state FROM {self.table} WHERE 1 = 0")
         except RmqError:
             raise
         except Exception as error:
@@ -294,6 +316,20 @@ class OutboxSender:
             _log.error("the outbox sends nothing until `wake` is called: %(error)s", error=error, table=self.table)
             return None
 
+    async def run_due_async(self, now_ms: int) -> int:
+        """Do as `run_due` without blocking the event loop, which runs the statements of an ``AsyncEngine``."""
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(self.run_due, now_ms)
+
+    async def start_async(self) -> OutboxSender:
+        """Do as `start` without blocking the event loop."""
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(self.start)
+
+    async def shutdown_async(self) -> bool:
+        """Do as `shutdown` without blocking the event loop."""
+        return await asyncio.to_thread(self.shutdown)
+
     def wake(self) -> None:
         """Let the thread look for rows now instead of at its next poll; call this after a commit."""
         if self._background is not None:
@@ -304,7 +340,12 @@ class OutboxSender:
 
         Returns:
             True, like a consumer's shutdown after all its work has ended.
+
+        Raises:
+            ClientStateError: The event loop of `start_async` runs here: await `shutdown_async`.
         """
+        if self._loop is not None and _running_loop() is self._loop and self._background is not None:
+            raise ClientStateError("shutdown would wait for its own event loop: await shutdown_async")
         with critical:
             background, self._background = self._background, None
             self._closing = True
@@ -318,6 +359,12 @@ class OutboxSender:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    async def __aenter__(self) -> OutboxSender:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown_async()
+
     # ---- a round
 
     def _send_some(self) -> bool:
@@ -330,31 +377,30 @@ class OutboxSender:
             self._send(row, owner)
         else:
             return bool(rows)
-        with self._link() as link:
-            link.execute(
-                f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms WHERE owner = :owner AND state = 0",
-                owner=owner,
-                now_ms=self._clock.now_ms(),
-            )
+        self._execute(
+            f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms WHERE owner = :owner AND state = 0",
+            owner=owner,
+            now_ms=self._clock.now_ms(),
+        )
         return False
 
     def _claim(self, owner: str) -> tuple[list[_Row], int]:
         """Claim rows that are due and first of their order key; return them and the end of the claim."""
         now_ms = self._clock.now_ms()
         until_ms = now_ms + self._claim_ms
-        with self._link() as link:
-            seen = link.execute(
-                f"SELECT {_COLUMNS} FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
-                "AND (order_key IS NULL OR NOT EXISTS "
-                f"(SELECT 1 FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
-                "AND earlier.state = 0 AND earlier.id < candidate.id)) "
-                f"ORDER BY id LIMIT {_BATCH}",
-                now_ms=now_ms,
-            ).rows
-        rows = [_Row(*each) for each in seen]
+        seen = self._execute(
+            f"SELECT {_COLUMNS} FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
+            "AND (order_key IS NULL OR NOT EXISTS "
+            f"(SELECT 1 FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
+            "AND earlier.state = 0 AND earlier.id < candidate.id)) "
+            f"ORDER BY id LIMIT {_BATCH}",
+            now_ms=now_ms,
+        ).rows
+        rows = [_Row(*columns) for columns in seen]
         if not rows:
             return [], until_ms
-        with self._link() as link:
+
+        def claim(link: Link) -> list[_Row]:
             # Compare and set: only one of several senders that read the row changes it.
             return [
                 row
@@ -368,7 +414,9 @@ class OutboxSender:
                     seen_owner=row.owner,
                     seen_due_ms=row.due_timestamp_ms,
                 ).changed
-            ], until_ms
+            ]
+
+        return self._transact(claim), until_ms
 
     def _send(self, row: _Row, owner: str) -> None:
         try:
@@ -399,14 +447,13 @@ class OutboxSender:
                 attempt=row.attempts + 1,
                 error=problem,
             )
-        with self._link() as link:
-            marked = link.execute(
-                f"UPDATE {self.table} SET {change}, owner = '', due_timestamp_ms = :due_ms "
-                "WHERE id = :id AND state = 0 AND owner = :owner",
-                due_ms=due_ms,
-                id=row.id,
-                owner=owner,
-            ).changed
+        marked = self._execute(
+            f"UPDATE {self.table} SET {change}, owner = '', due_timestamp_ms = :due_ms "
+            "WHERE id = :id AND state = 0 AND owner = :owner",
+            due_ms=due_ms,
+            id=row.id,
+            owner=owner,
+        ).changed
         if problem is not None:
             return
         if marked:
@@ -424,29 +471,41 @@ class OutboxSender:
         if self._clock.now_ms() < self._purge_at_ms:
             return
         self._purge_at_ms = self._next_purge_ms()
-        with self._link() as link:
-            link.execute(
-                f"DELETE FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms",
-                before_ms=self._clock.now_ms() - self._keep_ms,
-            )
+        self._execute(
+            f"DELETE FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms",
+            before_ms=self._clock.now_ms() - self._keep_ms,
+        )
 
     def _next_purge_ms(self) -> int:
         return self._clock.now_ms() + min(self._keep_ms, _PURGE_INTERVAL_MS)
 
     # ---- the database
 
-    @contextmanager
-    def _link(self) -> Iterator[Link]:
+    def _execute(self, sql: str, **parameters: Any) -> StatementResult:
+        """Run one statement in a transaction of its own."""
+        return self._transact(lambda link: link.execute(sql, **parameters))
+
+    def _transact(self, statements: Callable[[Link], T]) -> T:
         """Run one transaction on the connection of this round, or on one of the engine."""
+        if self._is_async:
+            if self._loop is None:
+                raise ConfigError("database: an AsyncEngine works in an event loop: await start_async or run_due_async")
+            return asyncio.run_coroutine_threadsafe(self._transact_in_loop(statements), self._loop).result()
         if callable(self._database) and self._connection is None:
             self._connection = self._database()
         with linked(self._database if self._connection is None else self._connection) as link:
             try:
-                yield link
+                result = statements(link)
                 link.commit()
             except BaseException:
                 link.rollback()
                 raise
+            return result
+
+    async def _transact_in_loop(self, statements: Callable[[Link], T]) -> T:
+        async with self._database.begin() as connection:
+            result: T = await connection.run_sync(lambda inner: statements(Link(inner)))
+            return result
 
     def _let_go(self) -> None:
         connection, self._connection = self._connection, None
@@ -455,11 +514,16 @@ class OutboxSender:
             close()
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 def _check_database(database: Any) -> None:
     """Refuse anything but an engine or a function, before a thread uses it."""
     kind = type(database).__name__
-    if hasattr(database, "sync_engine"):
-        raise ConfigError(f"database: expected a synchronous Engine, since a sender waits in its thread, found {kind}")
     if hasattr(database, "dialect") and hasattr(database, "connect"):
         return
     if hasattr(database, "cursor") or hasattr(database, "execute"):

@@ -149,11 +149,15 @@ class DedupStore(Protocol):
 
 
 class MemoryDedupStore:
-    """Records in memory, for tests and for effects that end with the process. Thread-safe."""
+    """Records in memory, for tests and for effects that end with the process. Thread-safe.
+
+    ``clock`` is the time of guards that have none of their own.
+    """
 
     blocking = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        self.clock = clock
         self._records: dict[str, DedupRecord] = {}
         self._expiries: list[tuple[int, str]] = []  # a heap, in which a record's former expiries stay until they pass
         self._lock = Lock()
@@ -252,8 +256,8 @@ class SqliteDedupStore:
 
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
     checkpoint; with "sync" it survives both immediately, at the cost of one disk flush per call. If the file stays
-    locked for ``timeout`` seconds, a call raises `DedupStoreError`. After a fork a child has to open another one. A
-    context manager.
+    locked for ``timeout`` seconds, a call raises `DedupStoreError`. ``clock`` is the time of guards that have none of
+    their own. After a fork a child has to open another one. A context manager.
     """
 
     blocking = True
@@ -265,7 +269,9 @@ class SqliteDedupStore:
         table: str = "rmq_dedup",
         durability: Literal["async", "sync"] = "async",
         timeout: float = 5.0,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock
         if sqlite3.sqlite_version_info < (3, 35):
             raise ConfigError(
                 f"SQLite {sqlite3.sqlite_version}: expected at least 3.35: run a Python that was built with it"

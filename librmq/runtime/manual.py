@@ -147,6 +147,7 @@ class ManualRunner(Runner):
             self._async_runner.run(self._run(work, coroutine))
             return
         task = loop.create_task(self._run(work, coroutine))
+        work.cancel = task.cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

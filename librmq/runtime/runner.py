@@ -76,7 +76,10 @@ class Work:
     subjects; for a listener they are the addresses of the messages, broker's name and physical offset.
     """
 
-    __slots__ = ("about", "call", "done", "label", "loop", "owner")
+    __slots__ = ("about", "call", "cancel", "done", "label", "loop", "owner")
+
+    cancel: Callable[[], object]
+    """Cancels the coroutine that ``call`` has returned, in its loop; set when it starts."""
 
     def __init__(
         self,

@@ -345,7 +345,7 @@ class ThreadRunner(Runner):
             loop = work.loop
             if loop is None or loop.is_closed():
                 loop = self._own_loop()
-            asyncio.run_coroutine_threadsafe(running, loop)
+            work.cancel = asyncio.run_coroutine_threadsafe(running, loop).cancel
         except BaseException:
             running.close()
             coroutine.close()

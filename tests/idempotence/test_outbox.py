@@ -8,7 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
-from librmq.errors import ConfigError, MessageIllegalError
+from librmq.errors import ClientStateError, ConfigError, MessageIllegalError
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
@@ -186,10 +186,18 @@ def test_messages_that_no_broker_accepts_are_refused(embedded: Post, topic: str,
     assert embedded.rows(0) == 0
 
 
-@pytest.mark.parametrize("time", [{"delay": 90}, {"deliver_at": datetime(2030, 1, 1, tzinfo=UTC)}], ids=str)
-def test_a_time_that_would_be_lost_is_refused(embedded: Post, time: dict[str, Any]) -> None:
-    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="use a delay_level"):
-        Outbox().add(connection, Message("orders", b"x", **time))
+def test_a_delay_counts_from_the_send(embedded: Post) -> None:
+    """A delivery time is kept as it is, also in a row that is sent late."""
+    at = datetime(2030, 1, 1, tzinfo=UTC)
+    with embedded.engine.begin() as connection:
+        embedded.outbox.add(connection, Message("orders", b"one", delay=timedelta(minutes=30)))
+        embedded.outbox.add(connection, Message("orders", b"two", deliver_at=at))
+    embedded.clock.advance(hours=1)
+    embedded.run(embedded.sender())
+    first, second = embedded.producer.sent
+    assert (first.delay_s, first.deliver_at_ms) == (1800, None)
+    assert (second.delay_s, second.deliver_at_ms) == (None, round(at.timestamp() * 1000))
+    assert first.properties.keys() == second.properties.keys() == {"UNIQ_KEY"}
 
 
 @pytest.mark.parametrize("order_key", ["", "k" * 256])
@@ -414,6 +422,41 @@ def test_a_thread_sends(tmp_path: Path) -> None:
         assert (sender.sent, connection.execute("SELECT state FROM rmq_outbox").fetchall()) == (1, [(1,)])
 
 
+def test_an_async_engine_runs_in_its_loop(embedded: Post, tmp_path: Path) -> None:
+    """Rows are sent by a thread, statements run in the event loop, and the loop goes on meanwhile."""
+
+    async def scenario() -> None:
+        engine = create_async_engine(embedded.engine.url.set(drivername="sqlite+aiosqlite"))
+        async with AsyncSession(engine) as session:
+            await embedded.outbox.add_async(session, Message("orders", b"one"))
+            await session.commit()
+        sent = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell(message: Message) -> object:
+            loop.call_soon_threadsafe(sent.set)
+            return SendStatus.SEND_OK
+
+        embedded.producer.then = tell
+        sender = OutboxSender(engine, embedded.producer, table=embedded.table, clock=embedded.clock)
+        with pytest.raises(ConfigError, match="await start_async or run_due_async"):
+            sender.start()
+        async with await sender.start_async():
+            await asyncio.wait_for(sent.wait(), 30)
+            with pytest.raises(ClientStateError, match="await shutdown_async"):
+                sender.shutdown()
+        async with AsyncSession(engine) as session:
+            await embedded.outbox.add_async(session, Message("orders", b"two"))
+            await session.commit()
+        again = OutboxSender(engine, embedded.producer, table=embedded.table, clock=embedded.clock)
+        await again.run_due_async(embedded.clock.now_ms())
+        assert (sender.sent, again.sent) == (1, 1)
+        await engine.dispose()
+
+    asyncio.run(scenario())
+    assert embedded.producer.bodies == ["one", "two"]
+
+
 def test_closing_releases_rows_that_were_not_started(post: Post) -> None:
     sender = post.sender()
 
@@ -459,7 +502,6 @@ def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path:
         for wrong, said in (
             ("sqlite:///shop.db", "an Engine or a function that opens a connection, found .sqlite"),
             (connection, "found Connection"),
-            (create_async_engine("sqlite+aiosqlite://"), "synchronous Engine"),
         ):
             with pytest.raises(ConfigError, match=said):
                 OutboxSender(wrong, embedded.producer)
