@@ -172,10 +172,10 @@ class Encoder:
         for values in own.values():
             if _least_byte(values) <= 2:
                 suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
-        has_lists = keys is not None and pa.types.is_list(keys.type)
-        if has_lists:
-            wrong_keys = pc.match_substring_regex(keys.flatten(), _NOT_A_KEY).fill_null(True)
-            suspicious[pc.list_parent_indices(keys).filter(wrong_keys).to_numpy(zero_copy_only=False)] = True
+        lists = keys if keys is not None and pa.types.is_list(keys.type) else None
+        if lists is not None:
+            wrong_keys = pc.match_substring_regex(lists.flatten(), _NOT_A_KEY).fill_null(True)
+            suspicious[pc.list_parent_indices(lists).filter(wrong_keys).to_numpy(zero_copy_only=False)] = True
         if properties is not None and len(properties):
             row = np.repeat(np.arange(len(properties)), _counts(properties))
             names_of, items = _entries(properties)
@@ -200,7 +200,7 @@ class Encoder:
             try:
                 Message("t", b"", properties={name: one for name, one in given.items() if name not in _TAKEN},
                         tags=own["TAGS"][at].as_py(),
-                        keys=keys[at].as_py() or () if has_lists else record.split_keys(own["KEYS"][at].as_py()),
+                        keys=record.split_keys(own["KEYS"][at].as_py()) if lists is None else lists[at].as_py() or (),
                         unique_key=own["UNIQ_KEY"][at].as_py())  # fmt: skip
             except MessageIllegalError as error:
                 raise MessageIllegalError(f"row {first_row + at}: {error}") from None
