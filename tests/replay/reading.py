@@ -218,7 +218,17 @@ class Recording:
         if event["kind"] in ("sent", "sent_big"):
             stored = self.stored.get(event.get("msgId") or event["result"]["msgId"])
             return at_ms if stored is None else stored.store_timestamp_ms
-        return at_ms
+        return self._started(event) if event["kind"] == "consumer_start" else at_ms
+
+    def _started(self, event: Row) -> int:
+        """Return when a consumer began to start: its timers run from just before its first question for a route.
+
+        The event is recorded when the start is over, which takes more than 100 ms in a new JVM.
+        """
+        before_ms = max((e["at_ms"] for e in self.events if e["seq"] < event["seq"]), default=0)
+        asked = (row["at_ms"] for row in self.requests("GET_ROUTEINFO_BY_TOPIC") if row["client"] == event["client"])
+        started_ms: int = event["at_ms"]
+        return next((at_ms for at_ms in asked if before_ms < at_ms < started_ms), started_ms)
 
     def _written_until(self, shutdown: Row) -> int:
         """Return when a broker that was shut down wrote last, or 0 if that was before the shutdown.
