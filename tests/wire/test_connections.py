@@ -181,7 +181,7 @@ def test_a_pull_after_an_interrupted_one_gets_its_answer() -> None:
 
 
 @pytest.mark.parametrize("code", [19, 20])
-def test_a_broker_that_answers_pulls_at_once_is_asked_less_often(code: int) -> None:
+def test_pulls_that_are_answered_at_once_are_paced(code: int) -> None:
     """So that its answers, which have nothing, take no more than ten pulls a second."""
     clock = ManualClock()
     later: list[tuple[Callable[[], None], int]] = []

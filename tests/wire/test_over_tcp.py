@@ -110,7 +110,7 @@ def failed_attempts(rmq: Kit, caplog: pytest.LogCaptureFixture, listener: Callab
 
 
 @BOTH
-def test_the_last_attempt_is_an_error_that_names_the_dead_letter(
+def test_the_last_attempt_is_an_error_with_the_dead_letter(
     rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool
 ) -> None:
     assert failed_attempts(rmq, caplog, fail, max_reconsume_times=2).splitlines() == [
@@ -122,7 +122,7 @@ def test_the_last_attempt_is_an_error_that_names_the_dead_letter(
 
 
 @BOTH
-def test_the_setting_of_the_group_says_which_attempt_is_the_last(
+def test_the_setting_of_a_group_says_which_attempt_is_last(
     rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool
 ) -> None:
     rmq.broker.set_group("g", retry_max_times=1)

@@ -217,7 +217,12 @@ class RemoteBroker:
                 most = row.get("retryMaxTimes")
                 known = self._retries[group] = transport, most if type(most) is int else None
         except (ClientError, MalformedError, AttributeError) as error:
-            _log.debug("%(broker)s: the settings of %(group)s: %(error)s", broker=self.name, group=group, error=error)
+            _log.debug(
+                "%(broker)s: the settings of %(group)s are unknown: %(error)s",
+                broker=self.name,
+                group=group,
+                error=error,
+            )
             return None
         return known[1]
 
