@@ -5,6 +5,7 @@ Flushes wait for events instead of time.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -77,11 +78,20 @@ class Waiters:
         self._threads.append(thread)
         thread.start()
 
+    def throw(self, number: int) -> None:
+        """Throw an exception into a thread, as libraries for time limits do."""
+        thread_id = ctypes.c_ulong(self._threads[number].ident or 0)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TooLateError)) == 1
+
     def join(self, timeout: float | None = None) -> list[object]:
         for thread in self._threads:
             thread.join(timeout)
             assert not thread.is_alive(), "it waits forever"
         return [self.outcomes[number] for number in range(len(self._threads))]
+
+
+class TooLateError(Exception):
+    """What is thrown into a thread."""
 
 
 class CountedRow(deque[Any]):
@@ -146,6 +156,23 @@ def test_appends_during_a_flush_share_the_next_one(device: Device) -> None:
     assert outcomes[1:] == [2100] * 20
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_exception_thrown_into_a_waiter_stops_no_other(device: Device, number: int) -> None:
+    with held(device) as (waiters, row):
+        for _ in range(3):
+            waiters.start(device.append())
+            row.waiting.acquire()
+        waiters.throw(number)
+        device.held = False
+        device.go_on.release()
+    outcomes = waiters.join(60)
+    assert isinstance(outcomes.pop(number), TooLateError)
+    assert set(outcomes) <= {100, 400}
+    assert outcomes[-1] == 400
+    device.commit.reach(device.append())
+    assert device.commit.flushed == 500
+
+
 def test_no_waiter_returns_before_its_flush(device: Device) -> None:
     with held(device) as (waiters, row):
         waiters.start(device.append())
@@ -206,9 +233,9 @@ def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
     commit = device.commit
     leave = commit._leave
 
-    def note() -> None:
+    def note(mine: Any) -> None:
         turns.append(int(threading.current_thread().name))
-        leave()
+        leave(mine)
 
     commit._leave = note  # type: ignore[method-assign]
     with held(device) as (waiters, row):

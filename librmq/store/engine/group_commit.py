@@ -107,26 +107,38 @@ class GroupCommit:
                 self._on_failure()
 
     def _in_turn(self, act: Callable[[], None]) -> None:
-        """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long."""
+        """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
+
+        Another thread can throw an exception into this one at any moment, as libraries for time limits do.
+        """
         mine = Lock()
         mine.acquire()
         with critical:
-            with self._guard:
-                self._row.append(mine)
-                is_first = self._row[0] is mine
-            if not is_first:
-                mine.acquire()  # until the previous caller releases it
             try:
+                with self._guard:
+                    self._row.append(mine)
+                    is_first = self._row[0] is mine
+                if not is_first:
+                    mine.acquire()  # until it is the first
                 act()
             finally:
-                self._leave()
+                self._leave(mine)
 
-    def _leave(self) -> None:
-        """Give up the first place and wake the next caller."""
-        with self._guard:
-            self._row.popleft()
-            if self._row:
-                self._row[0].release()
+    def _leave(self, mine: Lock) -> None:
+        """Give up a place and wake the first caller, whatever is thrown into this thread meanwhile."""
+        thrown: BaseException | None = None
+        while True:
+            try:
+                with self._guard:
+                    if mine in self._row:
+                        self._row.remove(mine)
+                    if self._row and self._row[0].locked():  # it waits, or has its turn and waits no more
+                        self._row[0].release()
+                break
+            except BaseException as error:
+                thrown = error
+        if thrown is not None:
+            raise thrown
 
     def check(self) -> None:
         """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
