@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import Output
@@ -24,7 +25,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
 
     clock = age_clock(arguments.store, arguments.since, arguments.until)
     settings = ReaderKeywords(
-        topic=arguments.topic,
+        topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
         processes=_number("--processes", arguments.processes),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from librmq.errors import ConfigError
-from librmq.message.topics import is_system_topic
+from librmq.message.topics import is_user_topic
 
 __all__ = ["Mode", "OffsetBounds", "OffsetTimes", "Predicate", "ReadOptions", "View", "Wanted", "check_filters"]
 
@@ -79,7 +79,7 @@ class Wanted:
     queues: frozenset[tuple[str, int]] | None = None
     """The only wanted queues; None for all queues of the topics."""
     internal: bool = False
-    """Whether to read system topics that are not named."""
+    """Whether to read topics that are not named and are no user topics: the broker's own, retries, dead letters."""
 
     def queue(self, topic: str, queue_id: int) -> bool:
         """Return whether the read can include messages of the queue."""
@@ -92,7 +92,7 @@ class Wanted:
     def topic(self, topic: str) -> bool:
         """Return whether the read includes a topic."""
         is_chosen = self.topics is not None or self.topic_pattern is not None
-        return self.names(topic) and (is_chosen or self.internal or not is_system_topic(topic))
+        return self.names(topic) and (is_chosen or self.internal or is_user_topic(topic))
 
     def names(self, topic: str) -> bool:
         """Return whether a name or pattern selects a topic, or there is none."""

@@ -42,7 +42,8 @@ class ReaderKeywords(TypedDict, total=False):
     """Settings of a read: which rows and columns, and how."""
 
     topic: str | Iterable[str] | re.Pattern[str] | None
-    """A name, several, or a pattern for the whole name. By default all user topics."""
+    """A name, several, or a pattern for the whole name. By default all user topics: neither the broker's own, nor those
+    of retries and dead letters."""
     queue: int | Iterable[int] | None
     """Queue ids."""
     tags: str | None

@@ -21,7 +21,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_user_topic
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
@@ -38,11 +38,6 @@ _OWN_GROUPS = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GR
 def is_own_group(group: str) -> bool:
     """Return whether a group is the broker's own."""
     return group.startswith("CID_") or group in _OWN_GROUPS
-
-
-def is_user_topic(topic: str) -> bool:
-    """Return whether a topic is one of producers: neither the broker's own, nor of retries or dead letters."""
-    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
 
 
 class StoreView:

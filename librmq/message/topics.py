@@ -104,6 +104,11 @@ def is_system_topic(topic: str) -> bool:
     return topic in SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
 
 
+def is_user_topic(topic: str) -> bool:
+    """Return whether a topic is one of producers: neither the broker's own, nor of retries or dead letters."""
+    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+
+
 def retry_topic(group: str) -> str:
     """Return the topic from which a consumer group gets failed messages again."""
     return RETRY_PREFIX + group

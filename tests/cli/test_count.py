@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from datetime import UTC, datetime
 from itertools import product
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualRunner
+from librmq import Broker, ManualRunner, columns
 from librmq.cli.topic_kinds import kind_of_topic
 from librmq.config import StoreConfig
 from librmq.message import Message
@@ -165,3 +167,23 @@ def test_a_rare_tag_of_the_same_code_is_counted_apart(shell: Shell, tmp_path: Pa
     assert {row["tag"]: row["messages"] for row in rows} == {"Aa": 19_999, "BB": 1}
     (sampled,) = shell("count", str(tmp_path / "tags"), "--by", "tag", "--sampled").rows
     assert (sampled["tag"], sampled["messages"]) == ("Aa", 20_000)
+
+
+def test_all_messages_are_those_of_user_topics_everywhere(shell: Shell) -> None:
+    """Retries and dead letters are copies; they come by name or with ``--all``."""
+    pytest.importorskip("pyarrow")
+    with Broker.open("copies") as broker:
+        for topic in ("T", "U", "%RETRY%g", "%DLQ%g", "SCHEDULE_TOPIC_XXXX"):
+            broker.store.append(Message(topic, topic.encode()))
+    users, copies = ["T", "U"], ["%DLQ%g", "%RETRY%g"]
+    every = sorted([*users, *copies, "SCHEDULE_TOPIC_XXXX"])
+    for words, expected in ([], users), (["--all"], every), (["--topic", copies[0]], copies[:1]):
+        assert sorted(row["topic"] for row in shell("count", "copies", *words).rows) == expected
+        assert sorted(row["topic"] for row in shell("count", "copies", "--grep", ".", *words).rows) == expected
+        path = Path(f"{'-'.join(expected)}.jsonl".replace("%", ""))
+        shell("export", "copies", "-o", path, "--columns", "topic", *words)
+        assert sorted(json.loads(line)["topic"] for line in path.read_text().splitlines()) == expected
+    assert columns.reader("copies").read_all()["topic"].to_pylist() == users
+    assert columns.dataset("copies").count_rows() == len(users)
+    named = columns.reader("copies", topic=re.compile("%(DLQ|RETRY)%.*")).read_all()["topic"].to_pylist()
+    assert sorted(named) == copies

@@ -56,6 +56,7 @@ COMMANDS: Final = (
             ),
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
             option("--topic", action="append", help="only this topic; may be repeated"),
+            option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
             option("--queue", metavar="ID", action="append", help="only this queue of the topics; may be repeated"),
             TAG,
             SQL,
