@@ -268,6 +268,7 @@ def snapshot_row(made: Snapshot) -> Row:
         "max_phy_offset": made.end,
         "copied_files": made.copied_files,
         "linked_files": made.linked_files,
+        "changed": [cut_row(made.path, one) for one in made.changed],
     }
 
 

@@ -176,3 +176,26 @@ def test_a_torn_end_is_read_as_recovery_leaves_it(shell: Shell) -> None:
         answer = shell(words[0], path, *words[1:])
         assert (answer.status, "sound records" in answer.said) == (0, False)
     assert shell("count", path).rows[0]["messages"] == MESSAGES - 1
+
+
+# ------------------------------------------------------------------------------------------------------- snapshots
+
+
+def test_a_snapshot_keeps_the_evidence_and_says_what_it_changed(shell: Shell) -> None:
+    path = fill(shell.folder / "orders", StoreConfig.tiny())
+    progress = path / "config" / "consumerOffset.json"
+    progress.write_text('{"offsetTable":{"T@G":{0:5992,1:3}}}')
+    (row,) = shell("snapshot", path, "closed").rows
+    assert row["changed"] == []
+    assert (shell.folder / "closed" / "config" / "consumerOffset.json").read_bytes() == progress.read_bytes()
+    before, after = kinds(shell, path), kinds(shell, "closed")
+    assert before["progress-beyond-end"]["evidence"] == after["progress-beyond-end"]["evidence"]
+
+    (path / "abort").touch()
+    queue = path / "consumequeue" / "T" / "0" / f"{0:020d}"
+    raw = queue.read_bytes()
+    queue.write_bytes(raw[: 65 * 20] + bytes(5 * 20) + raw[70 * 20 :])
+    (row,) = shell("snapshot", path, "crashed").rows
+    assert [one["file"] for one in row["changed"]] == [f"consumequeue/T/0/{0:020d}", "abort"]
+    assert kinds(shell, "crashed")["progress-beyond-end"]["evidence"] == before["progress-beyond-end"]["evidence"]
+    assert shell("verify", "crashed").status == 0

@@ -290,6 +290,8 @@ class Settled(NamedTuple):
     log_end: int
     queue_ends: dict[tuple[str, int], int]
     """Queue offset of the next message, by topic and queue id."""
+    cuts: list[Damage]
+    """Everything that recovery cut or rewrote."""
 
 
 def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_deleted: bool = False) -> Settled:
@@ -303,7 +305,7 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
     mode = RecoveryMode.COPY if keep_deleted else RecoveryMode.WHOLE_LOG
     parts = load(path, config, levels, files, clock, mode=mode)
     ends = {name: queue.max_offset for name, queue in parts.queues.items()}
-    found = Settled(parts.log.begin, parts.log.end, ends)
+    found = Settled(parts.log.begin, parts.log.end, ends, parts.cuts)
     parts.close()
     clear_abort(files, path)
     return found

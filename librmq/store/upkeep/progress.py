@@ -1,7 +1,7 @@
 """Progress in the ``config`` folder of a copied store.
 
-A copy can end earlier than its source, or number its messages differently. Progress that points beyond a queue would
-make a group skip later messages.
+A rescued store numbers its messages differently. Progress that points beyond a queue would make a group skip later
+messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stores made from other stores: snapshots of stores in use, restored snapshots, and rescued damaged stores.
 
 A snapshot holds the log up to its end at the call, and the queues, full index files and tables of ``config/`` copied
-afterwards. These can be ahead, behind, or in the middle of a write. The snapshot is then recovered as a whole, so that
-they agree with its log. A writer continues undisturbed.
+afterwards. These can be ahead, behind, or in the middle of a write. Queues and index of the snapshot are then
+made to agree with its log; tables stay as they are. A writer continues undisturbed.
 
 A new store grows under the name ``TARGET.part``, is flushed, and gets its name last. If a process dies before that, the
 next one removes the remains.
@@ -18,7 +18,7 @@ import re
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -36,6 +36,7 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
+from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import FileLock, Files, FolderEntry, copy_file, link_file, make_folders
@@ -80,6 +81,9 @@ class Snapshot(NamedTuple):
     """Number of log files."""
     linked_files: int
     """Number of log files that the store and the snapshot share."""
+    changed: tuple[Damage, ...] = ()
+    """What is different in the snapshot of a store that no process used: parts of queues that contradicted the log, and
+    an abort marker. The index is always made from the log."""
 
 
 class Rescued(NamedTuple):
@@ -108,6 +112,8 @@ def snapshot(
     This process or another can use the store at the same time; no lock is taken. The snapshot contains every message
     acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
     hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
+    Tables of ``config/`` are copied as they are, progress beyond the end of a queue too. Queues and index then agree
+    with the log; `Snapshot.changed` lists what that changed.
     ``end()`` returns the end of the log; without it, the end is searched for.
 
     Errors of opening a store are raised too; after an error there is no ``target``.
@@ -124,6 +130,7 @@ def snapshot(
     _check_outside(path, target)
     config = config or directory.infer_config(path, files)
     keep_deleted = _is_whole(path, files)
+    is_used = files.lock_holder(directory.lock_path(path)) is not None
     with _growing(target, files) as part:
         # Copied before the log's end is known, so that all messages behind progress and notes are in the log.
         _copy_progress(path, part, files)
@@ -138,22 +145,32 @@ def snapshot(
                 folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
         _copy_config(path, part, files, without=_PROGRESS)
-        begin, found_end, queue_ends = settle(part, config, files, clock, keep_deleted=keep_deleted)
+        begin, found_end, _, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
             )
             what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
             raise CorruptionError(file, found_end, "record", what)
-
-        def cut(topic: str, queue_id: int, queue_offset: int) -> int:
-            return min(queue_offset, queue_ends.get((topic, queue_id), 0))
-
-        with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
-            revise_progress(part, files, cut, clock.now_ms())
         for folder in (directory.COMMITLOG, directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX):
             _keep_times(path, part, files, folder)
-    return Snapshot(target, begin, found_end, copied, linked)
+    return Snapshot(
+        target, begin, found_end, copied, linked, () if is_used else _changes(path, part, target, cuts, files)
+    )
+
+
+def _changes(path: str, part: str, target: str, cuts: Sequence[Damage], files: Files) -> tuple[Damage, ...]:
+    """Return what recovery changed in the queues of the copy ``part``, and whether the store had an abort marker."""
+    of_queues = tuple(os.path.join(part, name) for name in (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT))
+    changed = [
+        dataclasses.replace(one, file=os.path.join(target, os.path.relpath(one.file, part)))
+        for one in cuts
+        if one.file.startswith(of_queues)
+    ]
+    if has_abort(files, path):
+        what = "removed: the copy is closed, the store was not"
+        changed.append(Damage(os.path.join(target, directory.ABORT), 0, "abort", what))
+    return tuple(changed)
 
 
 def restore(path: str, target: str, config: StoreConfig | None = None, *, files: Files | None = None) -> Snapshot:
