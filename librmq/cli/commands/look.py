@@ -9,7 +9,9 @@ from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTIO
 
 __all__ = ["COMMANDS"]
 
-_ALL: Final = option("--all", action="store_true", help="include the broker's own topics, and in counts retries and dead letters")
+_ALL: Final = option(
+    "--all", action="store_true", help="include the broker's own topics; count: also retries and dead letters"
+)
 _IMPORTANT: Final = option(
     "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; may be repeated"
 )
