@@ -34,6 +34,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import is_timed
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.store import AppendResult
+from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.prepared import Prepared
 
 __all__ = ["SendHandler"]
@@ -338,14 +339,18 @@ class SendHandler:
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
-        took_ms = now - self._stuck_since
-        if took_ms <= self._busy_after_ms and self._store.appender.lock.is_free_within(self._longest_wait_s):
+        took_ms, wait_s = now - self._stuck_since, self._longest_wait_s
+        what = f"this send has waited {wait_s} s for other writes, as long as longest_wait_s allows"
+        if took_ms > self._busy_after_ms:
+            wait_s = min(wait_s, CTRL_C_WAITS_S)  # if it was the process that paused, the write ends immediately
+            what = f"another write has taken {took_ms} ms, longer than busy_after_s allows"
+        if self._store.appender.lock.is_free_within(wait_s):
             return
         if self._metrics is not None:
             self._metrics.count("busy", topic=topic)
         raise BrokerBusyError(
             ResponseCode.SYSTEM_BUSY,
-            f"the store is busy: a write has taken {took_ms} ms, and others wait up to {self._longest_wait_s} s",
+            f"the store is busy: {what}: send again later, or raise it in BrokerConfig",
         )
 
 

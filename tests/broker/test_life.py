@@ -59,7 +59,7 @@ def test_events_are_counted() -> None:
         broker.call(EndTransaction("p", state, where.queue_offset, where.physical_offset, ""))
     broker._parts.handlers.sending._check_busy("T")
     runner.manual_clock.advance(seconds=2)
-    with pytest.raises(BrokerBusyError):
+    with broker.store.appender.lock.mutex, pytest.raises(BrokerBusyError):
         broker._parts.handlers.sending._check_busy("T")
     found = metrics.snapshot()
     runner.advance(2_000)

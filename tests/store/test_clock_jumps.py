@@ -1,11 +1,13 @@
-"""Stores whose clock is before 1970 or has been set back."""
+"""Stores whose clock is before 1970, has been set back, or jumps."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 
 from librmq import Message
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -47,3 +49,24 @@ def test_a_narrow_search_finds_messages_after_a_clock_jump() -> None:
         assert found(back_ms + 600_000, back_ms + 660_000) == [b"after 9", b"after 10"]
         assert found(back_ms + 600_000, back_ms + 660_000, 1) == [b"after 10"]
         assert found(START_MS + 600_000, START_MS + 600_000) == [b"before 9"]
+
+
+class PausedClock(SystemClock):
+    """The clock of a process that is paused for an hour between any two looks at it."""
+
+    hours = 0
+
+    def monotonic(self) -> float:
+        self.hours += 1
+        return super().monotonic() + 3600 * self.hours
+
+
+def test_a_pause_of_the_process_uses_up_no_wait() -> None:
+    """A send was refused as busy after a pause, although the write that it waited for was paused too."""
+    with MessageStore.open(ROOT, SMALL, files=MemoryFiles(), clock=PausedClock()) as store:
+        lock = store.appender.lock
+        lock.mutex.acquire()
+        other = threading.Timer(0.2, lock.mutex.release)  # another write, longer than one step of the wait
+        other.start()
+        assert lock.is_free_within(60)
+        other.join()

@@ -12,9 +12,10 @@ from librmq.errors import StoreError
 from librmq.runtime.critical import critical
 from librmq.runtime.locks import Lock, RLock
 
-__all__ = ["AppendLock"]
+__all__ = ["CTRL_C_WAITS_S", "AppendLock"]
 
-_CTRL_C_WAITS_S: Final = 0.05
+CTRL_C_WAITS_S: Final = 0.05
+"""Seconds that a wait for the lock may delay Ctrl-C."""
 _PAUSE_S: Final = 0.00005
 _PAUSES: Final = 16
 _THREADS_KEPT: Final = 32
@@ -90,15 +91,18 @@ class AppendLock:
         return self.mutex.locked() and not self._deleting
 
     def is_free_within(self, seconds: float) -> bool:
-        """Wait until no call appends, or for ``seconds``; return whether none did."""
-        deadline = self._clock.monotonic() + seconds
+        """Wait until no call appends, or for ``seconds``; return whether none did.
+
+        A pause of the process does not count, because the other call was paused too.
+        """
         while True:
-            left = deadline - self._clock.monotonic()
+            step_s = min(seconds, CTRL_C_WAITS_S)
             with critical:  # a lock that Ctrl-C takes from view is never given back
-                if self.mutex.acquire(timeout=min(max(left, 0), _CTRL_C_WAITS_S)):
+                if self.mutex.acquire(timeout=step_s):
                     self.mutex.release()
                     return True
-            if left <= 0:
+            seconds -= step_s
+            if seconds <= 0:
                 return False
 
     def __enter__(self) -> None:
