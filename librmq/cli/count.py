@@ -68,7 +68,10 @@ def _named(by: str, group: Group) -> dict[str, Any]:
     if by == "queue":
         return {"queue": f"{group[0]}:{group[1]}", "topic": group[0], "queue_id": group[1]}
     if by in _UNIT_MS:
-        return {by: datetime.fromtimestamp(group[0] / 1000, UTC).isoformat().replace("+00:00", "Z")}
+        try:
+            return {by: datetime.fromtimestamp(group[0] / 1000, UTC).isoformat().replace("+00:00", "Z")}
+        except (ValueError, OverflowError, OSError):
+            return {by: str(group[0])}  # ms, as an export writes times outside of the years of ISO 8601
     return {by: group[0]}
 
 

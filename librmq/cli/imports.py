@@ -26,6 +26,7 @@ from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
 from librmq.message.hosts import parse_host
+from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
@@ -181,7 +182,7 @@ class _Rows:
 
         if self._form == "csv":
             csv.field_size_limit(1 << 30)
-            return csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines())
+            return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines()))
         return (parse_object(line) for line in lines() if line.strip())
 
     def __exit__(self, *_: object) -> None:
@@ -208,6 +209,18 @@ class _Rows:
                     bar.to(done)
 
         return rows()
+
+
+def _from_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of a row of CSV as they were before ``export`` made them safe."""
+    return {
+        name: value
+        if not isinstance(value, str) or name == "properties"
+        else unguarded(value)
+        if name == "body"
+        else cell_text(value)
+        for name, value in row.items()
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- messages

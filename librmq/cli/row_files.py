@@ -9,12 +9,22 @@ from itertools import chain
 from typing import Any, Final, TextIO
 
 from librmq.errors import InputError, MissingExtraError
+from librmq.message.printable import cell, printable
 
 __all__ = ["CsvRows", "ParquetRows"]
 
 _FIRST: Final = 500
 """Rows that tell which columns there are."""
 _GROUP: Final = 1 << 14
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose texts are cells of CSV: neither a terminal nor a spreadsheet obeys them."""
+    return {
+        cell(name): printable(json.dumps(value, ensure_ascii=False)) if isinstance(value, dict | list)
+        else cell(value) if isinstance(value, str) else value
+        for name, value in row.items()
+    }  # fmt: skip
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +49,7 @@ class CsvRows:
         Raises:
             InputError: The row has a field that none of the first rows has.
         """
-        flat = _flat(row)
+        flat = _cells(row)
         if self._table is None:
             self._first.append(flat)
             if len(self._first) == _FIRST:

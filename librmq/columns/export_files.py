@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from librmq.columns.schema import TYPES
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.message.printable import cell, guarded, is_safe_in_cell, printable
 
 __all__ = ["DATE", "ExportState", "ParquetFolder", "TextFile"]
 
@@ -266,10 +267,7 @@ class TextFile:
             usual.writeheader()
 
         def line(row: dict[str, Any]) -> None:
-            plain = _plain(row)
-            for name, value in plain.items():
-                if isinstance(value, dict):
-                    plain[name] = json.dumps(value, ensure_ascii=False)
+            plain = _cells(row)
             has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
             (quoted if has_return else usual).writerow(plain)
 
@@ -291,6 +289,23 @@ def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
             texts = pc.strftime(pc.if_else(usual, times, None).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ")
             batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
     return batch
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose texts neither a terminal nor a spreadsheet obeys; `librmq import` gets the same message."""
+    cells: dict[str, Any] = {}
+    for name, value in _plain(row).items():
+        if isinstance(value, dict):
+            cells[name] = printable(json.dumps(value, ensure_ascii=False))
+        elif not isinstance(value, str):
+            cells[name] = value
+        elif name not in TYPES or not _is_bytes(name):
+            cells[name] = cell(value)
+        elif is_safe_in_cell(value):
+            cells[name] = guarded(value)
+        else:
+            cells[f"{name}_b64"] = base64.b64encode(value.encode()).decode()
+    return cells
 
 
 def _is_bytes(name: str) -> bool:

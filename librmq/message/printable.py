@@ -1,11 +1,11 @@
-"""Text from elsewhere, made safe to show on a terminal: no command, no other order, no half of a character."""
+"""Text from elsewhere, made safe for a terminal and a spreadsheet: no command, no other order, no formula."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-__all__ = ["printable", "shown_body"]
+__all__ = ["cell", "cell_text", "guarded", "is_safe_in_cell", "printable", "shown_body", "unguarded"]
 
 UNSAFE: Final = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, marks that change the direction of what follows, halves of surrogate pairs."""
@@ -20,6 +20,44 @@ def printable(text: str) -> str:
 def escape(found: re.Match[str]) -> str:
     """Return the escape of the one character that was found."""
     return f"\\u{ord(found[0]):04x}"
+
+
+# CSV quotes tabs and ends of lines. A backslash that would look like the begin of an escape is escaped too.
+_UNSAFE_IN_CELL: Final = re.compile("[" + UNSAFE.replace("\\x00-\\x1f", r"\x00-\x08\x0b\x0c\x0e-\x1f") + "]")
+_ESCAPED_IN_CELL: Final = re.compile(_UNSAFE_IN_CELL.pattern + r"|\\(?=u[0-9a-f]{4})")
+_ESCAPE: Final = re.compile(r"\\u([0-9a-f]{4})")
+_FORMULA: Final = re.compile(r"(?!-[0-9]+\Z)'*[=+\-@\t\r\n]")
+_GUARDED: Final = re.compile(r"'+[=+\-@\t\r\n]")
+
+
+def is_safe_in_cell(text: str) -> bool:
+    """Return whether a text needs no escape in a cell of CSV."""
+    return (text.isascii() and text.isprintable()) or _UNSAFE_IN_CELL.search(text) is None
+
+
+def guarded(text: str) -> str:
+    """Return ``text`` so that no spreadsheet takes it for a formula: with a quote before it, if it could be one."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def unguarded(text: str) -> str:
+    """Return the text that `guarded` got."""
+    return text[1:] if _GUARDED.match(text) else text
+
+
+def cell(text: str) -> str:
+    """Return a cell of CSV: guarded, with each unsafe character as its escape."""
+    return guarded(_ESCAPED_IN_CELL.sub(escape, text))
+
+
+def cell_text(text: str) -> str:
+    """Return the text that `cell` got."""
+
+    def character(found: re.Match[str]) -> str:
+        one = chr(int(found[1], 16))
+        return one if one == "\\" or _UNSAFE_IN_CELL.match(one) else found[0]
+
+    return _ESCAPE.sub(character, unguarded(text))
 
 
 def shown_body(body: bytes) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from librmq import Broker, ManualRunner, columns
 from librmq.cli.topic_kinds import kind_of_topic
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
@@ -187,3 +188,18 @@ def test_all_messages_are_those_of_user_topics_everywhere(shell: Shell) -> None:
     assert columns.dataset("copies").count_rows() == len(users)
     named = columns.reader("copies", topic=re.compile("%(DLQ|RETRY)%.*")).read_all()["topic"].to_pylist()
     assert sorted(named) == copies
+
+
+def test_hours_that_no_calendar_has_are_milliseconds(shell: Shell) -> None:
+    clock = ManualClock(1_700_000_000_000)
+    with MessageStore.open("far", clock=clock) as store:
+        store.append(Message("T", b"x"))
+        clock.move_to(253_402_300_800_005)  # the year 10000
+        store.append(Message("T", b"x"))
+    for by, times in (
+        ("hour", ["2023-11-14T22:00:00Z", "253402300800000"]),
+        ("day", ["2023-11-14T00:00:00Z", "253402300800000"]),
+    ):
+        answer = shell("count", "far", "--by", by)
+        assert (answer.status, answer.said) == (0, "")
+        assert [row[by] for row in answer.rows] == times

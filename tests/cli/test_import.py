@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from importlib.util import find_spec
 from typing import Any
@@ -170,6 +171,57 @@ def test_several_keys_are_a_list(shell: Shell) -> None:
     assert shell("import", "new", "-", given='{"topic":"T","body":"x","keys":["Ann","Miller"]}').status == 0
     assert shell("import", "new", "in.csv").status == 0
     assert len(shell("query", "new", "--topic", "T", "--key", "Miller").rows) == 2
+
+
+HOSTILE = (
+    "=1+1",
+    "+1",
+    "-1+1",
+    "-1\n",
+    "@a",
+    "'=1",
+    "\x1b[2J",
+    "a\0b",
+    "\u202eabc",
+    "\\u001b",
+    "\t=1",
+    "a\rb\nc",
+    "\x7f",
+)
+
+
+def test_a_csv_obeys_nobody_and_is_imported_as_it_was(shell: Shell) -> None:
+    with MessageStore.open("old") as store:
+        for text in HOSTILE:
+            store.append(Message("T", text, tags=text, properties={"p": text}))
+    columns = "topic,queueId,tags,properties,body"
+    assert shell("export", "old", "-o", "t.csv", "--columns", columns).status == 0
+    assert shell("export", "old", "-o", "tags.csv", "--columns", "topic,tags,body").status == 0
+    for name in ("t.csv", "tags.csv"):
+        with open(shell.folder / name, newline="", encoding="utf-8") as file:
+            cells = [cell for row in csv.reader(file) for cell in row]
+        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in cells)
+        assert not any(character in cell for cell in cells for character in "\x1b\0\u202e\x7f")
+    assert shell("import", "new", "t.csv").status == 0
+    assert shell("import", "tags", "tags.csv").status == 0
+    for path in ("new", "tags"):
+        with MessageStore.open(path, read_only=True) as store:
+            assert [(message.text(), message.tags) for message in store] == [(text, text) for text in HOSTILE]
+    with MessageStore.open("new", read_only=True) as store:
+        assert [message.properties["p"] for message in store] == list(HOSTILE)
+
+
+def test_a_commands_csv_obeys_nobody(shell: Shell) -> None:
+    with MessageStore.open("old") as store:
+        for text in HOSTILE:
+            store.append(Message("T", text, tags=text, properties={"p": text}))
+    for words in (["show", "old"], ["count", "old", "--by", "tag"]):
+        answer = shell(*words, "--format", "csv")
+        assert answer.status == 0
+        cells = [cell for row in csv.reader(io.StringIO(answer.out, newline="")) for cell in row]
+        texts = [cell for cell in cells if not cell.lstrip("-").isdigit()]
+        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in texts)
+        assert not any(character in answer.out for character in "\x1b\0\u202e\x7f")
 
 
 def test_skipped_rows_are_not_imported(shell: Shell) -> None:
