@@ -47,14 +47,15 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.sampled and by != "tag":
         raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
-        found = None
+        found, sampled = None, {}
         if arguments.config is None and _is_for_columns(selection):  # columns take no settings
-            found = _by_columns(store, selection, arguments)
+            found, is_sampled = _by_columns(store, selection, arguments)
+            sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if found is None:
             with _bar(store, selection):
                 found = _by_messages(_messages(store, selection, arguments.all), by)
         for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
-            output.row({**_named(by, group), "messages": messages, "bytes": size})
+            output.row({**_named(by, group), "messages": messages, "bytes": size, **sampled})
         note_topic_of(store, selection.topic, output)
     return 0
 
@@ -120,10 +121,15 @@ def _is_for_columns(selection: MessageQuery) -> bool:
     return not selection.is_by_index and selection.grep is None and selection.offsets is None
 
 
-def _by_columns(store: MessageStore, selection: MessageQuery, arguments: argparse.Namespace) -> Counts | None:
-    """Return the counts from columns of the store, a block at a time; None without the extra ``arrow``."""
+def _by_columns(
+    store: MessageStore, selection: MessageQuery, arguments: argparse.Namespace
+) -> tuple[Counts | None, bool]:
+    """Return the counts from columns of the store, a block at a time, and whether tags come from a sample.
+
+    The counts are None without the extra ``arrow``.
+    """
     if find_spec("pyarrow") is None:
-        return None
+        return None, False
     by, everything = arguments.by, arguments.all
     from librmq.columns import ReaderKeywords, reader
 
@@ -147,10 +153,10 @@ def _by_columns(store: MessageStore, selection: MessageQuery, arguments: argpars
             codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
             by_tag = _by_codes(store, _shown(codes, bar))
             if by_tag is not None:
-                return by_tag
+                return by_tag, True
         for batch in _shown(reader(store.path, **settings), bar):
             _add(found, batch, by)
-    return found
+    return found, False
 
 
 def _shown(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:

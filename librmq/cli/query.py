@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from librmq.cli.input import age_clock, field, parse_time, read_rows, standard_input
-from librmq.cli.output import Output, whole_number
+from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.cli.selection import check_id
@@ -39,6 +39,8 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         with open_store(arguments) as store:
             found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
             _print(store, found, output)
+            if len(found) >= most:
+                complain(f"note: {len(found)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
                 note_topic_of(store, arguments.topic, output)
     else:

@@ -170,6 +170,7 @@ def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments:
     return {
         "retries_left": len(retries),
         "retries": [message.message_id for message in retries[:_NAMED]],
+        "cut": len(retries) > _NAMED,
         "note": f"{len(retries)} retries of group {name} wait: move them too by --with-retries, or "
         "let an instance of it run until they are consumed",
     }

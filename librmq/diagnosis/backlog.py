@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Self
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, named
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_if, named
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.store_times import store_times_at
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -435,6 +435,7 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
             "max_offset": worst.max_offset,
             "queues": len(rows),
             "queue_ids": where,
+            **cut_if(where.endswith("…")),
             "messages": ahead,
         },
         "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: "

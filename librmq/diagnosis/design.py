@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.findings import Finding, Thresholds, counted, sample, worst_first
 from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.samples import newest
 from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
@@ -107,8 +107,9 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
     if len(kinds) > 1:
         yield Finding(
             "mixed-kinds", "warning", f"topic {one.topic}",
-            f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}.",
-            {"kinds": dict(kinds), "looked_at": len(messages)},
+            f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
+            + (f", of the newest {len(messages):,}." if len(messages) < one.messages else "."),
+            {"kinds": dict(kinds), **sample(len(messages), one.messages)},
             "Give each kind its own topic: RocketMQ 5 refuses mixtures, and their rates differ.",
         )  # fmt: skip
     keys: Counter[str] = Counter(key for message in messages for key in set(message.keys))
@@ -117,8 +118,8 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
         if count > limits.key_share * len(messages):
             yield Finding(
                 "skewed-key", "warning", f"topic {one.topic}",
-                f"{count / len(messages):.0%} of the sampled messages have the key {key}.",
-                {"key": key, "messages": count, "looked_at": len(messages)},
+                f"{count / len(messages):.0%} of the newest {counted(len(messages), 'message')} have the key {key}.",
+                {"key": key, "messages": count, **sample(len(messages), one.messages)},
                 "If keys select the queue, that queue limits the topic: split the key, or give it its own topic.",
             )  # fmt: skip
 

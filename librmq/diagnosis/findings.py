@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["NAMED", "Finding", "Severity", "Thresholds", "counted", "named", "place_of", "worst_first"]
+__all__ = [
+    "NAMED",
+    "Finding",
+    "Severity",
+    "Thresholds",
+    "counted",
+    "cut_if",
+    "named",
+    "place_of",
+    "sample",
+    "worst_first",
+]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -69,6 +80,16 @@ class Thresholds:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def sample(looked_at: int, every: int) -> dict[str, Any]:
+    """Return the evidence of a finding that looked at some of the messages."""
+    return {"looked_at": looked_at, "sampled": looked_at < every}
+
+
+def cut_if(is_cut: bool) -> dict[str, Any]:
+    """Return the evidence of a finding whose list leaves something out; empty if it does not."""
+    return {"cut": True} if is_cut else {}
 
 
 NAMED: Final = 20

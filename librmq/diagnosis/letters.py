@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import MalformedError
 from librmq.files.seam import make_folders
@@ -244,6 +244,7 @@ def _of_causes(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding
         {
             "cause": one.cause,
             "causes": len(causes),
+            **cut_if(len(causes) > 1),
             "messages": messages,
             "first_timestamp_ms": min(each.first_timestamp_ms for each in causes),
             "last_timestamp_ms": max(each.last_timestamp_ms for each in causes),

@@ -32,6 +32,8 @@ class WaitingOrigins(NamedTuple):
     """Deliveries after a delay or at a time."""
     retried: int
     """Retries, on which the group has failed before."""
+    sampled: bool = False
+    """Whether some of the messages were not looked up."""
 
 
 def waiting_origins(
@@ -68,4 +70,6 @@ def _of_topic(view: StoreView, group: str, topic: str, late: list[QueueLag], sam
         with suppress(CorruptionError):
             found.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + most)))
     delayed = found["delayed"]
-    return WaitingOrigins(group, topic, total, found.total(), found.total() - delayed, delayed, 0)
+    return WaitingOrigins(
+        group, topic, total, found.total(), found.total() - delayed, delayed, 0, found.total() < total
+    )

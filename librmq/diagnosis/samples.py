@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.config import nearest
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted
+from librmq.diagnosis.findings import NAMED, Finding, Severity, Thresholds, counted, cut_if, sample
 from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.people import duration
@@ -84,7 +84,11 @@ def _filters(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             f"group {group}, topic {topic}",
             f"The registered filter {expression} matches none of the newest {counted(len(messages), 'message')}"
             + (f"; none has the property {', '.join(missing)}." if missing else "."),
-            {"expression": expression, "looked_at": len(messages), "missing_properties": near},
+            {
+                "expression": expression,
+                "missing_properties": near,
+                **sample(len(messages), view.message_count(topic)),
+            },
             "Compare the expression with the messages: librmq show STORE --topic "
             f"{topic} --limit 1, and librmq filter explains it.",
         )
@@ -114,9 +118,10 @@ def _clocks(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                 f"often on host {hosts.most_common(1)[0][0]}.",
                 {
                     "messages": len(late_s),
-                    "looked_at": looked_at,
+                    **sample(looked_at, view.message_count(topic)),
                     "most_s": most_s,
-                    "hosts": dict(hosts.most_common(5)),
+                    "hosts": dict(hosts.most_common(NAMED)),
+                    **cut_if(len(hosts) > NAMED),
                 },
                 "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
                 "their own.",
@@ -129,9 +134,7 @@ def _retries(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         group = retry_topic.removeprefix(RETRY_PREFIX)
         if is_own_group(group) and not limits.own:
             continue
-        waiting = sum(
-            state.max_offset - state.min_offset for name, state in view.ranges.items() if name[0] == retry_topic
-        )
+        waiting = view.message_count(retry_topic)
         if waiting and not _has_progress(view, group, retry_topic):
             yield Finding(
                 "retries-without-progress",
@@ -153,7 +156,7 @@ def _retries(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                     f"group {group}, topic {topic}",
                     f"{counted(count, 'retry message')} of this topic: the group consumed from it, but has no progress "
                     "there any more.",
-                    {"messages": count, "looked_at": topics.total()},
+                    {"messages": count, **sample(topics.total(), waiting)},
                     f"Set the progress before the group starts: librmq reset STORE --group {group} --topic {topic} "
                     "--to TIME.",
                 )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.diagnosis.backlog import Lag, QueueLag, is_uneven, lag
-from librmq.diagnosis.findings import Finding, Thresholds, counted, named
+from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if, named, sample
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
@@ -185,6 +185,7 @@ def _stuck(held: list[HeldProgress]) -> Finding:
             "queue_id": one.queue_id,
             "queues": len(held),
             "queue_ids": named(queue_ids),
+            **cut_if(named(queue_ids).endswith("…")),
             "queue_offset": one.consumed_offset,
             "stored_offset": one.stored_offset,
             "message_id": one.message_id,
@@ -297,7 +298,7 @@ def _uneven_lag(
         f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
         {
             "lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share,
-            "looked_at": looked_at,
+            **sample(looked_at, most.lag),
         },
         step,
     )  # fmt: skip

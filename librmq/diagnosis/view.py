@@ -174,6 +174,11 @@ class StoreView:
             found.setdefault(topic, []).append(queue_id)
         return found
 
+    def message_count(self, topic: str) -> int:
+        """Return the number of messages of a topic."""
+        ranges = (self.ranges[topic, queue_id] for queue_id in self.topics.get(topic, ()))
+        return sum(state.max_offset - state.min_offset for state in ranges)
+
     def queue_count(self, topic: str) -> int:
         """Return the number of queues of a topic, including those without messages."""
         row = self.tables.topics.rows.get(topic, {})

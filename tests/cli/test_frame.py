@@ -20,7 +20,7 @@ RUNS_ON = ("serve",)
 """Runs until it is stopped; other tests cover it."""
 NEEDS_ARROW = ("export", "import")
 NEEDS_JINJA = ("report",)
-FINDS_NOTHING = ("timers", "dead-letters", "diagnose")
+FINDS_NOTHING = ("timers", "dead-letters", "expiring")
 """These find nothing in the store of the examples."""
 
 

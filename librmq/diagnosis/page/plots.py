@@ -77,6 +77,8 @@ def heat_level(value: float) -> int:
 def cells(values: Sequence[int], what: str) -> Markup:
     """Draw a square per value, shaded by its power of ten; with many values, a square shows the largest of several."""
     count = min(len(values), CELLS)
+    if len(values) > CELLS:
+        what += f"; each square shows the largest of {len(values) // CELLS} or more queues"
     bounds = [len(values) * at // count for at in range(count + 1)] if count else []
     inside = []
     for at in range(count):

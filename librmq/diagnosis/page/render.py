@@ -17,6 +17,7 @@ from librmq.errors import MissingExtraError
 __all__ = ["render_page", "require"]
 
 _OF_A_KIND: Final = 5
+_LONGEST_EVIDENCE: Final = 300
 
 
 def require() -> None:
@@ -128,10 +129,16 @@ def _evidence(one: ReportedFinding) -> list[tuple[str, str]]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             shown = number(value)
         else:
-            shown = "unknown" if value is None else str(value)[:300]
+            shown = "unknown" if value is None else _shortened(str(value))
         label = name.removesuffix("_timestamp_ms").removesuffix("_s").replace("_", " ")
         found.append((label, shown))
     return found
+
+
+def _shortened(text: str) -> str:
+    return (
+        text if len(text) <= _LONGEST_EVIDENCE else f"{text[:_LONGEST_EVIDENCE]}… (whole in the JSON beside this page)"
+    )
 
 
 def _facts(report: Report) -> list[Fact]:

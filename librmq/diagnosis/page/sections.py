@@ -494,7 +494,8 @@ def _damage(report: Report, several: bool) -> Section:
 
 def _stores(report: Report) -> Section:
     shown = (
-        ("", one.store, one.path, one.owner or "not in use", _sound(one.is_sound), number(one.messages),
+        ("", one.store, one.path, one.owner or "not in use", _sound(one.is_sound),
+         number(one.messages) + (f" without {counted(one.skipped, 'unreadable place')}" if one.skipped else ""),
          size(one.bytes), moment(one.first_ms), moment(one.last_ms), moment(one.now_ms))
         for one in report.stores
     )  # fmt: skip

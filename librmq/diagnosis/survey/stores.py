@@ -137,6 +137,7 @@ def survey_store(
         bytes=sum(one.bytes for one in topics),
         first_ms=min((one.first_ms for one in topics), default=None),
         last_ms=max((one.last_ms for one in topics), default=None),
+        skipped=max(len(unreadable), int(view.store.cut_short is not None)),
     )
     return replace(
         part,
