@@ -10,7 +10,7 @@ from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldPulls
 from librmq.broker.persistence import Persistence, TableWriter
 from librmq.broker.registry import Registry
-from librmq.broker.topics import Topics
+from librmq.broker.topics import Topics, unlisted_topics
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
@@ -90,6 +90,8 @@ class BrokerContext:
         self.offsets = self.saving.offsets
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+            if config.replica_of is None:
+                self.topics.check(unlisted_topics(store.queues, store.queue_range, self.topics.known))
         self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))

@@ -6,7 +6,7 @@ Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.k
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
@@ -27,12 +27,15 @@ from librmq.message.topics import (
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 from librmq.runtime.event_log import EventLog
+from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
 
-__all__ = ["Topic", "Topics", "not_readable"]
+__all__ = ["Topic", "Topics", "not_readable", "unlisted_topics"]
 
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
+
+_NAMED: Final = 10
 
 _log = EventLog("librmq.broker")
 
@@ -82,6 +85,23 @@ def not_readable(name: str) -> BrokerError:
     )
 
 
+def unlisted_topics(
+    queues: Iterable[tuple[str, int]], range_of: Callable[[str, int], tuple[int, int]], listed: Container[str]
+) -> dict[str, int]:
+    """Return the topics that have messages and are not ``listed``, with their numbers of queues.
+
+    ``range_of(topic, queue_id)`` returns the begin and end of a queue. The topics that RocketMQ or the relay make
+    themselves are left out.
+    """
+    found: dict[str, int] = {}
+    for topic, queue_id in queues:
+        if topic not in listed and not is_system_topic(topic) and topic != HOP_TOPIC:
+            begin, end = range_of(topic, queue_id)
+            if begin < end:
+                found[topic] = max(found.get(topic, 0), queue_id + 1)
+    return dict(sorted(found.items()))
+
+
 class Topics:
     """All topics of one broker."""
 
@@ -117,6 +137,32 @@ class Topics:
             table.rows.setdefault(name, topic_row(name, count, count, permission))
         self.known: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
         """By name."""
+
+    def check(self, unlisted: Mapping[str, int]) -> None:
+        """Take topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
+
+        A store that never had a broker has no table: its topics are made. A table that lacks some is left as it is.
+        """
+        if not unlisted:
+            return
+        names = ", ".join(list(unlisted)[:_NAMED]) + (", …" if len(unlisted) > _NAMED else "")
+        if not self._table.is_new:
+            _log.warning(
+                "topics.json lacks topics that have messages, so no group gets these (%(topics)d): %(names)s; "
+                "create_topic makes a topic with its old messages",
+                topics=len(unlisted),
+                names=names,
+            )
+            return
+        for name, queues in unlisted.items():
+            self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
+            self.known[name] = self._topic(name)
+        _log.info(
+            "the store has no topics.json, so its topics are those of its queues (%(topics)d): %(names)s",
+            topics=len(unlisted),
+            names=names,
+        )
+        self._save(self._table, self._now_ms())
 
     def replace(self, rows: Mapping[str, Any]) -> None:
         """Take the topics of a master in place of all."""

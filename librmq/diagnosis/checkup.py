@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from librmq.diagnosis.backlog import lag, lag_findings
 from librmq.diagnosis.consistency import consistency_findings
-from librmq.diagnosis.damage import damage_findings, missing_log_findings
+from librmq.diagnosis.damage import damage_findings, missing_log_findings, unlisted_topic_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.letters import dead_letter_findings
 from librmq.diagnosis.samples import sample_findings
@@ -36,6 +36,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
             [
                 *damage_findings(view, check),
                 *missing_log_findings(view),
+                *unlisted_topic_findings(view),
                 *lag_findings(view, limits, found=found),
                 *consistency_findings(view, limits, found=found),
                 *stuck_findings(view, limits, found=found),

@@ -21,6 +21,7 @@ __all__ = [
     "is_verified",
     "message_count",
     "missing_log_findings",
+    "unlisted_topic_findings",
     "unverified_damage",
 ]
 
@@ -109,6 +110,34 @@ def missing_log_findings(view: StoreView) -> list[Finding]:
             "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
             "are lost; the findings expired-unread count those that a group had not consumed.",
         )
+    ]  # fmt: skip
+
+
+def unlisted_topic_findings(view: StoreView) -> list[Finding]:
+    """Return a finding for each topic that has messages and is not in the broker's table, if there is one."""
+    from librmq.broker.topics import unlisted_topics  # it loads the broker
+
+    tables, ranges = view.tables, view.ranges
+    if tables.topics.is_new:
+        return []
+
+    def range_of(topic: str, queue_id: int) -> tuple[int, int]:
+        state = ranges[topic, queue_id]
+        return state.min_offset, state.max_offset
+
+    counts = {
+        topic: (queues, sum(high - low for low, high in (range_of(topic, one) for one in view.topics[topic])))
+        for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items()
+    }
+    return [
+        Finding(
+            "unlisted-topic", "warning", f"topic {topic}",
+            f"{counted(count, 'message')} of the topic can't be consumed, because topics.json does not have it.",
+            {"messages": count, "queues": queues},
+            f"If it was deleted on purpose, clean_unused_topics deletes its queues; else make it again: "
+            f"Broker.create_topic({topic!r}, {queues}).",
+        )
+        for topic, (queues, count) in counts.items()
     ]  # fmt: skip
 
 

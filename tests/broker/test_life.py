@@ -11,6 +11,7 @@ import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
+from librmq.diagnosis import diagnose
 from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
@@ -32,6 +33,7 @@ from librmq.protocol import (
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer import TimerConfig
+from librmq.store import MessageStore
 from librmq.store.format.broker_tables import group_row
 from librmq.testing import Kit
 from librmq.testing.files import FailingFiles
@@ -294,3 +296,32 @@ def test_with_a_manual_runner_a_step_flushes_the_store(rmq: Kit, broker: Broker)
 def test_a_retry_topic_is_made_in_any_case(broker: Broker) -> None:
     send(broker, "%RETRY%g", max_reconsume_times=1)
     assert broker.topics()["%RETRY%g"].write_queues == 1
+
+
+def test_a_store_that_never_had_a_broker_keeps_its_topics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "librmq.broker")
+    with MessageStore.open(tmp_path, StoreConfig.tiny()) as store:
+        for number in range(6):
+            store.append(Message("orders", b"%d" % number), number % 3)
+    consumed: list[bytes] = []
+    for _ in range(2):
+        with Broker.open(tmp_path, runner=ManualRunner()) as broker:
+            (data,) = broker.topic_route("orders")
+            assert (data.read_queues, data.write_queues) == (3, 3)
+            consumed += [message.body for message in broker.consume("orders", group="g")]
+    assert sorted(consumed) == [b"%d" % number for number in range(6)]
+    assert [line.levelname for line in caplog.records if "no topics.json" in line.getMessage()] == ["INFO"]
+
+
+def test_topics_that_the_table_lacks_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Broker.open(tmp_path, store_config=StoreConfig.tiny(), runner=ManualRunner()) as broker:
+        broker.create_topic("listed", 1)
+        broker.store.append(Message("orders", b"x"), 1)
+    with Broker.open(tmp_path, runner=ManualRunner()) as broker:
+        assert broker.topic_route("orders") == ()
+        (finding,) = diagnose(broker)
+        broker.create_topic("orders", 2)
+        assert [message.body for message in broker.consume("orders", group="g")] == [b"x"]
+        assert diagnose(broker) == []
+    assert (finding.kind, finding.subject, finding.evidence["queues"]) == ("unlisted-topic", "topic orders", 2)
+    assert [line.levelname for line in caplog.records if "topics.json lacks" in line.getMessage()] == ["WARNING"]

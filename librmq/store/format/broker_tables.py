@@ -191,6 +191,8 @@ class ConfigTable:
         self._versioned = versioned
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
+        self.is_new = not any(files.size(file) for file in (path, path + _BACKUP))
+        """Whether there was neither the file nor its backup."""
         self._document = self._load()
         self.rows: Rows = self._document[name]
 
