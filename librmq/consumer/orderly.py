@@ -103,15 +103,30 @@ class OrderlyDelivery(Delivery):
         return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
 
     def take(self, assigned: AssignedQueue) -> None:
-        """Note that a queue was taken; its consumption begins after the next periodic lock."""
-        if self._locks:
-            assigned.owned_timestamp_ms = self.runner.now_ms()
-            self._renew_on_grid(self.runner.now_ms())  # as in 4.9, a taken queue waits for it
+        """Note that a queue was taken, for which `lock` has just got the lock.
 
-    def _renew_on_grid(self, now_ms: int) -> None:
+        In a queue that the group has consumed, consumption begins after the next periodic lock, as in 4.9.
+        """
+        if not self._locks:
+            return
+        now_ms = self.runner.now_ms()
+        assigned.owned_timestamp_ms = now_ms
+        due_ms = self._renew_on_grid(now_ms)
+        if not assigned.progress:
+            assigned.locked, assigned.lock_timestamp_ms = True, now_ms
+        else:
+            self.consumer.log.info(
+                "%(consumer)s: begins to consume %(queue)s in %(wait)g s, when it locks its queues again",
+                queue=assigned.queue,
+                wait=(due_ms - now_ms) / 1000,
+            )
+
+    def _renew_on_grid(self, now_ms: int) -> int:
+        """Schedule the next periodic lock, and return its time."""
+        due_ms = next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         if self._renewing.at is None:
-            due_ms = next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
             self.runner.wake(self._renewing, due_ms)
+        return due_ms
 
     def _renew(self, now_ms: int) -> int | None:
         """Lock all assigned queues or renew their locks, and begin with those that were not locked."""
