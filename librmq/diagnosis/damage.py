@@ -143,7 +143,7 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
 
 def unverified_damage(view: StoreView) -> list[Finding]:
     """Return the findings about damage that shows without a check of each record."""
-    found = missing_queue_findings(view)
+    found = [*missing_queue_findings(view), *missing_key_findings(view)]
     cut = view.store.cut_short
     if cut is not None:
         path = view.store.path
@@ -157,6 +157,25 @@ def unverified_damage(view: StoreView) -> list[Finding]:
             )
         )  # fmt: skip
     return found
+
+
+def missing_key_findings(view: StoreView) -> list[Finding]:
+    """Return a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
+    from librmq.store.recovery.index_check import missing_keys
+
+    store = view.store
+    gap = missing_keys(store.index, store.log, store.levels)
+    if gap is None:
+        return []
+    begin, end = gap
+    return [
+        Finding(
+            "missing-keys", "warning", f"store {store.path}",
+            f"The index lacks the keys of messages from {begin} to {end} in the log: queries by key do not find them.",
+            {"begin": begin, "end": end},
+            "The log has the messages: librmq recover STORE makes the index again.",
+        )
+    ]  # fmt: skip
 
 
 def missing_queue_findings(view: StoreView) -> list[Finding]:

@@ -95,6 +95,26 @@ def test_retention_leaves_no_missing_files(shell: Shell, orders: Path) -> None:
     assert "missing-log-files" not in kinds(shell, orders)
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_keys_that_the_index_has_lost_are_found(shell: Shell, tmp_path: Path, lost: int) -> None:
+    """A broker's recovery deletes index files, and indexes the log from a later place on."""
+    path = tmp_path / "keys"
+    with MessageStore.open(path, StoreConfig.tiny(max_index_num=16), clock=ManualClock(START_MS)) as store:
+        for number in range(60):
+            store.append(Message("T", b"x", keys=f"k{number}"))
+    assert "missing-keys" not in kinds(shell, path, "--no-verify")
+    sorted((path / "index").iterdir())[lost].unlink()
+    shutil.rmtree(path / "librmq")  # which says how librmq left the index
+    key = f"k{15 * lost}"
+    assert shell("query", path, "--topic", "T", "--key", key).rows == []
+    finding = kinds(shell, path, "--no-verify")["missing-keys"]
+    assert "librmq recover" in str(finding["next"])
+    assert "damage" in kinds(shell, path, "--verify")
+    assert shell("recover", path).status == 0
+    assert kinds(shell, path, "--no-verify").keys().isdisjoint({"missing-keys", "damage"})
+    assert len(shell("query", path, "--topic", "T", "--key", key).rows) == 1
+
+
 # ------------------------------------------------------------------------------------------- a log that is cut short
 
 
