@@ -204,6 +204,14 @@ def test_files_of_another_length(found: Contents, path: str, change: int) -> Non
     assert any(name == path and kind == "size" for name, _, kind in places(verdict))
 
 
+@pytest.mark.parametrize("left", [0, 20])
+def test_a_queue_file_that_lost_its_content_is_one_damage(found: Contents, left: int) -> None:
+    data = found[T]
+    assert data is not None
+    found[T] = data[:left]
+    assert places(verify(ROOT, SMALL, in_memory(found))) == [(T, left, "size")]
+
+
 def test_an_abort_marker_alone_is_reported_and_sound(found: Contents) -> None:
     verdict = judged({**found, "abort": b""})
     assert verdict.sound

@@ -114,6 +114,7 @@ class _Look:
         self._config = config
         self._files = files
         self._found: list[Damage] = []
+        self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
     def damage(self) -> list[Damage]:
         log = self._part(self._open_log)
@@ -184,7 +185,8 @@ class _Look:
         queues = {}
         for topic, queue_id in names:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
-            # A queue that can't be opened is already reported as lacking all entries.
+            if queue is None:  # its damage is reported, and what it lacks follows from that
+                self._closed_folders.add(directory.queue_folder(self._path, topic, queue_id))
             queues[topic, queue_id] = queue or ConsumeQueue.open(
                 directory.queue_folder(self._path, topic, queue_id),
                 self._config.consumequeue_file_size,
@@ -212,7 +214,7 @@ class _Look:
                 log, queues, self._open_queue, index, levels, begin, mend=False, scope=scope, left_out=self.left_out,
                 has_ext=self._config.enable_consumequeue_ext,
             )  # fmt: skip
-            self._found.extend(look)
+            self._found.extend(one for one in look if os.path.dirname(one.file) not in self._closed_folders)
         except CorruptionError as error:
             self._note(error)
 
