@@ -36,7 +36,6 @@ from librmq.store.format.directory import CONFIG, check_kind
 
 __all__ = ["import_"]
 
-_LARGEST: Final = (1 << 63) - 1
 _OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700
 _FLUSH_BYTES: Final = 64 << 20
 _READ_PERMISSION: Final = 6
@@ -238,8 +237,8 @@ def _read(row: Mapping[str, Any]) -> _Read:
     if is_system_topic(topic):
         raise InputError(f"topic {topic!r} is the broker's own; its messages have no meaning in another store")
     message = Message(topic, _body(row))
-    message.flag = _integer(row, "flag")
-    flags = _integer(row, "sysFlag")
+    message.flag = _integer(row, "flag", 32)
+    flags = _integer(row, "sysFlag", 32)
     kept = flags & ~_OF_THE_STORE
     if flags & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT:
         kept |= record.TRANSACTION_COMMIT
@@ -248,7 +247,7 @@ def _read(row: Mapping[str, Any]) -> _Read:
         kept |= flags & (record.COMPRESSED | 0x700)
     fields = AppendFields(
         sys_flag=kept,
-        reconsume_times=_integer(row, "reconsumeTimes"),
+        reconsume_times=_integer(row, "reconsumeTimes", 32),
         prepared_transaction_offset=_integer(row, "preparedTransactionOffset"),
         properties_raw=_stored_properties(row),  # as bytes, so that a delay that is over does not begin again
     )
@@ -339,17 +338,17 @@ def _keys(row: Mapping[str, Any]) -> str | Sequence[str]:
     return value if isinstance(value, list) else _text(row, "keys") or ()
 
 
-def _integer(row: Mapping[str, Any], name: str) -> int:
+def _integer(row: Mapping[str, Any], name: str, bits: int = 64) -> int:
     value = row.get(name)
     if value is None or value == "":
         return 0
     try:
-        found = int(value)
+        number = int(value)
     except (TypeError, ValueError):
-        found = _LARGEST + 1
-    if isinstance(value, bool | float) or abs(found) > _LARGEST:
-        raise InputError(f"{name}: expected a whole number, found {value!r:.80}")
-    return found
+        number = 1 << bits
+    if isinstance(value, bool | float) or not -(1 << bits - 1) <= number < 1 << bits - 1:
+        raise InputError(f"{name}: expected a whole number of {bits} bits, found {value!r:.80}")
+    return number
 
 
 _LONGEST_DATE: Final = len("20261120")
@@ -359,10 +358,10 @@ def _time(row: Mapping[str, Any], name: str) -> int | None:
     value = row.get(name)
     if value is None or value == "":
         return None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and len(value) > _LONGEST_DATE and value.removeprefix("-").isdecimal():
-        return int(value)  # as export writes times outside of the years of ISO 8601
+    if (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, str) and len(value) > _LONGEST_DATE and value.removeprefix("-").isdecimal()
+    ):
+        return _integer(row, name)  # as text, export writes times outside of the years of ISO 8601
     try:
         at = value if isinstance(value, datetime) else datetime.fromisoformat(value)
         return round(at.timestamp() * 1000)
