@@ -120,7 +120,7 @@ ERRORS: list[Callable[[Path], object]] = [
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"")),
     with_broker(lambda broker: Producer(broker, "shop").send_batch([Message("orders", b"x" * 10**6)] * 6)),
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))),
-    with_broker(lambda broker: Producer(broker, "shop").send("TBW102", b"x")),
+    with_broker(lambda broker: Producer(broker, "shop").send("SELF_TEST_TOPIC", b"x")),
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
     with_broker(lambda broker: broker.reset_group("billing", "orders", "begin")),
     a_closed_broker,

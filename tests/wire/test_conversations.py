@@ -126,7 +126,7 @@ DEVIATIONS: Final = (
         _of_steps("l_errors", "push consumer of an unknown group", "pull consumer of an unknown group"),
     ),
     Deviation(
-        "A required field that is missing is named; 4.9.4 goes on without it.",
+        "A required field that is missing is named; 4.9.4 handles the request without it.",
         lambda recording, exchange, answer: (
             _codes(exchange, answer) == (0, 1) and "is missing" in (answer.remark or "")
         ),
