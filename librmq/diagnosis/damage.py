@@ -143,16 +143,15 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
 
 def unverified_damage(view: StoreView) -> list[Finding]:
     """Return the findings about damage that shows without a check of each record."""
+    cut = view.store.cut_short or view.store.check_covered()
     found = [*missing_queue_findings(view), *missing_key_findings(view)]
-    cut = view.store.cut_short
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
         found.append(
             Finding(
                 "damage", "error", f"store {path}",
-                f"The log ends at {cut.offset}; {cut.bytes} bytes with sound records follow, which no number here "
-                f"includes: {where}.",
+                f"A recovery would end the log at {cut.offset}, and cut {cut.bytes} bytes with sound records: {where}.",
                 {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
             )
         )  # fmt: skip

@@ -222,6 +222,13 @@ class StoreHandle:
         self.appender.drain()
         return self.appender.open_parts()
 
+    def with_index(self) -> Parts:
+        """Return the parts like `up_to_date`, the index included, which a view of a large crashed store puts off."""
+        self.check_open()
+        if self.view is not None:
+            self.view.complete()
+        return self.up_to_date()
+
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""
         self.appender.lock.check_reentry()

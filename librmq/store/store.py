@@ -173,6 +173,8 @@ class MessageStore:
     @property
     def index(self) -> KeyIndex:
         """The key index; `recover` and `refresh` can replace the object."""
+        if self._handle.view is not None:
+            self._handle.view.complete()
         return self._handle.index
 
     @property
@@ -194,6 +196,14 @@ class MessageStore:
         """
         view = self._handle.view
         return None if view is None else view.cut_short()
+
+    def check_covered(self) -> Damage | None:
+        """Return the first damage among records that opening passed over, in a large store that was not closed.
+
+        A read-only store passes over records that the checkpoint covers, if they are many. This reads them.
+        """
+        view = self._handle.view
+        return None if view is None else view.check_covered()
 
     @property
     def core(self) -> str:
@@ -423,7 +433,7 @@ class MessageStore:
         used. If ``exact`` is false, the messages of all of them are returned, including collisions and repetitions, as
         by a broker.
         """
-        return find_by_key(self._handle.up_to_date(), topic, key, begin_ms, end_ms, max_messages, exact)
+        return find_by_key(self._handle.with_index(), topic, key, begin_ms, end_ms, max_messages, exact)
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
         """Return the messages with an id, in log order.
@@ -440,7 +450,7 @@ class MessageStore:
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
-        return find_by_id(self._handle.up_to_date(), message_id, topics)
+        return find_by_id(self._handle.with_index(), message_id, topics)
 
     def messages(
         self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
@@ -883,3 +885,61 @@ def test_a_dead_store_is_shown_as_in_memory(pair: Pair) -> None:
     files = died(pair.files)  # type: ignore[arg-type]
     with opened(files, read_only=True) as reader:
         assert len(list(reader)) == 30
+
+
+# ---------------------------------------------------------------------------------------- large stores after a crash
+
+
+def large(path: Path) -> None:
+    """Leave a store of 24 MiB whose writer died after its last flush: 30 records are not covered."""
+    config = StoreConfig.tiny(commitlog_file_size=64 << 20, max_message_size=1 << 20)
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(path, config, clock=clock, background=False)
+    for number in range(400):
+        clock.advance(seconds=1)
+        store.append(Message("T", bytes(60_000), keys=f"k{number}"), number % 3)
+    store.flush()
+    for number in range(400, 430):
+        clock.advance(seconds=1)
+        store.append(Message("T", b"late", keys=f"k{number}"), number % 3)
+    store.abandon()
+
+
+@pytest.mark.parametrize("lacks_a_queue", [False, True])
+def test_a_large_crashed_store_is_read_as_recovery_leaves_it(tmp_path: Path, lacks_a_queue: bool) -> None:
+    large(tmp_path / "crashed")
+    if lacks_a_queue:
+        shutil.rmtree(tmp_path / "crashed" / "consumequeue" / "T" / "0")
+    shutil.copytree(tmp_path / "crashed", tmp_path / "recovered")
+    before = from_disk(tmp_path / "crashed")
+    with (
+        MessageStore.open(tmp_path / "crashed", read_only=True) as found,
+        MessageStore.open(tmp_path / "recovered", background=False) as expected,
+    ):
+        assert found.log.end == expected.log.end
+        for queue in range(3):
+            assert found.queue_range("T", queue) == expected.queue_range("T", queue)
+            assert [m.raw for m in found.messages("T", queue)] == [m.raw for m in expected.messages("T", queue)]
+        for number in (0, 200, 399, 400, 429):
+            (message,) = found.find_by_key("T", f"k{number}")
+            assert f"k{number}" in message.keys
+        assert found.index.end_physical_offset == expected.index.end_physical_offset
+    assert from_disk(tmp_path / "crashed") == before
+
+
+def test_damage_among_covered_records_is_found_on_demand(tmp_path: Path) -> None:
+    large(tmp_path / "crashed")
+    with MessageStore.open(tmp_path / "crashed", read_only=True) as store:
+        assert (store.cut_short, store.check_covered()) == (None, None)
+        place = next(store.messages("T", 1)).physical_offset
+    log = min((tmp_path / "crashed" / "commitlog").iterdir())
+    with log.open("r+b") as file:
+        file.seek(place + 200)
+        file.write(b"!")
+    with MessageStore.open(tmp_path / "crashed", read_only=True) as store:
+        assert sum(end - begin for begin, end in (store.queue_range("T", queue) for queue in range(3))) == 430
+        damage = store.check_covered()
+        assert damage is not None
+        assert damage.offset == place
+    (finding, *_) = diagnose(tmp_path / "crashed", check=False)
+    assert (finding.kind, finding.severity) == ("damage", "error")

@@ -30,6 +30,9 @@ class Parts:
     open_queue: OpenQueue
     cuts: list[Damage]
     """Everything that recovery cut or rewrote."""
+    walked_from: int | None = None
+    """For a view of a crashed store that did not compare the index: where its walk over the log began, behind records
+    that the checkpoint covers. None for parts that were opened as a whole."""
     lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:

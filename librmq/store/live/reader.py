@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -34,7 +35,7 @@ from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Trans
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
-from librmq.store.recovery.open import load
+from librmq.store.recovery.open import load, vouched_for
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
@@ -70,6 +71,7 @@ class ReadOnlyView:
         self._bitmap_of = bitmap_of
         self._opened = opened
         self._guard = Lock()
+        self._is_brief = True
         self._holder: str | None = None
         self._live: LiveParts | None = None
         self._marks: tuple[object, ...] = ()
@@ -95,6 +97,25 @@ class ReadOnlyView:
             elif live.follow():
                 self.version += 1
             return self.version != before
+
+    def complete(self) -> None:
+        """Compare the index with the log too, if a view of a large crashed store has put it off."""
+        with self._guard:
+            if self._is_brief:
+                self._is_brief = False
+                if self.parts.walked_from is not None:
+                    self._open()
+
+    def check_covered(self) -> Damage | None:
+        """Read the covered records that the view of a large crashed store has passed over; return the first damage."""
+        log, end = self.parts.log, self.parts.walked_from
+        if end is None:
+            return None
+        try:
+            deque(log.scan(vouched_for(log, self.parts.checkpoint), end), maxlen=0)
+        except CorruptionError as error:
+            return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
+        return None
 
     def cut_short(self) -> Damage | None:
         """Return the damage at which the log of this view ends although sound records follow it; None without any.
@@ -178,7 +199,8 @@ class ReadOnlyView:
         overlay = OverlayFiles(None if files.is_shared else files)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         mode = RecoveryMode.PREVIEW
-        parts = load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of)
+        is_brief = self._is_brief and not config.enable_consumequeue_ext
+        parts = load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of, is_brief=is_brief)
         changed = overlay.changed_folders()
         parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
         return parts

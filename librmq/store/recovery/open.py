@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import itertools
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, RecordError
 from librmq.files.damage import Damage
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files, make_folders
+from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.open_store import Parts
@@ -36,6 +39,10 @@ __all__ = ["Settled", "clear_leftovers", "describe_recovery", "load", "settle", 
 
 _T = TypeVar("_T")
 
+_WORTH_PASSING: Final = 16 << 20
+"""Bytes of covered records from which a brief view passes over them."""
+_QUEUES_ASKED: Final = 256
+"""Most queues that are looked into for the last covered record."""
 _QUEUE_DIGITS: Final = 20  # of the names of files
 _INDEX_DIGITS: Final = 17
 
@@ -119,10 +126,13 @@ def load(  # noqa: C901 (a step for each part of a store)
     *,
     mode: RecoveryMode | None = RecoveryMode.LAST_EXIT,
     bitmap_of: BitmapOf | None = None,
+    is_brief: bool = False,
 ) -> Parts:
     """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
-    Without a mode they are opened for reading and not changed: the log ends where a recovery would end it.
+    Without a mode they are opened for reading and not changed: the log ends where a recovery would end it. A brief
+    preview of a crashed store passes over many covered records, and leaves the index as it is; `Parts.walked_from`
+    says so.
 
     Raises:
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
@@ -141,15 +151,25 @@ def load(  # noqa: C901 (a step for each part of a store)
 
     closed = read_closed_state(path, files) if clean and not thorough else None
     trusted: ClosedState | None = None
+    walked_from: int | None = None
 
     def scan_from(log: CommitLog) -> int:
-        nonlocal trusted
+        nonlocal trusted, walked_from
         if thorough:
             return log.begin
         if closed is not None and closed.agrees_with(log):
             trusted = closed
             return closed.log_end
-        return log.third_last_file() if clean else vouched_for(log, checkpoint)
+        if clean:
+            return log.third_last_file()
+        begin = vouched_for(log, checkpoint)
+        if not is_brief:
+            return begin
+        covered = _covered_record(path, config, files, log, checkpoint)
+        if covered - begin < _WORTH_PASSING:
+            return begin
+        walked_from = covered
+        return covered
 
     look = RecordLook(checkpoint.min_timestamp_ms)
     log = CommitLog.open(
@@ -243,11 +263,13 @@ def load(  # noqa: C901 (a step for each part of a store)
             queues[name] = open_queue(*name)
     else:
         log.last_write = trusted.last_record
-    parts = Parts(levels, log, queues, index, checkpoint, Dispatcher(index, bitmap_of), open_queue, cuts)
+    dispatcher = Dispatcher(index, bitmap_of)
+    parts = Parts(levels, log, queues, index, checkpoint, dispatcher, open_queue, cuts, walked_from)
     if writable and trusted is not None:
         set_abort(files, path)
     elif mode is not None:
-        planner = Planner(path, parts, mode, scan_from(log) if bodies_from is None else bodies_from, is_clean=clean)
+        begin = walked_from if walked_from is not None else scan_from(log) if bodies_from is None else bodies_from
+        planner = Planner(path, parts, mode, begin, is_clean=clean)
         plan = planner.plan(look, lost)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
@@ -349,6 +371,42 @@ def _opened(
         _delete(gone, files)
         mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be rebuilt"))
         return open_part()
+
+
+def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog, checkpoint: Checkpoint) -> int:
+    """Return the place of a late record of the log that the checkpoint covers, 0 without one.
+
+    Queues say where records begin. Their files need not have entries of all records.
+    """
+    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
+    found, pool = 0, MappingPool(4)
+
+    def stored_ms(place: int) -> int:
+        file = log.sequence.file_at(place)
+        with suppress(RecordError):
+            if file is not None and record.check_record(file.buffer, place % file.size, file.size, check_body=True):
+                return record.store_timestamp_ms(file.buffer, place % file.size)
+        return covered_ms + 1
+
+    names = directory.list_queues(path, files)
+    for topic, queue_id in names[:: -(-len(names) // _QUEUES_ASKED) or 1]:
+        folder = directory.queue_folder(path, topic, queue_id)
+        try:
+            with ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, pool=pool, writable=False) as of:
+                places = [of.entry(of.max_offset - 1)]
+                if places[0] is None or places[0].physical_offset <= found:
+                    continue
+
+                def is_later(queue_offset: int, queue: ConsumeQueue = of) -> bool:
+                    entry = queue.entry(queue_offset)
+                    return entry is None or stored_ms(entry.physical_offset) > covered_ms
+
+                first = bisect_left(range(of.max_offset), True, of.min_offset, key=is_later)
+                entry = of.entry(first - 1)
+                found = max(found, entry.physical_offset if entry is not None else 0)
+        except CorruptionError:  # the view opens it again, and says more
+            continue
+    return found
 
 
 def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:

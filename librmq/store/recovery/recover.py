@@ -158,6 +158,8 @@ class Recovery:
             dispatched = self._dispatched()
             begin = log.begin if self._plan.lost is not None else min(dispatched, index.end_physical_offset)
             scope = Scope(dispatched, self._plan.lost or frozenset())
+        elif parts.walked_from is not None:
+            return self._plan.begin, Scope(self._plan.begin)
         else:
             self._drop_index(unvouched_index(self._parts), "the checkpoint")
             begin, scope = min(self._plan.begin, index.end_physical_offset), Scope(self._plan.begin)
@@ -186,7 +188,7 @@ class Recovery:
                         parts.log,
                         parts.queues,
                         parts.open_queue,
-                        parts.index,
+                        parts.index if parts.walked_from is None else None,
                         parts.levels,
                         begin,
                         mend=True,
