@@ -152,6 +152,8 @@ class _Connection:
         self._answers: dict[int, list[Frame]] = defaultdict(list)
         self._changed = threading.Condition()
         self._is_open = True
+        self.requests: list[Frame] = []
+        """What the server has asked the client."""
         self.checks: dict[str, _Place] = {}
         """The place in the server's last question about a transaction, by the message's id."""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -172,7 +174,9 @@ class _Connection:
             with self._changed:
                 self._answers[frame.opaque].append(frame)
                 self._changed.notify_all()
-        elif frame.code == RequestCode.CHECK_TRANSACTION_STATE:
+            return
+        self.requests.append(frame)
+        if frame.code == RequestCode.CHECK_TRANSACTION_STATE:
             fields = frame.fields
             self.checks[fields["msgId"]] = _Place(int(fields["commitLogOffset"]), int(fields["tranStateTableOffset"]))
         elif not frame.is_one_way:
@@ -245,6 +249,11 @@ class _Player:
                 else:
                     yield from self._answer(exchange)
         yield from self._answered(1 << 62)
+
+    def requests(self) -> Iterator[Frame]:
+        """Yield what our server has asked its clients."""
+        for connection in self._connections.values():
+            yield from connection.requests
 
     def _connection(self, exchange: Exchange) -> _Connection:
         number = exchange.connection
@@ -364,6 +373,15 @@ def fits(theirs: object, ours: object) -> bool:
     return theirs == ours
 
 
+def is_recorded(frame: Frame, recording: str) -> bool:
+    """Return whether the recorded broker has asked a client for the same, in the same form."""
+    return any(
+        not differences(each.request, frame) and each.is_one_way == frame.is_one_way
+        for each in exchanges(recording)
+        if not each.is_from_client
+    )
+
+
 def differences(theirs: Side, ours: Frame) -> list[str]:
     found = []
     if theirs.code != ours.code:
@@ -380,16 +398,21 @@ def differences(theirs: Side, ours: Frame) -> list[str]:
 @pytest.mark.filterwarnings("ignore::librmq.filter.FilterWarning")
 @pytest.mark.parametrize("recording", PLAYED)
 def test_answers_are_those_of_a_broker(recording: str) -> None:
-    """Codes, names of fields and forms of bodies are equal, except where `DEVIATIONS` gives a reason."""
+    """Codes, names of fields and forms of bodies are equal, except where `DEVIATIONS` gives a reason.
+
+    So are the requests of the server to its clients.
+    """
     found: list[str] = []
     compared = 0
     with ExitStack() as stack:
-        for exchange, answer in _Player(recording, stack).play():
+        player = _Player(recording, stack)
+        for exchange, answer in player.play():
             assert exchange.answer is not None
             compared += 1
             different = differences(exchange.answer, answer)
             if different and not any(each.applies(recording, exchange, answer) for each in DEVIATIONS):
                 found.append(f"{exchange.at_ms} {exchange.client} {exchange.name}, {exchange.step!r}: {different}")
+        found += [f"asks a client: {frame}" for frame in player.requests() if not is_recorded(frame, recording)]
     assert compared > 10
     assert not found, "\n".join(found)
 
