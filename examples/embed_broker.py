@@ -3,6 +3,8 @@
     python examples/embed_broker.py [FOLDER]      (a temporary folder unless given)
 
 Run it twice with the same FOLDER: topics, messages and progress are still there. Ctrl-C ends it in order too.
+
+A group that is new in an old folder begins with the next message; ``consume_from=ConsumeFrom.FIRST`` reads all.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 The listener runs on the application's own event loop, so it shares data with the handlers without a lock. Neither a
 waiting listener nor a send blocks other requests.
+
+A group that is new in an old folder begins with the next message; ``consume_from=ConsumeFrom.FIRST`` reads all.
 """
 
 from __future__ import annotations

@@ -356,7 +356,21 @@ class ReceiveHandler:
         if is_receive_retry(key[0], key[1]):
             return begin
         first = self._progress.query(QueryOffset(*key))
-        return max(end - 1, begin) if first is None else first
+        if first is not None:
+            return first
+        start = max(end - 1, begin)
+        if start > begin:
+            group, topic, queue_id = key
+            _log.warning(
+                "group %(group)s is new in %(topic)s/%(queue_id)d and skips its first %(skipped)d messages: it starts "
+                "at %(queue_offset)d; clients that receive have no consume_from: reset_group chooses another start",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                skipped=start - begin,
+                queue_offset=start,
+            )
+        return start
 
     def _current(self, key: QueueKey) -> QueueFlights | None:
         """Return a queue's messages in flight; None, and no longer any, if the progress was moved otherwise."""

@@ -116,9 +116,9 @@ class OrderlyDelivery(Delivery):
             assigned.locked, assigned.lock_timestamp_ms = True, now_ms
         else:
             self.consumer.log.info(
-                "%(consumer)s: begins to consume %(queue)s in %(wait)g s, when it locks its queues again",
+                "%(consumer)s: begins to consume %(queue)s in %(wait_ms)d ms, when it locks its queues again",
                 queue=assigned.queue,
-                wait=(due_ms - now_ms) / 1000,
+                wait_ms=due_ms - now_ms,
             )
 
     def _renew_on_grid(self, now_ms: int) -> int:

@@ -24,6 +24,7 @@ from librmq.protocol import (
     ConsumerIds,
     MaxOffset,
     MessageModel,
+    MinOffset,
     QueueOffsetAt,
     Subscription,
 )
@@ -232,11 +233,24 @@ class Rebalancing:
             return 0
         endpoint = self._member.client.endpoint(queue.broker_name)
         if config.consume_from is ConsumeFrom.LAST or is_retry:
-            return endpoint.call(MaxOffset(queue.topic, queue.queue_id))
-        timestamp_ms = config.consume_from_timestamp_ms
-        if timestamp_ms is None:
-            timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
-        return endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
+            start = endpoint.call(MaxOffset(queue.topic, queue.queue_id))
+        else:
+            timestamp_ms = config.consume_from_timestamp_ms
+            if timestamp_ms is None:
+                timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
+            start = endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
+        skipped = start - endpoint.call(MinOffset(queue.topic, queue.queue_id))
+        if skipped > 0:
+            self._member.log.log(
+                logging.WARNING if config.model is MessageModel.CLUSTERING else logging.INFO,
+                "%(consumer)s: the group is new in %(queue)s and skips its first %(skipped)d messages: it starts at "
+                "%(queue_offset)d, because consume_from is %(consume_from)s; ConsumeFrom.FIRST would read all",
+                queue=queue,
+                skipped=skipped,
+                queue_offset=start,
+                consume_from=config.consume_from.name,
+            )
+        return start
 
     def _is_new(self, queue: MessageQueue) -> bool:
         """Return whether a broadcasting instance gets all messages of a queue, which is newer than its subscription."""

@@ -13,7 +13,7 @@ from librmq.broker import Broker
 from librmq.broker.config import BrokerConfig
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
-from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.errors import BrokerError, DiskFullError, StoreFullError
 from librmq.files import MemoryFiles
 from librmq.message import Message
@@ -483,3 +483,30 @@ def test_the_refusal_by_threads() -> None:
         broker.store.flush()
         producer.send("orders", BODY)
         broker.join(60)
+
+
+@pytest.mark.parametrize("kind", ["push", "pull", "receive"])
+def test_a_new_group_that_skips_messages_is_reported(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """Once the first file is deleted, a new group does not begin with the first message."""
+    shop = Shop()
+    shop.send(30)
+    begin, end = shop.broker.store.queue_range("orders", 0)
+    seen: list[int] = []
+    match kind:
+        case "push":
+            consumer = PushConsumer(shop.broker, "late")
+            consumer.subscribe("orders", lambda message: seen.append(message.queue_offset))
+            with consumer:
+                shop.runner.advance(2000)
+        case "pull":
+            with PullConsumer(shop.broker, "late") as pulling:
+                pulling.subscribe("orders")
+                seen += [message.queue_offset for message in pulling.poll(timeout=1)]
+        case _:
+            with SimpleConsumer(shop.broker, "late") as receiving:
+                receiving.subscribe("orders")
+                seen += [message.queue_offset for message in receiving.receive(32)]
+    (line,) = [line for line in caplog.records if "consume_from" in line.getMessage()]
+    skipped = (seen[0] if seen else end) - begin
+    assert 0 < begin < end
+    assert (line.levelname, vars(line)["rmq_queue_id"], vars(line)["rmq_skipped"]) == ("WARNING", 0, skipped)

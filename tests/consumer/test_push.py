@@ -380,7 +380,9 @@ def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: Cons
 @pytest.mark.parametrize(
     ("begin", "expected"), [(ConsumeFrom.FIRST, "abc"), (ConsumeFrom.LAST, ""), (ConsumeFrom.TIMESTAMP, "bc")]
 )
-def test_the_setting_decides_without_stored_progress(one_queue: Kit, begin: ConsumeFrom, expected: str) -> None:
+def test_the_setting_decides_without_stored_progress(
+    one_queue: Kit, caplog: pytest.LogCaptureFixture, begin: ConsumeFrom, expected: str
+) -> None:
     for body in "abc":
         time_ms = one_queue.clock.now_ms()
         send(one_queue, body)
@@ -390,6 +392,11 @@ def test_the_setting_decides_without_stored_progress(one_queue: Kit, begin: Cons
     subscribed(one_queue, route=seam, consume_from=begin, consume_from_timestamp_ms=time_ms - 60_000)
     one_queue.advance(seconds=10)
     assert bodies(one_queue) == list(expected)
+    warnings = [line for line in caplog.records if "consume_from" in line.getMessage()]
+    skipped = 3 - len(expected)
+    assert [(line.levelname, vars(line)["rmq_queue_id"], vars(line)["rmq_skipped"]) for line in warnings] == (
+        [("WARNING", 0, skipped)] if skipped else []
+    )
 
 
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
