@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from librmq.cli.commands import COMMANDS, READING, SECTIONS
-from librmq.cli.commands.options import AS_RECOVERED, CONFIG, FORMAT, ROUTE, Command
+from librmq.cli.commands.options import AS_RECOVERED, CONFIG, FORMAT, ROUTE, SECURED, Command
 from librmq.cli.output import BAD_INPUT, complain
 
 __all__ = ["parse", "parser_of"]
@@ -78,7 +78,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         if command.name in READING:
             AS_RECOVERED.add_to(parser)
         if command.takes_route:
-            ROUTE.add_to(parser)
+            for one in (ROUTE, *SECURED):
+                one.add_to(parser)
     for one in command.options:
         one.add_to(parser)
     if command.output:

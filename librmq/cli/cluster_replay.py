@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from librmq.cli.changes import opened_broker
+from librmq.cli.cluster_source import connect_to
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
@@ -28,7 +29,6 @@ from librmq.message.topics import dead_letter_topic, validate_client_topic
 from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
-from librmq.wire.remote import connect
 
 __all__ = ["replay_to_cluster"]
 
@@ -61,7 +61,7 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         lanes = None
         if not arguments.dry_run:
             opened.callback(place.save)  # also if it is interrupted
-            route = opened.enter_context(connect(arguments.route)) if broker is None else broker
+            route = opened.enter_context(connect_to(arguments)) if broker is None else broker
             lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place, arguments.to_topic)
         for message, end in _messages(store, place):
             if lanes is not None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import os
+import re
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -19,11 +22,19 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_
 from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
 from librmq.wire.remote import ClusterAdmin, QueueBounds, RemoteRoute, connect
 
-__all__ = ["ClusterSource", "open_cluster"]
+__all__ = ["ClusterSource", "connect_to", "open_cluster"]
 
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which brokers know."""
 _AT_ONCE: Final = 32
+_VARIABLES: Final = {
+    "accessKey": "LIBRMQ_ACCESS_KEY",
+    "secretKey": "LIBRMQ_SECRET_KEY",
+    "securityToken": "LIBRMQ_SECURITY_TOKEN",
+}
+_KEY_LINE: Final = re.compile(
+    r"^[ \t]*(accessKey|secretKey|securityToken)[ \t]*:[ \t]*([\"']?)(.+?)\2[ \t]*(?:[ \t]#.*)?$", re.M
+)
 
 
 @contextmanager
@@ -36,8 +47,57 @@ def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterSource]:
     """
     if getattr(arguments, "config", None) is not None:
         raise InputError("--config describes the files of a store: leave it out with --route")
-    with connect(arguments.route) as route:
+    with connect_to(arguments) as route:
         yield ClusterSource(route)
+
+
+def connect_to(arguments: argparse.Namespace) -> RemoteRoute:
+    """Connect to the name server in ``--route``, with the keys and the TLS that options, environment or a file name.
+
+    Raises:
+        BrokerUnreachableError: No name server answers there.
+        InputError: A file can't be read, or has no key.
+    """
+    keys = _keys(arguments)
+    ca_file = arguments.tls_ca or os.environ.get("LIBRMQ_TLS_CA")
+    tls = None
+    if arguments.tls or ca_file:
+        try:
+            tls = ssl.create_default_context(cafile=ca_file)
+        except OSError as error:  # an SSLError is one
+            raise InputError(f"--tls-ca {ca_file}: {error.strerror or error}: expected certificates in PEM") from None
+    return connect(
+        arguments.route,
+        tls=tls,
+        access_key=keys.get("accessKey"),
+        secret_key=keys.get("secretKey"),
+        security_token=keys.get("securityToken"),
+    )
+
+
+def _keys(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the keys by their names in ``tools.yml``: of a file, or of options and environment."""
+    given = {name: os.environ.get(variable) for name, variable in _VARIABLES.items()}
+    given["accessKey"] = arguments.access_key or given["accessKey"]
+    given["secretKey"] = arguments.secret_key or given["secretKey"]
+    if (keys := {name: value for name, value in given.items() if value}) and arguments.keys is None:
+        return keys
+    home = os.environ.get("ROCKETMQ_HOME")
+    usual = os.path.join(home, "conf", "tools.yml") if home else None
+    path = arguments.keys or (usual if usual is not None and os.path.exists(usual) else None)
+    if path is None:
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    keys = {found[1]: found[3] for found in _KEY_LINE.finditer(text)}
+    if "accessKey" in keys and "secretKey" in keys:
+        return keys
+    if arguments.keys is None:
+        return {}
+    raise InputError(f"{path}: expected lines such as 'accessKey: name' and 'secretKey: secret'")
 
 
 class ClusterSource:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -9,7 +12,9 @@ import pytest
 
 from librmq import Broker, Message, Producer, PullConsumer, StoreConfig, connect
 from librmq.protocol import PERM_WRITE, UpdateOffset
+from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting.frames import answer_to
 from tests.cli.stand import Shell
 from tests.wire.fake_servers import FakeServer
 
@@ -165,3 +170,47 @@ def test_an_unreachable_cluster_is_an_error(shell: Shell) -> None:
     answer = shell("topics", "--route", address)
     assert (answer.status, answer.out) == (2, "")
     assert address in answer.said
+
+
+@pytest.mark.parametrize("way", ["options", "environment", "file", "home"])
+def test_keys_sign_the_requests_of_commands(shell: Shell, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    words = []
+    (shell.folder / "conf").mkdir()
+    (shell.folder / "conf" / "tools.yml").write_text("# of mqadmin\naccessKey: ak\nsecretKey: 'very secret' # 1\n")
+    if way == "options":
+        words = ["--access-key", "ak", "--secret-key", "very secret"]
+    elif way == "environment":
+        monkeypatch.setenv("LIBRMQ_ACCESS_KEY", "ak")
+        monkeypatch.setenv("LIBRMQ_SECRET_KEY", "very secret")
+    elif way == "file":
+        words = ["--keys", "conf/tools.yml"]
+    else:
+        monkeypatch.setenv("ROCKETMQ_HOME", str(shell.folder))
+    with FakeServer(lambda frame: answer_to(frame, 13)) as server:
+        shell("reset", "--route", server.address, "--group", "g", "--topic", "orders", "--to", "end", *words)
+        signed = [frame for frame in server.asked if "Signature" in frame.fields]
+    assert signed
+    for frame in signed:
+        assert frame.fields["AccessKey"] == "ak"
+        values = "".join(value for name, value in sorted(frame.fields.items()) if name != "Signature")
+        digest = hmac.new(b"very secret", values.encode() + frame.body, hashlib.sha1).digest()
+        assert frame.fields["Signature"] == base64.b64encode(digest).decode()
+
+
+def test_a_file_without_keys_is_refused(shell: Shell) -> None:
+    (shell.folder / "keys").write_text("accessKey: ak\n")
+    for words in (["--keys", "keys"], ["--keys", "absent"], ["--access-key", "ak"], ["--tls-ca", "absent"]):
+        answer = shell("lag", "--route", "127.0.0.1:9", *words)
+        assert (answer.status, answer.out) == (2, "")
+        assert words[-1] in answer.said or "secret_key" in answer.said
+
+
+def test_a_cluster_is_asked_by_tls(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, key = self_signed(["127.0.0.1"])
+    (shell.folder / "ca.pem").write_bytes(chain)
+    with Broker.temporary() as broker, RemotingServer(broker, tls=(chain, key)) as server:
+        broker.create_topic("orders", 1)
+        assert shell("topics", "--route", server.address, "--tls-ca", "ca.pem").rows[0]["topic"] == "orders"
+        assert shell("topics", "--route", server.address, "--tls").status == 2
+        monkeypatch.setenv("LIBRMQ_TLS_CA", "ca.pem")
+        assert shell("topics", "--route", server.address).status == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import CHANGES, OUTPUT, SELECTION, Command, option
+from librmq.cli.commands.options import CHANGES, OUTPUT, SECURED, SELECTION, Command, option
 
 __all__ = ["COMMANDS"]
 
@@ -89,6 +89,7 @@ COMMANDS: Final = (
             option("--group", metavar="GROUP", help="the consumer group that has skipped messages"),
             option("--to", metavar="GROUP", help="the second group"),
             option("--route", metavar="HOST:PORT", help="send the store's messages to the cluster of this name server"),
+            *SECURED,
             option("--to-topic", metavar="TOPIC", help="send messages, or the dead letters of --group, to this topic"),
             option("--from-start", action="store_true", help="do not continue where the last call ended"),
             *(one for one in SELECTION if one.names[0] not in ("--key", "--id")),

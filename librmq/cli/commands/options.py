@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-__all__ = ["CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SELECTION", "TIMES", "Command", "Option", "option"]
+__all__ = [
+    "CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SECURED", "SELECTION", "TIMES", "Command", "Option", "option",
+]  # fmt: skip
 
 TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
@@ -97,6 +99,14 @@ ROUTE: Final = option(
     default=None,
     help="ask a running cluster by the address of its name server, instead of a store",
 )
+SECURED: Final = (
+    option("--access-key", metavar="KEY", help="with --route: name of the key that signs requests"),
+    option("--secret-key", metavar="SECRET", help="its secret; other users can see it, so prefer --keys"),
+    option("--keys", metavar="FILE", help="file with accessKey and secretKey, as mqadmin's conf/tools.yml"),
+    option("--tls", action="store_true", help="with --route: connect by TLS"),
+    option("--tls-ca", metavar="FILE", help="the same, and trust the certificates in this file"),
+)
+"""How a command reaches a cluster that asks for keys or TLS."""
 CHANGES: Final = (option("--dry-run", action="store_true", help="print the changes without making them"),)
 """For a command that changes a store."""
 
