@@ -47,7 +47,8 @@ class ConsumerConfig(Config):
     max_reconsume_times: Annotated[int | None, Between(0)] = None
     """Redeliveries before a message becomes a dead letter. None: the group's setting, 16; for orderly ones no limit."""
     consume_timeout: Annotated[float, Seconds(0.001)] = 900.0
-    """Time after which a message that a concurrent listener still has is sent back and delivered again."""
+    """Time after which a message that a concurrent listener still has is sent back. The consumer looks once in it, so
+    the message comes again after one to two times this long, plus the delay of its retry, 10 s."""
     suspend_time: Annotated[float, Seconds()] = 1.0
     """Rest of an orderly queue after a failure, from 0.01 to 30."""
 

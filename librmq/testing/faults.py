@@ -106,7 +106,11 @@ class Faults:
         self._due.append(_Due("answer", times, topic, broker))
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
-        """Let the next listener of a group work immediately and return ``seconds`` later."""
+        """Let the next listener of a group work immediately and return ``seconds`` later.
+
+        The consumer sends a message back that a concurrent listener still has after ``consume_timeout``, 15 min. It
+        looks every 15 min, so the message comes again 15 to 30 min after the call, plus the delay of its retry, 10 s.
+        """
         _check_times(times)
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 

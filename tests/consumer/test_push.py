@@ -641,6 +641,18 @@ def test_a_stuck_message_is_sent_back(one_queue: Kit) -> None:
     assert consumer.progress()[T0] == 2
 
 
+@pytest.mark.parametrize(("sent_s", "again_s"), [(1, 1809), (899, 911)])
+def test_a_stuck_message_comes_again_after_15_to_30_minutes(one_queue: Kit, sent_s: int, again_s: int) -> None:
+    """The consumer looks every 15 min, and the retry waits 10 s."""
+    subscribed(one_queue)
+    one_queue.advance(seconds=sent_s)
+    one_queue.faults.slow_listener("g", 7200)
+    send(one_queue, "stuck")
+    one_queue.advance(hours=1)
+    first, again = one_queue.delivered("g")
+    assert again.began_ms - first.began_ms == 1000 * again_s
+
+
 # ---------------------------------------------------------------------------------------------------------------- life
 
 
