@@ -84,7 +84,7 @@ def overview(
 def _joined(part: ReportPart, sums: ReportPart, filters: Sequence[FilterMatch]) -> ReportPart:
     summary = part.summary._replace(
         messages=sums.summary.messages, bytes=sums.summary.bytes, first_ms=sums.summary.first_ms,
-        last_ms=sums.summary.last_ms, skipped=len(part.damage),
+        last_ms=sums.summary.last_ms,
     )  # fmt: skip
     return replace(
         part, summary=summary, topics=sums.topics, delays=sums.delays, retries=sums.retries, keys=sums.keys,

@@ -435,7 +435,7 @@ def _retention(report: Report, several: bool) -> Section:
         for hours in _HOURS:
             if one.now_ms is not None:
                 limit = one.now_ms - hours * 3_600_000
-                gone = [each for each in files[:-1] if each.last_ms is not None and each.last_ms < limit]
+                gone = [each for each in files[:-1] if each.last_ms is not None and each.last_ms <= limit]
                 if gone or hours == _HOURS[-1]:
                     freed = sum(each.bytes for each in gone)
                     rows.append((
@@ -495,7 +495,7 @@ def _damage(report: Report, several: bool) -> Section:
 def _stores(report: Report) -> Section:
     shown = (
         ("", one.store, one.path, one.owner or "not in use", _sound(one.is_sound),
-         number(one.messages) + (f" without {counted(one.skipped, 'unreadable place')}" if one.skipped else ""),
+         number(one.messages) + " without the unreadable" * one.skipped,
          size(one.bytes), moment(one.first_ms), moment(one.last_ms), moment(one.now_ms))
         for one in report.stores
     )  # fmt: skip

@@ -63,8 +63,8 @@ class StoreSummary(NamedTuple):
     first_ms: int | None
     last_ms: int | None
     """Store times of the first and last messages."""
-    skipped: int = 0
-    """Places that can't be read; the messages there are in none of the numbers."""
+    skipped: bool = False
+    """Whether a part of the log can't be read; the messages there are in none of the numbers."""
 
 
 class DamagedPlace(NamedTuple):

@@ -39,6 +39,7 @@ from librmq.errors import CorruptionError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import RETRY_PREFIX
+from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.verify import MISSING_LOG, verify
 
 __all__ = [
@@ -94,7 +95,7 @@ def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[Damage
 def broken_store(path: str, name: str, error: CorruptionError) -> ReportPart:
     """Return what is known about a store that cannot be opened."""
     damage = _verify(path, name)
-    summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None)
+    summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None, skipped=True)
     return ReportPart(summary=summary, damage=damage, findings=_damage_findings(name, damage, str(error)))
 
 
@@ -137,7 +138,7 @@ def survey_store(
         bytes=sum(one.bytes for one in topics),
         first_ms=min((one.first_ms for one in topics), default=None),
         last_ms=max((one.last_ms for one in topics), default=None),
-        skipped=max(len(unreadable), int(view.store.cut_short is not None)),
+        skipped=part.summary.skipped or bool(unreadable),
     )
     return replace(
         part,
@@ -171,7 +172,8 @@ def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: 
         unchecked = [*missing, _unchecked(name)]
     return ReportPart(
         summary=StoreSummary(
-            name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None
+            name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
+            skipped=view.store.cut_short is not None or any(one.file.startswith(COMMITLOG) for one in damage),
         ),
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *findings, *unchecked),
