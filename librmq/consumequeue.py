@@ -485,7 +485,8 @@ class ConsumeQueue:
         self.advance(min_physical_offset)
         last = self._files.end - self._files.file_size
         gone = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
-        if self.ext is not None and gone and is_ext_address(code := self._tags_code(self.min_offset)):
+        first = min(self.min_offset, self.max_offset - 1)  # the last entry keeps its unit, also if its message is gone
+        if self.ext is not None and gone and is_ext_address(code := self._tags_code(first)):
             with suppress(CorruptionError):  # without the unit of an address, no units can be deleted
                 gone += self.ext.truncate_before(code)
         return gone

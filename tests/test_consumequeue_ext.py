@@ -259,7 +259,8 @@ def test_units_are_trimmed_with_their_entries(gone: int) -> None:
     if names:
         names += [f"/e/{n * 64:020d}" for n in range(first // 3)]
     assert paths == names
-    for n in range(first, 12):
+    assert queue.min_offset == gone
+    for n in range(gone, 12):
         entry = queue.entry(n)
         assert entry is not None
         assert queue.ext_unit(entry.tags_code) == (n, 1000 + n, None, 20)

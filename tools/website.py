@@ -92,8 +92,8 @@ class Stage:
             fence = "`" * (3 + max(map(len, re.findall("`+", code)), default=0))
             title = path.relative_to(CHECKOUT).as_posix()
             language = LANGUAGES.get(path.suffix, "text")
-            page = f'# {title}\n\n{fence} {{.{language} linenums="1"}}\n{code}\n{fence}\n'
-            self._write(name, f"{UNSEARCHED}{page}")
+            text = f'# {title}\n\n{fence} {{.{language} linenums="1"}}\n{code}\n{fence}\n'
+            self._write(name, f"{UNSEARCHED}{text}")
         packages = Path(str(importlib.import_module("librmq").__file__)).parent.parent
         settings = CONFIG.read_text("utf-8").replace("[PACKAGES]", f"[{str(packages)!r}]")
         settings = settings.replace("TOOLS/", f"{Path(__file__).parent.as_posix()}/")

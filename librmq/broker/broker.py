@@ -178,7 +178,7 @@ class Broker:
         opening = asyncio.ensure_future(asyncio.to_thread(cls.open, path, config, **settings))
         try:
             return await asyncio.shield(opening)
-        except asyncio.CancelledError:  # the thread goes on, so what it opens is closed
+        except asyncio.CancelledError:  # the thread is not cancelled, so what it opens is closed
             opening.add_done_callback(lambda done: done.cancelled() or done.exception() or done.result().close())
             raise
 

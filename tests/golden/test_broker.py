@@ -16,7 +16,7 @@ from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
@@ -145,7 +145,7 @@ def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
             sent_to = properties.get("REAL_TOPIC", topic)
             if sent_to not in broker.topics() and not sent_to.startswith("%"):
                 broker.create_topic(sent_to, 64)
-            if sent_to in broker.topics() and is_system(broker, sent_to):
+            if sent_to in NOT_FOR_SENDING:
                 with pytest.raises(MessageIllegalError):
                     send(broker, row, sent_to, row["queueId"])
                 continue
@@ -178,10 +178,6 @@ def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
             if topic == SCHEDULE_TOPIC:
                 check_delivery(broker, runner, stored)
     assert compared
-
-
-def is_system(broker: Broker, topic: str) -> bool:
-    return topic in ("TBW102", broker.name, broker.cluster_name)
 
 
 def row_size(broker: Broker, physical_offset: int) -> int:

@@ -423,7 +423,7 @@ def test_a_thread_sends(tmp_path: Path) -> None:
 
 
 def test_an_async_engine_runs_in_its_loop(embedded: Post, tmp_path: Path) -> None:
-    """Rows are sent by a thread, statements run in the event loop, and the loop goes on meanwhile."""
+    """Rows are sent by a thread, statements run in the event loop, and nothing blocks it."""
 
     async def scenario() -> None:
         engine = create_async_engine(embedded.engine.url.set(drivername="sqlite+aiosqlite"))
