@@ -29,7 +29,7 @@ _SEEK_DATA: Final[int | None] = getattr(os, "SEEK_DATA", None)
 _SEEK_HOLE: Final[int | None] = getattr(os, "SEEK_HOLE", None)
 _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors where a file can't be made in another folder and renamed."""
-_NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
+_NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
 """Errors where the file system has no files without a name, or the system does not let them get one."""
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
