@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
@@ -379,34 +378,32 @@ def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog
     Queues say where records begin. Their files need not have entries of all records.
     """
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
-    found, pool = 0, MappingPool(4)
+    last, pool = 0, MappingPool(4)
 
-    def stored_ms(place: int) -> int:
+    def is_covered(place: int) -> bool:
         file = log.sequence.file_at(place)
         with suppress(RecordError):
             if file is not None and record.check_record(file.buffer, place % file.size, file.size, check_body=True):
-                return record.store_timestamp_ms(file.buffer, place % file.size)
-        return covered_ms + 1
+                return record.store_timestamp_ms(file.buffer, place % file.size) <= covered_ms
+        return False
 
     names = directory.list_queues(path, files)
     for topic, queue_id in names[:: -(-len(names) // _QUEUES_ASKED) or 1]:
         folder = directory.queue_folder(path, topic, queue_id)
-        try:
-            with ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, pool=pool, writable=False) as of:
-                places = [of.entry(of.max_offset - 1)]
-                if places[0] is None or places[0].physical_offset <= found:
-                    continue
-
-                def is_later(queue_offset: int, queue: ConsumeQueue = of) -> bool:
-                    entry = queue.entry(queue_offset)
-                    return entry is None or stored_ms(entry.physical_offset) > covered_ms
-
-                first = bisect_left(range(of.max_offset), True, of.min_offset, key=is_later)
-                entry = of.entry(first - 1)
-                found = max(found, entry.physical_offset if entry is not None else 0)
-        except CorruptionError:  # the view opens it again, and says more
-            continue
-    return found
+        with (
+            suppress(CorruptionError),  # the view opens it again, and says more
+            ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, pool=pool, writable=False) as queue,
+        ):
+            queue.advance(log.begin)
+            low, high = queue.min_offset, queue.max_offset
+            while low < high:  # entries below `low` are covered, `high` is not
+                middle = (low + high) // 2
+                entry = queue.entry(middle)
+                if entry is not None and is_covered(entry.physical_offset):
+                    low, last = middle + 1, max(last, entry.physical_offset)
+                else:
+                    high = middle
+    return last
 
 
 def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
