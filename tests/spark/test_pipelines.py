@@ -28,7 +28,9 @@ def store(path: Path, messages: list[tuple[str, int, str]], offsets: str = "") -
     with MessageStore.open(path, CONFIG, clock=clock) as opened:
         for topic, queue_id, keys in messages:
             clock.advance(ms=1000)
-            opened.append(Message(topic, b"x" * 500, keys=keys), queue_id)
+            message = Message(topic, b"x" * 500)
+            message.properties["KEYS"] = keys  # as any client can send them
+            opened.append(message, queue_id)
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{' + offsets + "}}")
     return path
