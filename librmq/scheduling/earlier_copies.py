@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from librmq.errors import CorruptionError, RecordError
 from librmq.message.message import StoredMessage
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import ROLL_TIMES
 from librmq.store import MessageStore
 
 __all__ = ["EarlierCopies"]
+
+_log = EventLog("librmq.delay")
 
 _MOST: Final = 4096
 
@@ -48,9 +52,26 @@ class EarlierCopies:
         A copy has ``deliveries`` more deliveries than the record, and ``accepts(copy)`` is true. In doubt are records
         without a unique id, and equal records of which some may have no copy.
         """
-        key = message.unique_key
-        if not key or not self.concerns(message.physical_offset):
+        if not message.unique_key or not self.concerns(message.physical_offset):
             return False
+        try:
+            return self._has(message, topics, accepts, deliveries)
+        except (CorruptionError, RecordError) as error:
+            _log.warning(
+                "the log can't show whether %(message_id)s was delivered before the crash, so it is delivered again: "
+                "%(error)s",
+                message_id=message.unique_key,
+                error=error,
+            )
+            return False
+
+    def _has(
+        self,
+        message: StoredMessage,
+        topics: tuple[str, ...],
+        accepts: Callable[[StoredMessage], bool],
+        deliveries: int,
+    ) -> bool:
         times = message.reconsume_times
         copies = [
             copy.physical_offset
@@ -82,5 +103,8 @@ class EarlierCopies:
         return [
             like
             for like in self._store.find_by_key(topic, message.unique_key, max_messages=_MOST)
-            if like.physical_offset < self._end and like.reconsume_times == times and like.born_timestamp_ms == born_ms
+            if like.unique_key == message.unique_key
+            and like.physical_offset < self._end
+            and like.reconsume_times == times
+            and like.born_timestamp_ms == born_ms
         ]

@@ -75,6 +75,16 @@ def test_records_that_are_written_again_on_purpose_are_delivered(rmq: Kit) -> No
     assert bodies(rmq, "T") == {b"x": 3}
 
 
+def test_a_key_that_is_the_id_of_another_message_is_no_delivery(rmq: Kit) -> None:
+    rmq.broker.create_topic("T", 1)
+    rmq.producer().send(Message("T", b"waits", unique_key="same", delay_level=3))
+    rmq.producer().send(Message("T", b"other", keys="same", delay_level=1))
+    rmq.advance(seconds=3)
+    rmq.crash_broker()
+    rmq.advance(seconds=10)
+    assert bodies(rmq, "T") == {b"waits": 1, b"other": 1}
+
+
 def test_a_dead_letter_that_is_resent_after_a_crash_has_all_its_retries(rmq: Kit) -> None:
     rmq.consumer("g", fail_fast=False, max_reconsume_times=1).subscribe("T")(fail)
     rmq.producer().send("T", b"x")
