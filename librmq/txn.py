@@ -81,9 +81,8 @@ class Transactions:
     The files are those of 4.9, but the behaviour is safer:
 
     - A transaction ends once. A repeated commit, or one by other offsets (a copy's, or after a crash between final and
-    op
-      message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is the
-      reverse. 4.9 delivers once for each commit.
+      op message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is
+      the reverse. 4.9 delivers once for each commit.
     - A producer that got no answer sends its half again. Halves of one group with the same unique id, topic and body
       are one transaction. 4.9 delivers each of them.
     - An end by the offsets of a half that a check has copied ends its copies too. In 4.9 they stay pending, are

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import consumption_is_off
@@ -30,9 +30,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, ReadResult
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["PullHandler"]
 

@@ -51,8 +51,8 @@ _log = EventLog("librmq.hops")
 
 HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
-_SAVE_EVERY_S: Final = 10
 """The consumer group that has the proxy's progress."""
+_SAVE_EVERY_S: Final = 10
 TARGET_MS: Final = "SCHEDULE_TARGET_MS"
 TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
 TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"

@@ -5,8 +5,7 @@ precedence. It is stored in topic ``rmq_sys_wheel_timer``, with its own topic an
 TIMER_OUT_MS holds its time, rounded down to the precision; an exact multiple loses a whole unit. From there it gets a
 unit in the timer log, which points at the previous unit of its slot. The slot in the wheel points at the last unit. A
 slot is emptied when its whole unit of time has passed, so no message is early: each message is written again, to its
-own topic. A message further away than the window goes into an earlier slot, and from there back to the timer topic
-own topic. A message beyond the window goes into an earlier slot, and from there back to the timer topic
+own topic. A message beyond the window goes into an earlier slot, and from there back to the timer topic.
 
 A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey``, cancels that message if it is in the same slot, so
 it must name the same time. It delivers nothing itself.

@@ -255,13 +255,11 @@ def load(  # noqa: C901 (a step for each part of a store)
                 unclean.list(name)
         known = dict.fromkeys(names)
     queues = QueueTable(open_listed if at_check else open_queue, known)
-    if at_check:
-        pass
-    elif trusted is None:
+    if trusted is not None:
+        log.last_write = trusted.last_record
+    elif not at_check:
         for name in names:
             queues[name] = open_queue(*name)
-    else:
-        log.last_write = trusted.last_record
     dispatcher = Dispatcher(index, bitmap_of)
     parts = Parts(levels, log, queues, index, checkpoint, dispatcher, open_queue, cuts, walked_from)
     if writable and trusted is not None:
