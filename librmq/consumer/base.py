@@ -90,6 +90,8 @@ class Consumer(Startable, Generic[C]):
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
         self._times_forgotten = self.client.times_forgotten
+        if (noted := getattr(route, "noted_consumer", None)) is not None:  # a test's route looks for unstarted ones
+            noted(self)
 
     # ---- what push and pull do differently
 
@@ -143,6 +145,11 @@ class Consumer(Startable, Generic[C]):
                 self.rebalancing.wake()
 
     # ---- life
+
+    @property
+    def was_started(self) -> bool:
+        """Whether it was started, or shut down instead."""
+        return self._life.state is not State.CREATED
 
     @property
     def is_running(self) -> bool:

@@ -98,6 +98,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.is_paused = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
+        self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
+        """The predicates of its listeners, which count their answers, by topic."""
         self.pull_requests = PullRequests(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
 
@@ -174,6 +176,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if predicate is not None:
                 watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)
                 called = with_predicate(function, watched, as_list)
+                self.predicates.append((topic, watched))
             own = tag_filter.tags if tag_filter is not None else frozenset[str]()
             with self.runner.lock:
                 made = Listener(called, as_list, must_return, is_coroutine_function(function))

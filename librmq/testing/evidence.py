@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from librmq.broker import Broker
+from librmq.consumer.base import Consumer
+from librmq.diagnosis.pending import open_halves
 from librmq.errors import CorruptionError
+from librmq.filter.predicate import PredicateCounts
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.topics import dead_letter_topic
+from librmq.message.topics import HALF_TOPIC, dead_letter_topic
 from librmq.protocol import Heartbeat
 from librmq.testing.history import Call, DeliveryAttempt, History, show
 from librmq.testing.network import Network
@@ -44,6 +48,9 @@ class Evidence:
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()
         self._looked_at: set[str] = set()
+        self._asked: set[str] = set()  # groups whose deliveries the test has asked for
+        self.fixture: str = "rmq"
+        """The name of the fixture that the test uses, for advice."""
 
     # ---- what the kit notes
 
@@ -59,16 +66,23 @@ class Evidence:
                 if key not in self._subscribed:
                     self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
 
+    def note_read(self, topic: str) -> None:
+        """Note that the test has read the messages of a topic."""
+        self._looked_at.add(topic)
+
     def note_received(self, group: str, topic: str) -> None:
-        """Note that a simple consumer of the group got a message of the topic."""
+        """Note that a client of the group got a message of the topic by its own request."""
         if (group, topic) in self._subscribed:
             self._subscribed[group, topic].was_read = True
+        else:
+            self._looked_at.add(topic)
 
     # ---- questions of the test: the methods of `Kit`
 
     def delivered(self, group: str) -> list[DeliveryAttempt]:
         """Return each delivery to the group's listeners, in order."""
         self._check_group(group)
+        self._asked.add(group)
         for one in self._subscribed.values():
             one.was_read |= one.group == group
         return list(self._history.delivered(group, self.message_at))
@@ -129,7 +143,7 @@ class Evidence:
         return f"{call.where} {', '.join(shown)}"
 
     def undelivered(self) -> list[str]:
-        """Return a sentence for each subscription that matched nothing, and each topic without a group."""
+        """Return a sentence for each thing that reached no listener, or was left open."""
         brokers = self._scene.brokers()
         if any(broker.dead for broker in brokers):
             return []
@@ -144,16 +158,57 @@ class Evidence:
             for topic in dict.fromkeys(topic for broker in brokers for topic in broker.topics())
             if any(next(iter(broker.messages(topic)), None) is not None for broker in brokers)
         ]
-        return list(
-            undelivered(
-                self._subscribed.values(),
-                topics,
-                self._sent_to - self._looked_at,
-                self._looked_at,
-                lambda topic: [message for broker in brokers for message in broker.messages(topic)],
-                next_offset,
-            )
+        unread = undelivered(
+            self._subscribed.values(),
+            topics,
+            self._sent_to - self._looked_at,
+            self._looked_at,
+            lambda topic: [message for broker in brokers for message in broker.messages(topic)],
+            next_offset,
+            self.fixture,
         )
+        return [*self._never_started(topics), *unread, *self._dropped(), *self._open_transactions(brokers)]
+
+    def _never_started(self, topics: Collection[str]) -> Iterator[str]:
+        missed: dict[str, set[str]] = {}
+        started: set[str] = set()
+        for consumer in self._consumers():
+            missed.setdefault(consumer.group, set()).update(consumer.subscriptions.keys() & set(topics))
+            if consumer.was_started:
+                started.add(consumer.group)
+        for group, of_group in missed.items():
+            if group not in started and (names := ", ".join(map(repr, sorted(of_group - self._looked_at)))):
+                yield f"{group} got nothing of {names}: its consumer was never started, call its start()"
+
+    def _dropped(self) -> Iterator[str]:
+        counts: dict[tuple[str, str], list[PredicateCounts]] = {}
+        for consumer in self._consumers():
+            for topic, predicate in getattr(consumer, "predicates", ()):
+                counts.setdefault((consumer.group, topic), []).append(predicate.counts)
+        for (group, topic), of_group in counts.items():
+            calls = sum(one.asked for one in of_group)
+            if calls and group not in self._asked and not any(one.matched for one in of_group):
+                errors = sum(one.failed for one in of_group)
+                raised = f"; it raised an error on {errors:,} of them" if errors else ""
+                yield f"the predicate of {group} dropped all {calls:,} messages of {topic!r} that it saw{raised}"
+
+    def _open_transactions(self, brokers: Sequence[Broker]) -> Iterator[str]:
+        for broker in brokers:
+            if next(iter(broker.messages(HALF_TOPIC)), None) is None:
+                continue
+            halves = [half for _, half in open_halves(broker.store, broker.tables)]
+            for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():
+                if topic in self._looked_at:
+                    continue
+                many = "1 transaction is" if count == 1 else f"{count:,} transactions are"
+                yield (
+                    f"{many} open, with messages to {topic!r}: commit or roll back, or let the broker ask the producer "
+                    f"with {self.fixture}.advance(…)"
+                )
+
+    def _consumers(self) -> Iterator[Consumer[Any]]:
+        for process in self._scene.processes:
+            yield from process.made
 
     def _groups(self) -> Collection[str]:
         known = {name for name, _ in self._subscribed}

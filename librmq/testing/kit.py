@@ -35,7 +35,7 @@ from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, Produc
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
-__all__ = ["Kit", "UnsoundStoreError"]
+__all__ = ["Kit", "UnsoundStoreError", "to_milliseconds"]
 
 _T = TypeVar("_T")
 
@@ -108,6 +108,10 @@ class Kit:
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
+
+    def name_fixture(self, name: str) -> None:
+        """Let warnings advise calls of another fixture than ``rmq``."""
+        self._evidence.fixture = name
 
     @property
     def processes(self) -> list[Process]:
@@ -261,7 +265,7 @@ class Kit:
             NotIdleError: A coroutine waits for something that does not happen.
             ConfigError: The time is below 0, or no number.
         """
-        until = self.clock.now_ms() + _milliseconds(hours, minutes, seconds, ms)
+        until = self.clock.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
         return self._driver.run(lambda: until)
 
     def run_until_idle(self) -> Elapsed:
@@ -274,7 +278,7 @@ class Kit:
 
     def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
         """Let time pass up to this limit, but only while something is due; return the passed time."""
-        end = self.clock.now_ms() + _milliseconds(hours, minutes, seconds, ms)
+        end = self.clock.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
 
         def until() -> int:
             due = self.runner.next_due_ms()
@@ -561,7 +565,7 @@ class Kit:
             self.close()
 
 
-def _milliseconds(hours: float, minutes: float, seconds: float, ms: int) -> int:
+def to_milliseconds(hours: float, minutes: float, seconds: float, ms: int) -> int:
     """Return how long time is to pass.
 
     Raises:

@@ -69,6 +69,18 @@ class KitObserver:
             attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
             self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(one.message)}{attempt}")
 
+    def noted_remote_send(self, topic: str) -> None:
+        """Note that a client over the wire sends to a topic."""
+        self._evidence.note_sent(topic)
+
+    def noted_read(self, topic: str) -> None:
+        """Note that the test has read the messages of a topic."""
+        self._evidence.note_read(topic)
+
+    def noted_remote_receive(self, group: str, topic: str) -> None:
+        """Note that a client over the wire got a message of a topic."""
+        self._evidence.note_received(group, topic)
+
     def forget_pulls(self) -> None:
         """Forget which process pulls which queue, because a broker came."""
         self._pulled_by.clear()

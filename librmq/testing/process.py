@@ -17,6 +17,7 @@ from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, S
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
+from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
 from librmq.files.seam import Files
 from librmq.message.topics import RETRY_PREFIX
@@ -187,6 +188,8 @@ class Process:
         self.clients: dict[str, Client] = {}
         self.consumers: list[PushConsumer] = []
         """The consumers made by `consumer`."""
+        self.made: list[Consumer[Any]] = []
+        """All consumers in it, including those that its code made itself."""
         self._kit = kit
         self._host = self._first_host = (host, 0)
         self._named = 0
@@ -243,6 +246,10 @@ class Process:
         self._named += 1
         host = self._host if instance_name is None else self._first_host
         return host, self.label if self._named == 1 else f"{self.label}.{self._named}"
+
+    def noted_consumer(self, consumer: Consumer[Any]) -> None:
+        """Note a consumer that was made in the process."""
+        self.made.append(consumer)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""

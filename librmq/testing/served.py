@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
-from librmq.testing.kit import Kit
+from librmq.testing.kit import Kit, to_milliseconds
 from librmq.testing.process import Process
 from librmq.testing.wire_client import WireClient
 
@@ -84,6 +84,7 @@ class ServedKit:
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
         self._serve = serve
+        kit.name_fixture("rmq_grpc" if serve is serve_grpc else "rmq_remoting")
         self._is_down = False
         self.server = serve(kit, 0, self._endpoint, None)
 
@@ -140,7 +141,7 @@ class ServedKit:
             NotSettledError: They did not settle within 20 s of wall-clock time, or a client was not back within 60 s.
         """
         runner = self.kit.runner
-        until = runner.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+        until = runner.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
         self.settle()
         while True:
             due = runner.next_due_ms()

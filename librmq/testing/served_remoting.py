@@ -51,6 +51,7 @@ class ServedRemoting:
         listening: socket.socket,
         client_of: Callable[[str], WireClient],
         former: ServedRemoting | None = None,
+        changed: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         """Serve the kit's broker, and expect the clients of a ``former`` server to return."""
         self._kit = kit
@@ -58,7 +59,7 @@ class ServedRemoting:
         self._last_clients: set[str] = set()
         self._pulls = _Pulls(kit, set() if former is None else former._last_clients)
         self._server = RemotingServer(
-            kit.broker, listening=listening, creates_retry_topics=True, endpoints=self._endpoint
+            kit.broker, listening=listening, creates_retry_topics=True, changed=changed, endpoints=self._endpoint
         )
         self.port: int = self._server.port
         self.address = self._server.address
@@ -86,13 +87,14 @@ class ServedRemoting:
         """Return the clients of the former server that have not registered again."""
         return list(self._pulls.missing)
 
-    def close(self) -> None:
-        """Cut all clients off."""
+    def close(self, timeout: float = 5) -> bool:
+        """Cut all clients off; return whether all requests have ended within ``timeout`` seconds."""
         if not self._ended.is_set():
             self._last_clients = {client.client_id for client in self._kit.broker.clients()} | self._pulls.missing
         self._ended.set()
-        self._server.close()
+        has_ended = self._server.close(timeout)
         self._releaser.join()
+        return has_ended
 
 
 class _Pulls:
@@ -173,6 +175,7 @@ class _PullingClient:
             return
         self._pulls.delivered[queue] = response.next_offset, self
         kit, label = self._kit, self._client.process.label
+        kit.observer.noted_remote_receive(request.group, request.topic)
         for stored in response.messages:
             where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
             call = kit.history().begin_remote(

@@ -41,12 +41,13 @@ def undelivered(
     looked_at: Collection[str],
     messages: Callable[[str], Sequence[StoredMessage]],
     next_offset: Callable[[str, StoredMessage], int],
+    fixture: str,
 ) -> Iterator[str]:
     """Yield a sentence for each subscription that matched nothing, and for each topic to which no group subscribes.
 
     ``topics`` have messages, ``expected`` are those that some group should read, ``looked_at`` those that the test has
     read. ``messages(topic)`` returns the messages of a topic, ``next_offset(group, message)`` a group's progress in the
-    message's queue.
+    message's queue. ``fixture`` is the name of what the test moves time with.
     """
     subscribed_topics = {one.subscription.topic for one in subscribed}
     sent = [topic for topic in topics if _is_the_users(topic)]
@@ -58,15 +59,15 @@ def undelivered(
             continue
         begin = f"{one.group} got nothing of {topic!r}: "
         if topic in sent:
-            yield begin + _why_none_of(messages(topic), one, next_offset)
+            yield begin + _why_none_of(messages(topic), one, next_offset, fixture)
         elif delayed := [m for m in messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]:
-            yield f"{begin}{_are(delayed)} still delayed: let time pass with rmq.advance(…)"
+            yield f"{begin}{_are(delayed)} still delayed: let time pass with {fixture}.advance(…)"
         elif near := closest_name(topic, unread):
             told.add(near)
             yield f"{begin}none was sent to it; {_are(messages(near))} in {near!r}, to which no group subscribes"
         elif one.is_declared and sent:
             yield f"{begin}none was sent to it"
-    for topic in unread if subscribed else ():
+    for topic in unread:
         near = closest_name(topic, subscribed_topics)
         if topic not in told and (near or topic in expected):
             hint = f"; did you mean {near!r}?" if near else ""
@@ -80,7 +81,7 @@ def closest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def _why_none_of(
-    found: Sequence[StoredMessage], one: Subscribed, next_offset: Callable[[str, StoredMessage], int]
+    found: Sequence[StoredMessage], one: Subscribed, next_offset: Callable[[str, StoredMessage], int], fixture: str
 ) -> str:
     expression = one.subscription.expression
     if one.subscription.expression_type == SQL92:
@@ -100,7 +101,8 @@ def _why_none_of(
         return f"its filter {expression!r} matches none of the {len(found):,} there: {why}"
     if all(message.queue_offset < next_offset(one.group, message) for message in passing):
         return f"{_are(passing)} older than the group, which started at the end of its queues (consume_from)"
-    return f"{_are(passing)} not delivered yet: end the test with rmq.run_until_idle() or rmq.advance(…)"
+    idle = f"{fixture}.run_until_idle()" if fixture == "rmq" else f"{fixture}.settle()"
+    return f"{_are(passing)} not delivered yet: end the test with {idle} or {fixture}.advance(…)"
 
 
 def _are(messages: Sequence[StoredMessage]) -> str:

@@ -104,6 +104,7 @@ class WireClient:
         with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults.before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
+            kit.observer.noted_remote_send(topic)
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
             kit.faults.lose(process, topic, kit.broker.name, response)
@@ -128,6 +129,7 @@ class WireClient:
             stored = one.message
             where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
             with kit.runner.lock:
+                kit.observer.noted_remote_receive(request.group, request.topic)
                 self._calls[one.receipt] = kit.history().begin_remote(
                     kit.clock.now_ms(), request.group, self.process.label, where, (kit.broker.name, stored)
                 )

@@ -611,6 +611,7 @@ def test_an_error_of_a_check_fails_the_test() -> None:
         producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, arg: TransactionState.UNKNOWN)
         with pytest.raises(ValueError, match="no table"):
             rmq.advance(minutes=10)
+        assert rmq.messages("orders") == []
 
 
 # ---- the end
@@ -756,6 +757,35 @@ def test_messages_that_were_read_do_not_count_as_unread(rmq: Kit) -> None:
     assert not rmq.undelivered()
     assert len(reader.poll()) == 2
     reader.shutdown()
+
+
+def test_what_a_test_forgot_is_said_at_its_end(rmq: Kit) -> None:
+    """A send that no group subscribes to, a consumer without a start, a predicate that drops all, an open end."""
+    rmq.producer().send("orders", b"x")
+    assert rmq.undelivered() == ["no group subscribes to 'orders': 1 message is in it"]
+    PushConsumer(rmq.route, "billing").subscribe("orders")(lambda message: None)
+    forgotten = "billing got nothing of 'orders': its consumer was never started, call its start()"
+    assert rmq.undelivered()[0] == forgotten
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    rmq.run_until_idle()
+    assert not rmq.undelivered()
+    rmq.consumer("mail").subscribe("orders", predicate=lambda message: False)(lambda message: None)
+    rmq.consumer("log").subscribe("orders", predicate=lambda message: bool(1 / 0))(lambda message: None)
+    rmq.run_until_idle()
+    assert rmq.undelivered() == [
+        "the predicate of mail dropped all 1 messages of 'orders' that it saw",
+        "the predicate of log dropped all 1 messages of 'orders' that it saw; it raised an error on 1 of them",
+    ]
+    assert len(rmq.delivered("mail") + rmq.delivered("log")) == 2
+    producer = TransactionProducer(rmq.route, "shop", lambda message: TransactionState.COMMIT)
+    producer.send_in_transaction(Message("paid", b"x"), execute=lambda message, arg: TransactionState.UNKNOWN)
+    assert rmq.undelivered() == [
+        "1 transaction is open, with messages to 'paid': commit or roll back, or let the broker ask the producer with "
+        "rmq.advance(…)"
+    ]
+    rmq.advance(minutes=2)
+    assert len(rmq.messages("paid")) == 1
+    assert not rmq.undelivered()
 
 
 @pytest.mark.parametrize("question", ["dead_letters", "delivered", "retries", "offsets"])

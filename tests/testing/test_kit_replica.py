@@ -144,6 +144,7 @@ def test_wrong_replicas_are_named(rmq: Kit) -> None:
         rmq.replica(site="sh", sync=True)
     with pytest.raises(ConfigError, match=r"'b' is not a broker, a process or a site: expected one of .*broker-a-copy"):
         rmq.faults.delay("broker-a", "b", 1)
+    assert len(rmq.messages("orders")) == 1
 
 
 def test_links_take_their_time(rmq: Kit) -> None:
@@ -239,3 +240,4 @@ def test_a_broker_may_wait_for_replicas_from_the_start(rmq: Kit) -> None:
     assert send(rmq).status is SendStatus.SLAVE_NOT_AVAILABLE
     rmq.replica()
     assert send(rmq).status is SendStatus.SEND_OK
+    assert len(rmq.messages("orders")) == 2

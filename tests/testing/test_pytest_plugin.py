@@ -113,6 +113,7 @@ def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
         def test_on_disk(rmq, tmp_path):
             rmq.producer().send("orders", b"o-1")
             assert (tmp_path / "broker" / "commitlog").is_dir()
+            assert len(rmq.messages("orders")) == 1
 
         @pytest.mark.rmq_explore
         def test_skipped(rmq):

@@ -146,6 +146,7 @@ def test_a_producer_of_transactions_is_back_when_it_can_be_asked(
         stream = shop.telemetry(producer_settings("t"))
         next(stream)
         served.settle()
+    assert len(served.kit.messages("t")) == 2
 
 
 def test_a_client_that_shuts_down_after_a_fault_is_not_awaited(served: ServedKit) -> None:

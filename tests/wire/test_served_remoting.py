@@ -177,6 +177,7 @@ def test_time_stands_still_between_a_message_and_its_fault(
         lock.is_waited_for.set()
         rmq_remoting.advance(seconds=2)
         assert sent.result(60).code == 0
+    assert len(rmq_remoting.kit.messages("t")) == 1
 
 
 def test_a_wake_up_by_a_thread_of_the_server_is_not_lost(
@@ -251,6 +252,17 @@ def test_a_worker_that_connects_again_gets_what_was_sent(rmq_remoting: ServedKit
             producer.send("t", b"after")
             rmq_remoting.settle()
             assert seen[-1] == b"after"
+
+
+def test_warnings_name_the_fixture(rmq_remoting: ServedKit, client: RawClient) -> None:
+    client.put("t", b"x")
+    assert rmq_remoting.kit.undelivered() == ["no group subscribes to 't': 1 message is in it"]
+    client.beat("c", "g", topics=("t",))
+    assert rmq_remoting.kit.undelivered() == [
+        "g got nothing of 't': 1 message is not delivered yet: end the test with rmq_remoting.settle() or "
+        "rmq_remoting.advance(…)"
+    ]
+    assert rmq_remoting.kit.delivered("g") == []
 
 
 def test_a_check_is_awaited(rmq_remoting: ServedKit, client: RawClient) -> None:
