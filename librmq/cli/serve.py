@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -25,6 +26,10 @@ from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
+    from librmq.cli.control import Control, Ports
+    from librmq.config import StoreConfig
+    from librmq.testing import Kit
+    from librmq.testing.wire_client import WireClient
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
@@ -47,6 +52,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.config import StoreConfig
     from librmq.scheduling.timer_config import TimerConfig
 
+    _check_clock(arguments)
     grpc, remoting = _ports(arguments)
     # An event has a lock that the main thread may hold when the handler runs.
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -71,10 +77,14 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
             listening = serving.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
             remoting = listening.getsockname()[1]
             config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
-        broker = serving.enter_context(
-            Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
-        )
-        ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None}
+        ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
+        if arguments.clock == "manual":
+            ready |= _by_hand(arguments, grpc, listening, config, lines.put, changed, serving, stop)
+            grpc = listening = None
+        else:
+            broker = serving.enter_context(
+                Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
+            )
         if listening is not None:
             ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)
             _warn_of_address(broker)
@@ -108,7 +118,7 @@ class _Stop:
         """Let the time run."""
         self._deadline = self._clock.monotonic() + _STOP_S
 
-    def close(self, server: GrpcServer | RemotingServer) -> None:
+    def close(self, server: Ports | Control | GrpcServer | RemotingServer) -> None:
         """Close a server, or abandon it when the time is over."""
         left = _STOP_S if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
         self.is_complete &= server.close(left)
@@ -118,6 +128,80 @@ def _served(server: GrpcServer | RemotingServer, serving: ExitStack, stop: _Stop
     """Return the address of a server that is closed with the others."""
     serving.callback(stop.close, server)
     return server.address
+
+
+def _check_clock(arguments: argparse.Namespace) -> None:
+    """Refuse options that a clock which is moved by hand does not go with.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    if arguments.clock != "manual":
+        if arguments.control is not None:
+            raise ConfigError("--control: moves a clock that stands still: add --clock manual")
+        return
+    for name in ("advertise", "tls", "grpc_tls"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
+            )
+    for name in ("admin", "no_auto_create"):
+        if getattr(arguments, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
+            )
+    if arguments.host != "127.0.0.1":
+        raise ConfigError(f"--host {arguments.host}: --clock manual serves 127.0.0.1 only")
+
+
+def _by_hand(
+    arguments: argparse.Namespace,
+    grpc: int | None,
+    listening: socket.socket | None,
+    config: StoreConfig | None,
+    told: Callable[[dict[str, Any]], None],
+    changed: Callable[[str, str, bool], None],
+    serving: ExitStack,
+    stop: _Stop,
+) -> dict[str, Any]:
+    """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
+    from librmq.broker import BrokerConfig
+    from librmq.cli.control import Control, Ports
+    from librmq.config import StoreConfig
+    from librmq.scheduling.timer_config import TimerConfig
+    from librmq.testing import Kit
+    from librmq.testing.served import ServedKit
+
+    kit = Kit(
+        arguments.store,
+        broker_config=BrokerConfig(timers=TimerConfig()),
+        store_config=config or StoreConfig(),
+        now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
+    )
+    serving.callback(_close_kit, kit)
+    ports: list[Ports] = []
+
+    def serve_again(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: Ports | None) -> Ports:
+        ports[:] = [Ports(kit, client_of, grpc, listening, changed, former)]
+        return ports[0]
+
+    served = ServedKit(kit, serve_again)
+    serving.callback(lambda: stop.close(ports[0]))
+    control = Control(served, arguments.control or 0, told)
+    serving.callback(stop.close, control)
+    first = ports[0]
+    return {
+        "grpc": None if first.grpc is None else first.grpc.address,
+        "remoting": None if first.remoting is None else first.remoting.address,
+        "control": control.address,
+    }
+
+
+def _close_kit(kit: Kit) -> None:
+    """Close a kit's broker; its warnings are for tests in Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kit.close()
 
 
 def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:

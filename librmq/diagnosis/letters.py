@@ -14,7 +14,7 @@ from librmq.errors import MalformedError
 from librmq.files.seam import make_folders
 from librmq.java.numbers import java_int
 from librmq.message import record
-from librmq.message.message import StoredMessage
+from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
 from librmq.store import MessageStore
 from librmq.store.format import directory
@@ -145,6 +145,7 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
     """Return a message of a group's dead-letter topic as a dead letter."""
     properties = message.properties
     topic = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(_ORIGIN_TOPIC) or message.topic
+    topic = topic.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
     return GivenUpMessage(
         group, topic, message.unique_key, message.reconsume_times, message.store_timestamp_ms, _cause(message),
         message.physical_offset,

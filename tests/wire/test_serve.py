@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,16 @@ import grpc
 import pytest
 
 from librmq import Broker, ConfigError
+from librmq.cli.main import main
 from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.schema import message_class
+from tests.reference import CHECKOUT
+from tests.wire.clients import OfficialClient
 from tests.wire.conftest import ready
 from tests.wire.remoting_client import RawClient
-from tests.wire.stub import Stub, message
+from tests.wire.stub import Stub, consumer_settings, message, resource
 
 
 def connect(address: str, client_id: str) -> None:
@@ -151,6 +158,113 @@ def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
     finally:
         goes_on.set()
     assert server.close()
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Start ``librmq serve --clock manual``."""
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        yield serving, json.loads(serving.stdout.readline())
+        if serving.poll() is None:
+            serving.kill()
+
+
+def ask(address: str, method: str, path: str, fields: object = None, **headers: str) -> tuple[int, Any]:
+    """Send a request to a control port; return the status and the answer."""
+    control = http.client.HTTPConnection(address, timeout=60)
+    try:
+        control.request(method, path, None if fields is None else json.dumps(fields), headers)
+        response = control.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        control.close()
+
+
+def test_a_test_in_any_language_moves_the_clock(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    serving, ready_row = by_hand
+    address = ready_row["control"]
+    assert (ready_row["remoting"], address.rpartition(":")[0]) == (None, "127.0.0.1")
+    assert serving.stdout is not None
+    with Stub(ready_row["grpc"]) as stub:
+        stream = stub.telemetry(consumer_settings("g"))
+        next(stream)
+        assert json.loads(serving.stdout.readline())["state"] == "connected"
+        stub.send(message("t", b"a"))
+        assert len(stub.receive("t")[1]) == 1
+        status, before = ask(address, "POST", "/settle")
+        assert (status, stub.receive("t")[1]) == (200, [])
+        assert ask(address, "POST", "/advance", {"seconds": 10}) == (200, {"now_ms": before["now_ms"] + 10_000})
+        (second,) = stub.receive("t")[1]
+        assert second.system_properties.delivery_attempt == 2
+        fields = {"group": resource("g"), "topic": resource("t"), "message_id": "id", "max_delivery_attempts": 1}
+        receipt = second.system_properties.receipt_handle
+        stub.call("ForwardMessageToDeadLetterQueue", receipt_handle=receipt, **fields)
+        status, letters = ask(address, "GET", "/dead-letters?group=g")
+        (letter,) = letters["dead_letters"]
+        assert (letter["original_topic"], letter["body_b64"]) == ("t", "YQ==")
+        assert ask(address, "POST", "/crash")[0] == 200
+    with Stub(ready_row["grpc"]) as stub:
+        assert stub.send(message("t", b"b")).status.code == 20000
+        assert ask(address, "POST", "/settle")[0] == 200
+    serving.terminate()
+    assert serving.wait(60) == 0
+    assert not verify(tmp_path / "store").damage
+
+
+def test_the_control_port_refuses_pages_and_wrong_requests(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
+) -> None:
+    serving, ready_row = by_hand
+    address = ready_row["control"]
+    for headers in (
+        {"Origin": "http://example.com"},
+        {"Origin": "null"},
+        {"Host": "example.com"},
+        {"Host": "127.0.0.1"},
+    ):
+        status, answer = ask(address, "POST", "/advance", {"hours": 1}, **headers)
+        assert (status, answer["error"].startswith(f"expected Host: {address} and no Origin")) == (403, True)
+    for method, path, fields, wanted in (
+        ("GET", "/advance", None, 404),
+        ("POST", "/nothing", None, 404),
+        ("POST", "/advance", {"hours": -1}, 400),
+        ("POST", "/advance", {"hours": "1"}, 400),
+        ("POST", "/advance", {"days": 1}, 400),
+        ("POST", "/advance", [1], 400),
+        ("POST", "/crash", {"down": "long"}, 400),
+        ("GET", "/dead-letters", None, 400),
+        ("GET", "/dead-letters?group=unknown", None, 400),
+    ):
+        status, answer = ask(address, method, path, fields)
+        assert (status, list(answer)) == (wanted, ["error"])
+    end(serving, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "options", [["--control", "0"], ["--clock", "manual", "--host", "0.0.0.0"], ["--clock", "manual", "--admin"]]
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "store"), "--grpc", "0", *options]) == 2
+    assert "--clock manual" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.thorough
+def test_the_page_for_node_passes(node: OfficialClient, tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "howto" / "test-in-node-go-java.md").read_text("utf-8")
+    (script,) = re.findall(r"^```js\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "worker.test.cjs").write_text(script, "utf-8")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    told = replace(node, variables={**node.variables, "PATH": path}).run(
+        "--test", "--test-force-exit", tmp_path / "worker.test.cjs", home=tmp_path
+    )
+    assert "# pass 1\n# fail 0" in told
 
 
 @pytest.mark.slow

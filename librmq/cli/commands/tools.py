@@ -82,6 +82,15 @@ COMMANDS: Final = (
                 action="store_true",
                 help="do not create a topic when a client of RocketMQ 5 asks for its route",
             ),
+            option(
+                "--clock",
+                choices=("system", "manual"),
+                default="system",
+                help="manual: time moves only by requests to the control port, for tests in any language",
+            ),
+            option(
+                "--control", type=int, metavar="PORT", help="control port of --clock manual; 0 takes a free one (0)"
+            ),
         ),
         description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
         "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "

@@ -56,7 +56,7 @@ class Service:
     def clients(self) -> dict[str, FormerClient]:
         """Return the clients, as the next server takes them over."""
         return {
-            client_id: client._replace(places=self.receives.polls.places(client_id))
+            client_id: client._replace(places=self.receives.polls.places(client_id)) if client.is_push else client
             for client_id, client in self.sessions.clients().items()
         }
 
@@ -93,7 +93,7 @@ class Service:
         command.status.message = "OK"
         stream.put(command)
         session = self.sessions.get(client_id)
-        if session is not None and session.waits_late:
+        if session is not None and session.is_for_node:
             stream.put_again(command)
 
     def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
@@ -129,7 +129,7 @@ class Service:
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Take a client's good-bye."""
         client_id = client_id_of(context)
-        was_known = self.sessions.leave(client_id)
+        was_known = self.sessions.leave(client_id, has_said_so=True)
         self.receives.client_gone(client_id)
         if not was_known:
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings")

@@ -44,6 +44,8 @@ _MAX_HALVES: Final = 100_000
 _MAX_ASKED: Final = 10_000
 _ANSWER_S: Final = 1.0
 LONG_POLL_S: Final = 20
+_NODE_POLL_S: Final = 5
+"""A push consumer for Node waits for its long polls when it shuts down."""
 RETRY_DELAYS_S: Final = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 _METRIC_FIXED: Final = (5, 1, 1)
 _RETRIES: Final = 16
@@ -65,10 +67,11 @@ class Session:
         """Its open streams, the latest last: after a cut, the former one ends later."""
 
     @property
-    def waits_late(self) -> bool:
-        """Whether it can miss its first settings.
+    def is_for_node(self) -> bool:
+        """Whether it is a client for Node.
 
-        A client for Node waits for them only after it has the routes of all its topics, and then for five minutes.
+        It can miss its first settings, because it waits for them only after it has the routes of all its topics, and
+        then for five minutes.
         """
         return bool(self.settings.user_agent.language == _NODE_JS)
 
@@ -212,8 +215,11 @@ class Sessions:
                 return False
         return self.leave(client_id)
 
-    def leave(self, client_id: str) -> bool:
-        """Forget a client; return whether it was known."""
+    def leave(self, client_id: str, *, has_said_so: bool = False) -> bool:
+        """Forget a client; return whether it was known.
+
+        A client for Node that has said so ends its stream itself: if the server did, it would open another one.
+        """
         with self._lock:
             self._silent.discard(client_id)
             self._former.pop(client_id, None)
@@ -221,7 +227,7 @@ class Sessions:
             if session is None:
                 return False
             streams, session.streams = session.streams, []
-        for stream in streams:
+        for stream in [] if has_said_so and session.is_for_node else streams:
             stream.end()
         _log.info("client %(client)s left", client=client_id)
         try:
@@ -331,9 +337,10 @@ class Sessions:
         group = subscription.group.name
         subscription.fifo = self._broker.is_ordered(group)
         subscription.receive_batch_size = 32
-        subscription.long_polling_timeout.FromSeconds(LONG_POLL_S)
+        is_node = settings.user_agent.language == _NODE_JS
+        subscription.long_polling_timeout.FromSeconds(_NODE_POLL_S if is_node else LONG_POLL_S)
         backoff.max_attempts = max(1, self._broker.groups().get(group, _RETRIES) + 1)
-        if settings.user_agent.language == _NODE_JS:  # it knows no other
+        if is_node:  # it knows no other
             backoff.exponential_backoff.initial.FromSeconds(RETRY_DELAYS_S[0])
             backoff.exponential_backoff.max.FromSeconds(RETRY_DELAYS_S[-1])
             backoff.exponential_backoff.multiplier = 2
