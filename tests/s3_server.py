@@ -24,7 +24,7 @@ def serving(folder: Path, name: str) -> Iterator[dict[str, str]]:
         endpoint = "{}:{}".format(*server.get_host_and_port())
         for file, data in {"": b"", **from_disk(folder)}.items():
             if data is not None:
-                address = f"http://{endpoint}/bucket" + (f"/{quote(name)}/{file}" if file else "")
+                address = f"http://{endpoint}/bucket" + (f"/{quote(name)}/{quote(file)}" if file else "")
                 headers = {"Content-Type": "application/octet-stream"}
                 asked = urllib.request.Request(address, data, headers, method="PUT")
                 urllib.request.urlopen(asked, timeout=30).close()

@@ -10,12 +10,21 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from librmq.cli.commands import COMMANDS, READING, SECTIONS
-from librmq.cli.commands.options import AS_RECOVERED, CONFIG, FORMAT, ROUTE, SECURED, Command
+from librmq.cli.commands.options import (
+    AS_RECOVERED,
+    CONFIG,
+    FORMAT,
+    ROUTE,
+    SECURED,
+    STORAGE_OPTIONS,
+    Command,
+)  # fmt: skip
 from librmq.cli.output import BAD_INPUT, complain
 
 __all__ = ["parse", "parser_of"]
 
 _AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
+_OR_URL: Final = ", or its URL such as s3://bucket/store (extra: remote)"
 _END: Final = (
     "Every command has an example: librmq COMMAND --help. Exit status: 0 success, 1 damage or an error found,\n"
     "2 bad usage or input, 3 no row (with --fail-empty), 130 interrupted."
@@ -72,11 +81,13 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     if command.actions:
         parser.add_argument("action", metavar="ACTION", choices=command.actions, help=", ".join(command.actions))
     if command.store:
+        reads = command.name in READING
         places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
-        parser.add_argument("store", metavar="STORE", help="the folder of the store", **places)
+        parser.add_argument("store", metavar="STORE", help=f"the folder of the store{_OR_URL * reads}", **places)
         CONFIG.add_to(parser)
-        if command.name in READING:
+        if reads:
             AS_RECOVERED.add_to(parser)
+            STORAGE_OPTIONS.add_to(parser)
         if command.takes_route:
             for one in (ROUTE, *SECURED):
                 one.add_to(parser)

@@ -6,6 +6,7 @@ import argparse
 import re
 
 from librmq.cli.input import age_clock, parse_time
+from librmq.cli.locate import storage_options
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
@@ -32,6 +33,8 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
+    if (options := storage_options(arguments)) is not None:
+        settings["storage_options"] = options
     if arguments.columns is not None:
         settings["columns"] = arguments.columns.split(",")
     since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from librmq.cli.arguments import parse
 from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, Enough, Output, complain, open_output
+from librmq.errors import InputError
 
 if TYPE_CHECKING:
     from librmq.errors import CorruptionError
@@ -92,13 +93,24 @@ def _advice(error: CorruptionError) -> str:
     return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 
+def _locate(chosen: argparse.Namespace) -> None:
+    """Replace the store that a command names by the folder that it means."""
+    from librmq.cli.locate import copied, is_url, locate, storage_options
+
+    chosen.url = chosen.store if is_url(chosen.store) else None
+    if chosen.url is None and storage_options(chosen) is not None:
+        raise InputError(f"--storage-options: they are for a URL such as s3://bucket/store, found {chosen.store!r:.80}")
+    if chosen.url is not None and chosen.command.name != "export":  # which reads URLs itself, and only what it needs
+        chosen.store = copied(chosen, chosen.url)
+    elif chosen.url is None and not chosen.command.makes_store:
+        chosen.store = locate(chosen.store)
+
+
 def _call(chosen: argparse.Namespace) -> int:
     """Call the command's function with its output open."""
     command = chosen.command
-    if command.store and not command.makes_store and chosen.store is not None:
-        from librmq.cli.locate import locate
-
-        chosen.store = locate(chosen.store)
+    if command.store and chosen.store is not None:
+        _locate(chosen)
     handler: Handler = getattr(importlib.import_module(f"librmq.cli.{command.module}"), command.function)
     path = getattr(chosen, "out", None) if any("--out" in one.names for one in command.output) else None
     output = open_output(chosen.format, sys.stdout, path, getattr(chosen, "limit", None))

@@ -12,7 +12,17 @@ from typing import Any, Final, Protocol, TextIO
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, escape, printable
 
-__all__ = ["Enough", "JsonLines", "Output", "RowWriter", "complain", "json_line", "open_output", "whole_number"]
+__all__ = [
+    "Enough",
+    "JsonLines",
+    "Output",
+    "RowWriter",
+    "complain",
+    "json_line",
+    "name_as",
+    "open_output",
+    "whole_number",
+]
 
 DAMAGED: Final = 1
 """Exit status: the store is damaged."""
@@ -27,6 +37,8 @@ _UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")
 _BLOCK: Final = 256  # rows that are encoded together
 _BETWEEN: Final = "\x1e"  # an element between two rows of a block, and its text
 _BETWEEN_TEXT: Final = r',"\u001e",'
+_names: Final[dict[str, str]] = {}
+"""Names by the paths in whose place messages have them."""
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
@@ -207,8 +219,15 @@ def whole_number(name: str, text: str) -> int:
     raise InputError(f"{name}: expected a whole number from 1 to 999999999, found {text!r:.80}")
 
 
+def name_as(path: str, name: str) -> None:
+    """Let messages on standard error name ``name`` in place of ``path``, the local copy of what has that name."""
+    _names[path] = name
+
+
 def complain(message: str) -> None:
     """Print a message on standard error, on as many lines as it has."""
+    for path, name in _names.items():
+        message = message.replace(path, name)
     lines = (printable(line) for line in message.split("\n"))
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()

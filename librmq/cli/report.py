@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from dataclasses import replace
 
 from librmq.cli.input import read_ranges
-from librmq.cli.locate import locate
+from librmq.cli.locate import copied, is_url, locate, storage_options
 from librmq.cli.output import Output
 from librmq.cli.progress import watching_bar
 from librmq.cli.unknown_names import note_part
@@ -25,7 +26,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     earlier = None if arguments.compare is None else _read(arguments.compare)
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
-    found = _by_spark(arguments) if arguments.spark else _here(arguments)
+    found = (_by_spark if arguments.spark else _here)(arguments, output)
     for path, text in ((page, render_page(found, earlier)), (beside, found.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -42,24 +43,31 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
             "warnings": severities["warning"],
         }
     )
-    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
     return 0
 
 
-def _here(arguments: argparse.Namespace) -> Report:
+def _here(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.diagnosis.summary import report as report_of
 
-    stores = [locate(path) for path in arguments.stores]
+    urls = {copied(arguments, place): place for place in arguments.stores if is_url(place)}
+    if not urls and storage_options(arguments) is not None:
+        raise InputError("--storage-options: they are for a URL such as s3://bucket/store, found only folders")
+    folders = {url: folder for folder, url in urls.items()}
+    arguments.stores = [folders.get(place) or locate(place) for place in arguments.stores]
     with watching_bar("report", 0):
-        return report_of(stores, only=read_ranges(arguments), check=arguments.verify)
+        found = report_of(arguments.stores, only=read_ranges(arguments), check=arguments.verify)
+    note_part(arguments.stores, arguments.topic, arguments.group, output)
+    return replace(found, stores=tuple(one._replace(path=urls.get(one.path, one.path)) for one in found.stores))
 
 
-def _by_spark(arguments: argparse.Namespace) -> Report:
+def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.cli.spark import refused, start
     from librmq.spark.overview import overview
 
     session = start(arguments)
-    return refused(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
+    found = refused(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
+    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
+    return found
 
 
 def _read(path: str) -> Report:

@@ -92,7 +92,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
         output.row(
             {
                 "type": "stats",
-                "path": os.path.abspath(store.path),
+                "path": arguments.url or os.path.abspath(store.path),
                 "kind": directory.recognise(store.path, store.files).value,
                 "used_by": holder,
                 "closed_cleanly": None if holder is not None else not has_abort(store.files, store.path),

@@ -30,7 +30,9 @@ from librmq.columns.parts import RemoteLog
 from librmq.config import ENTRY_SIZE
 from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.rolling import file_name
 from librmq.files.seam import Files, make_folders
+from librmq.runtime.headway import advance
 from librmq.store.format import directory
 
 __all__ = ["RemoteFiles", "RemoteStore", "check_storage_options", "fetch", "located"]
@@ -40,7 +42,8 @@ _BLOCK: Final = 64 << 10
 _REQUEST_BYTES: Final = 8 << 20
 _AT_ONCE_BYTES: Final = 32 << 20
 _INDEX_HEADER: Final = 40
-_NOT_READ: Final = (directory.TIMERLOG, directory.TIMERWHEEL, f"{directory.OWN}/salvage")
+_SALVAGED: Final = (f"{directory.OWN}/salvage",)
+_NOT_READ: Final = (directory.TIMERLOG, directory.TIMERWHEEL, *_SALVAGED)
 _BY_PYARROW: Final = {
     "s3": "S3FileSystem",
     "s3a": "S3FileSystem",
@@ -76,8 +79,10 @@ class RemoteStore:
             raise ConfigError(f"url: expected a URL such as s3://bucket/store, found {text!r:.80}")
         check_storage_options(storage_options)
         self.url = url.rstrip("/")
-        self._options = dict(storage_options or {})
+        self.storage_options = dict(storage_options or {})
+        """Arguments of the scheme's file system."""
         self._is_kept = True
+        self._is_whole = False
         self._folder: str | None = None
         self._within: str | None = None
         self._system: Any = None
@@ -97,6 +102,13 @@ class RemoteStore:
         return self
 
     @classmethod
+    def whole(cls, url: str, storage_options: Mapping[str, Any] | None) -> Self:
+        """Name a store of which the first use copies every file, for readers of any part of it."""
+        self = cls(url, storage_options)
+        self._is_whole = True
+        return self
+
+    @classmethod
     def of_log(cls, log: RemoteLog) -> Self:
         """Name a store of which another process has planned the read: only its log is fetched, and dropped."""
         self = cls.once(log.url, log.storage_options)
@@ -108,19 +120,20 @@ class RemoteStore:
         return f"<RemoteStore {self.url}, {self.fetched_bytes} bytes fetched>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteStore, (self.url, self._options)
+        return RemoteStore, (self.url, self.storage_options)
 
     @property
     def path(self) -> str:
         """The folder of the mirror, which the first use makes."""
         if self._folder is None:
-            system, root = _file_system(self.url, self._options)
+            system, root = _file_system(self.url, self.storage_options)
             self._system, self._root = system, root.rstrip("/")
             within = self._within if self._within and os.path.isdir(self._within) else None
             whole = tempfile.mkdtemp(prefix="librmq-remote-", dir=within)
             weakref.finalize(self, shutil.rmtree, whole, ignore_errors=True)
-            folder = os.path.join(whole, "store")
-            os.mkdir(folder)
+            # Lists of several stores name each by the end of its path.
+            folder = os.path.join(whole, *_folders(self.url))
+            os.makedirs(folder)
             if self._sizes:
                 self._blocks = {name: set() for name in self._sizes}
                 make_folders(DiskFiles(), os.path.join(folder, directory.COMMITLOG))
@@ -138,22 +151,40 @@ class RemoteStore:
             raise ConfigError(f"{self.url}: memory:// is in this process only; read with processes=1")
         sizes = {name: size for name, size in self._sizes.items() if _below(name, directory.COMMITLOG)}
         # Processes that are killed at the end of a read leave files, which go with this mirror.
-        return RemoteLog(self.url, self._options, sizes, os.path.dirname(self.path))
+        return RemoteLog(self.url, self.storage_options, sizes, os.path.dirname(self.path))
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the blocks with these bytes of a log file that were not fetched yet."""
-        have = self._blocks.get(name)
-        if have is None:
-            return
-        size = self._sizes[name]
-        blocks = {one for begin, end in ranges for one in range(begin // _BLOCK, -(-min(end, size) // _BLOCK))} - have
-        if blocks:
-            numbers = np.array(sorted(blocks))
-            firsts = numbers[np.diff(numbers, prepend=-2) > 1] * _BLOCK
-            lasts = numbers[np.diff(numbers, append=numbers[-1] + 2) > 1] * _BLOCK + _BLOCK
-            path = self.path
-            self._copy(path, ((name, a, min(b, size)) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)))
-            have |= blocks
+        self._fetch({name: ranges})
+
+    def fetch_at(self, places: Iterable[int], size: int) -> None:
+        """Fetch the blocks with ``size`` bytes at each of these physical offsets that were not fetched yet, at once."""
+        file_size = next((self._sizes[name] for name in self._blocks), 1)
+        by_file: dict[str, list[tuple[int, int]]] = {}
+        for place in places:
+            at = place % file_size
+            by_file.setdefault(f"{directory.COMMITLOG}/{file_name(place - at)}", []).append((at, at + size))
+        self._fetch(by_file)
+
+    def _fetch(self, by_file: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        wanted: list[_Range] = []
+        fetched: list[tuple[set[int], set[int]]] = []
+        for name, ranges in by_file.items():
+            have = self._blocks.get(name)
+            if have is None:
+                continue
+            size = self._sizes[name]
+            blocks = {one for first, end in ranges for one in range(first // _BLOCK, -(-min(end, size) // _BLOCK))}
+            if blocks := blocks - have:
+                numbers = np.array(sorted(blocks))
+                firsts = numbers[np.diff(numbers, prepend=-2) > 1] * _BLOCK
+                lasts = numbers[np.diff(numbers, append=numbers[-1] + 2) > 1] * _BLOCK + _BLOCK
+                wanted += ((name, a, min(b, size)) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True))
+                fetched.append((have, blocks))
+        if wanted:
+            self._copy(self.path, wanted)
+            for have, blocks in fetched:
+                have |= blocks
 
     def release(self) -> None:
         """Give back the space of the log, unless repeated reads can use it."""
@@ -170,14 +201,21 @@ class RemoteStore:
         found = dict(self._listed())
         if not found:
             raise NotAStoreError(f"{self.url}: there is nothing here; expected the folder of a store")
+        _check_is_store(self.url, found)
         self._sizes = found
         by_part: dict[str, list[str]] = {}
+        skipped = _SALVAGED if self._is_whole else _NOT_READ
         for name, size in found.items():
             place = os.path.join(path, name)
             os.makedirs(os.path.dirname(place), exist_ok=True)
             _make_sparse(place, size)
-            if not any(_below(name, folder) for folder in _NOT_READ):
+            if not any(_below(name, folder) for folder in skipped):
                 by_part.setdefault(name.partition("/")[0], []).append(name)
+        if self._is_whole:
+            names = [name for part in by_part.values() for name in part]
+            advance(0, sum(found[name] for name in names))
+            self._copy(path, self._whole(names))
+            return
         logs, index = by_part.pop(directory.COMMITLOG, []), by_part.pop(directory.INDEX, [])
         queues = by_part.pop(directory.CONSUMEQUEUE, [])
         self._copy(path, self._whole(name for names in by_part.values() for name in names))
@@ -279,9 +317,13 @@ class RemoteStore:
             if len(data) != end - begin:
                 url = f"{self.url}/{name}"
                 raise CorruptionError(url, begin, "size", f"expected {end - begin} bytes, found {len(data)}")
-            with open(os.path.join(path, name), "r+b") as file:
-                file.seek(begin)
-                file.write(data)
+            try:
+                with open(os.path.join(path, name), "r+b") as file:
+                    file.seek(begin)
+                    file.write(data)
+            except OSError as error:
+                raise StoreIOError("write the local copy (TMPDIR names another disk)", path, error) from error
+            advance(len(data))
             self.fetched_bytes += len(data)
             self.requests += 1
 
@@ -396,6 +438,10 @@ def _memory_system() -> type[Any]:
 def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     from pyarrow import fs
 
+    if scheme in ("s3", "s3a") and "endpoint_override" not in options:  # PyArrow does not read the variable
+        endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""))
+        if endpoint.netloc:
+            options = {"scheme": endpoint.scheme, "endpoint_override": endpoint.netloc, **options}
     try:
         return _ArrowSystem(getattr(fs, _BY_PYARROW[scheme])(**options)), path
     except (AttributeError, TypeError) as error:
@@ -420,6 +466,24 @@ class _ArrowSystem:
             with self._system.open_input_file(path) as file:
                 found.append(file.read_at(end - begin, begin))
         return found
+
+
+def _folders(url: str) -> list[str]:
+    """Return names of folders for the mirror of a store: those of the URL."""
+    names = url.rpartition("://")[2].split("/")
+    return [name[:200] for name in names if name not in ("", ".", "..")][-4:] or ["store"]
+
+
+def _check_is_store(url: str, names: Iterable[str]) -> None:
+    """Refuse a folder above stores, which can be of any size.
+
+    Raises:
+        NotAStoreError: There is no log, but there are logs below.
+    """
+    logs = {head for head, middle, _ in (f"/{name}".partition(f"/{directory.COMMITLOG}/") for name in names) if middle}
+    if logs and "" not in logs:
+        stores = ", ".join(url + log for log in sorted(logs)[:5])
+        raise NotAStoreError(f"{url}: no store, but {len(logs)} are below it ({stores}): name one of them")
 
 
 def _make_sparse(path: str, size: int) -> None:

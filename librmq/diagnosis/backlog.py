@@ -35,6 +35,7 @@ __all__ = [
     "QueueLag",
     "TopicLag",
     "TopicProgress",
+    "first_place",
     "is_uneven",
     "lag",
     "lag_findings",
@@ -346,7 +347,7 @@ def _oldest(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -
     places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, late)
     if places is None:
         queue = view.store.queues[name]
-        places = [_place(queue, start) for start in late]
+        places = [first_place(queue, start) for start in late]
     found = dict(zip(late, store_times_at(view.store.log, places), strict=True))
     return list(map(found.get, starts))
 
@@ -372,7 +373,7 @@ def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> 
     return [place for place, _ in entries] if all(0 < size != HOLE_SIZE for _, size in entries) else None
 
 
-def _place(queue: ConsumeQueue, queue_offset: int) -> int:
+def first_place(queue: ConsumeQueue, queue_offset: int) -> int:
     """Return the physical offset of the first message with an entry from ``queue_offset`` on; -1 without one."""
     while raw := queue.read(queue_offset, _AT_ONCE):
         for place, size in zip(*places_and_sizes(raw), strict=True):

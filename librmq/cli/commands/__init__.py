@@ -18,5 +18,5 @@ SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {one.name: one for section in SECTIONS.values() for one in section}
 """The commands by name."""
-READING: Final = frozenset((*(one.name for one in look.COMMANDS), "ask", "dump", "export", "queue"))
+READING: Final = frozenset((*(one.name for one in look.COMMANDS), "ask", "dump", "export", "queue", "timers"))
 """Commands that read the messages of a store, or what is known about them."""

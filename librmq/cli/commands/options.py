@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 __all__ = [
-    "CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SECURED", "SELECTION", "TIMES", "Command", "Option", "option",
+    "CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SECURED", "SELECTION", "STORAGE_OPTIONS", "TIMES", "Command",
+    "Option", "option",
 ]  # fmt: skip
 
 TIME_HELP: Final = (
@@ -107,6 +108,12 @@ SECURED: Final = (
     option("--tls-ca", metavar="FILE", help="the same, and trust the certificates in this file"),
 )
 """How a command reaches a cluster that asks for keys or TLS."""
+STORAGE_OPTIONS: Final = option(
+    "--storage-options",
+    metavar="JSON",
+    help='arguments of the file system of a store that is a URL, such as \'{"region": "eu-central-1"}\'',
+)
+"""For a command that reads a store behind a URL."""
 CHANGES: Final = (option("--dry-run", action="store_true", help="print the changes without making them"),)
 """For a command that changes a store."""
 

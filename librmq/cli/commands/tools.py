@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from librmq.cli.commands.options import GROUP, OUTPUT, TAG, TIMES, TOPIC, Command, option
+from librmq.cli.commands.options import GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
 
 __all__ = ["COMMANDS"]
 
-_STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores")
+_STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
 _MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
 _RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
 
@@ -30,6 +30,7 @@ COMMANDS: Final = (
             ),
             option("--spark", action="store_true", help="read the stores with Spark, which can be a cluster"),
             *_RANGES,
+            STORAGE_OPTIONS,
             _MASTER,
         ),
         description="Writes one page that opens offline, and the same as JSON beside it (extras: report, arrow).",
