@@ -195,7 +195,7 @@ HOSTILE = (
 )
 
 
-def test_a_csv_obeys_nobody_and_is_imported_as_it_was(shell: Shell) -> None:
+def test_formulas_in_csv_are_escaped_and_imported_as_they_were(shell: Shell) -> None:
     with MessageStore.open("old") as store:
         for text in HOSTILE:
             store.append(Message("T", text, tags=text, properties={"p": text}))
@@ -216,7 +216,7 @@ def test_a_csv_obeys_nobody_and_is_imported_as_it_was(shell: Shell) -> None:
         assert [message.properties["p"] for message in store] == list(HOSTILE)
 
 
-def test_a_commands_csv_obeys_nobody(shell: Shell) -> None:
+def test_formulas_in_the_csv_of_a_command_are_escaped(shell: Shell) -> None:
     with MessageStore.open("old") as store:
         for text in HOSTILE:
             store.append(Message("T", text, tags=text, properties={"p": text}))

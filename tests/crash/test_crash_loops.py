@@ -55,7 +55,7 @@ def test_a_crash_loop_delivers_each_delayed_message_once(delay: float, config: B
         assert bodies(rmq, "T") == {b"%d" % number: 1 for number in range(20)}
 
 
-def test_a_crash_loop_makes_one_dead_letter_of_each_poison_message(rmq: Kit) -> None:
+def test_a_crash_loop_makes_one_dead_letter_of_each_message(rmq: Kit) -> None:
     rmq.consumer("g", fail_fast=False, max_reconsume_times=2).subscribe("T")(fail)
     for number in range(20):
         rmq.producer().send("T", b"%d" % number)
@@ -65,7 +65,7 @@ def test_a_crash_loop_makes_one_dead_letter_of_each_poison_message(rmq: Kit) -> 
     assert Counter(m.body for m in messages(rmq, "%RETRY%g") if m.reconsume_times == 1) == once
 
 
-def test_records_that_are_written_again_on_purpose_are_delivered(rmq: Kit) -> None:
+def test_records_that_are_written_again_are_delivered(rmq: Kit) -> None:
     """The same id is sent to wait twice, and directly in between; nothing counts as the delivery of another."""
     producer = rmq.producer()
     for level in (1, 0, 1):
@@ -85,7 +85,7 @@ def test_a_key_that_is_the_id_of_another_message_is_no_delivery(rmq: Kit) -> Non
     assert bodies(rmq, "T") == {b"waits": 1, b"other": 1}
 
 
-def test_a_dead_letter_that_is_resent_after_a_crash_has_all_its_retries(rmq: Kit) -> None:
+def test_a_resent_dead_letter_has_all_its_retries(rmq: Kit) -> None:
     rmq.consumer("g", fail_fast=False, max_reconsume_times=1).subscribe("T")(fail)
     rmq.producer().send("T", b"x")
     rmq.advance(minutes=1)

@@ -25,7 +25,7 @@ def deleted(broker: Broker) -> dict[tuple[str, str], int]:
     return {(row.group, row.topic): row.expired for row in lag(broker).by_topic() if row.expired}
 
 
-def test_retention_deletes_what_expires_at_the_time_that_was_said(tmp_path: Path) -> None:
+def test_retention_deletes_what_expires_at_the_given_time(tmp_path: Path) -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     with Broker.open(tmp_path / "store", store_config=CONFIG, runner=runner) as broker:
         broker.create_topic("orders", 2)

@@ -187,7 +187,7 @@ def ends(source: Source, name: str) -> dict[str | None, str]:
 
 
 @pytest.mark.parametrize("folder", folders("clients-sql-filter"))
-def test_a_recorded_group_passed_what_it_got_and_filtered_the_rest(folder: Path) -> None:
+def test_a_recorded_group_passed_what_it_got(folder: Path) -> None:
     delivered = {
         one["msgId"] for row in jsonl(folder / "events.jsonl") if row["kind"] == "deliver" and row["client"] == "c1"
         for one in row["msgs"]

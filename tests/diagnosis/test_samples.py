@@ -55,7 +55,7 @@ def test_a_registered_filter_that_matches_nothing(tmp_path: Path, expression: st
         assert ("did you mean price?" in finding.what) == ("prise" in expression)
 
 
-def test_a_filter_that_matches_an_older_message_is_said_to_be_sampled(tmp_path: Path) -> None:
+def test_a_filter_that_matches_an_older_message_is_sampled(tmp_path: Path) -> None:
     runner = ManualRunner()
     with Broker.open(tmp_path / "store", runner=runner) as broker:
         consumer = PushConsumer(broker, "G")

@@ -128,7 +128,7 @@ def test_clients_are_awaited_after_a_fault(served: ServedKit, fault: str, monkey
             assert [one.body for one in waiting.result(60)[1]] == [b"y"]
 
 
-def test_a_producer_of_transactions_is_back_when_it_can_be_asked(
+def test_a_transaction_producer_is_back_when_it_can_be_asked(
     served: ServedKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "_BACK_S", 0.05)
@@ -160,7 +160,7 @@ def test_a_client_that_shuts_down_after_a_fault_is_not_awaited(served: ServedKit
     served.settle()
 
 
-def test_a_broker_that_is_down_refuses_connections_until_time_is_moved(served: ServedKit) -> None:
+def test_a_broker_that_is_down_refuses_connections(served: ServedKit) -> None:
     with Stub(served.address) as stub:
         stub.send(message("t", b"a"))
     served.crash_broker(down=30)
