@@ -191,10 +191,10 @@ class ConfigTable:
         self._versioned = versioned
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
-        self.is_new = not any(files.size(file) for file in (path, path + _BACKUP))
-        """Whether there was neither the file nor its backup."""
         self._document = self._load()
         self.rows: Rows = self._document[name]
+        self.is_new = not self.rows
+        """Whether nothing was stored; a broker's own topics are always stored with the first one."""
 
     def set(self, key: str | int, row: object) -> None:
         """Add or replace a row."""
