@@ -157,7 +157,8 @@ class Sessions:
 
     def called(self, client_id: str) -> None:
         """Note that a client makes a call; with it most former clients are back."""
-        if client_id in self._silent and not self._former[client_id].needs_stream:
+        former = self._former.get(client_id)  # another thread may be taking its settings
+        if former is not None and not former.needs_stream:
             self._silent.discard(client_id)
 
     def silent(self) -> list[str]:
