@@ -76,7 +76,7 @@ class _MapColumns:
         self._null_rows = None
         if properties.null_count:
             self._null_rows = properties.is_null().to_numpy(zero_copy_only=False)
-        self._found: dict[str, tuple[Places, Any]] = {}
+        self._places_by_name: dict[str, tuple[Places, Any]] = {}
 
     @cached_property
     def _row_of_entry(self) -> Any:
@@ -93,10 +93,10 @@ class _MapColumns:
 
         A mask of None means all rows.
         """
-        if name not in self._found:
+        if name not in self._places_by_name:
             entries = np.flatnonzero(self._names.equal(name))
-            self._found[name] = (entries, None) if self._one_a_row(entries) else self._spread(entries)
-        return self._found[name]
+            self._places_by_name[name] = (entries, None) if self._one_a_row(entries) else self._spread(entries)
+        return self._places_by_name[name]
 
     def _spread(self, entries: Places) -> tuple[Places, Any]:
         rows = self._row_of_entry[entries]
@@ -173,8 +173,8 @@ def _texts(column: Any, what: str) -> Any:
 def _compared(operator: str, numbers: Any, number: int | float) -> Any:
     """Compare numbers with one number, several times as fast as Arrow's kernels; nulls count as false."""
     values = _values(numbers)
-    found = booleans(COMPARE[operator](values, values.dtype.type(number)))
-    return pc.and_(found, numbers.is_valid()) if numbers.null_count else found
+    matches = booleans(COMPARE[operator](values, values.dtype.type(number)))
+    return pc.and_(matches, numbers.is_valid()) if numbers.null_count else matches
 
 
 def _values(numbers: Any) -> Any:
@@ -235,7 +235,7 @@ class _Arrow(ColumnBackend[Any]):
                 still_open = self.every([still_open, self.none([condition])])
         return result
 
-    def ask(self, question: Question, condition: Condition) -> Any:
+    def property_condition(self, question: Question, condition: Condition) -> Any:
         match question:
             case Missing():
                 present = self.present(question.name)
@@ -269,12 +269,12 @@ class _Arrow(ColumnBackend[Any]):
         name, texts = question.name, question.texts
         if len(texts) > FEW:
             text = self.text(name)
-            found = pc.is_in(text, pa.array(texts, text.type))
+            matches = pc.is_in(text, pa.array(texts, text.type))
         else:
             if name not in self._short:
                 self._short[name] = self._columns.short(name)
-            found = booleans(reduce(np.logical_or, map(self._short[name].equal, texts)))
-        return self.every([self.present(name), found if condition == "is_true" else pc.invert(found)])
+            matches = booleans(reduce(np.logical_or, map(self._short[name].equal, texts)))
+        return self.every([self.present(name), matches if condition == "is_true" else pc.invert(matches)])
 
     def _number_is(self, question: NumberIs, condition: Condition) -> Any:
         kind = type(question.number)
@@ -308,8 +308,8 @@ class _Arrow(ColumnBackend[Any]):
             both = [self.present(question.left), self.present(question.right)]
             return self.every([*both, self.some([left_failed, right_failed])])
         operator = question.operator if condition == "is_true" else NEGATED[question.operator]
-        found = COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
-        return self.every([left.is_valid(), right.is_valid(), booleans(found)])
+        matches = COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
+        return self.every([left.is_valid(), right.is_valid(), booleans(matches)])
 
     def _search(self, question: TextSearch, condition: Condition) -> Any:
         search = {
@@ -317,8 +317,8 @@ class _Arrow(ColumnBackend[Any]):
             "STARTSWITH": pc.starts_with,
             "ENDSWITH": pc.ends_with,
         }[question.kind]
-        found = search(self.text(question.name), question.text)
-        true = pc.invert(found) if question.negated else found
+        matches = search(self.text(question.name), question.text)
+        true = pc.invert(matches) if question.negated else matches
         return true if condition == "is_true" else self.none([true])
 
 
@@ -344,7 +344,7 @@ def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
     return numbers, pc.and_(text.is_valid(), numbers.is_null())
 
 
-def _usual(text: Any, target: Any) -> Any:
+def _plain_numbers(text: Any, target: Any) -> Any:
     """Cast texts of digits, minus signs and points to numbers; None if a text has other characters or is no number.
 
     For such texts Arrow's cast agrees with Java. For texts with letters it does not.
@@ -372,11 +372,11 @@ def _all_between(text: Any, first: str, last: str) -> bool:
 def _integers(text: Any, kind: type) -> tuple[Any, Any]:
     digits = 18 if kind is JavaLong else 9
     target = pa.int64() if kind is JavaLong else pa.int32()
-    numbers = _usual(text, target)
+    numbers = _plain_numbers(text, target)
     if numbers is not None:
         return numbers, False
     plain = pc.and_(pc.ascii_is_decimal(text), pc.less_equal(pc.binary_length(text), digits))
-    return _patched(text, plain, _where(plain, text).cast(target), lambda rest: _other_integers(rest, kind))
+    return _patched(text, plain, _where(plain, text).cast(target), lambda others: _other_integers(others, kind))
 
 
 def _other_integers(text: Any, kind: type) -> Any:
@@ -403,7 +403,7 @@ def _other_integers(text: Any, kind: type) -> Any:
 
 
 def _doubles(text: Any) -> tuple[Any, Any]:
-    numbers = _usual(text, pa.float64())
+    numbers = _plain_numbers(text, pa.float64())
     if numbers is not None:
         return numbers, False
     plain = pc.ascii_is_decimal(text)
@@ -425,16 +425,16 @@ def _other_doubles(text: Any) -> Any:
 def _hexadecimal(text: Any) -> Any:
     """Parse hexadecimal doubles, rounded once, to the nearest, ties to even; null for any other text."""
     parts = pc.extract_regex(text, _HEXADECIMAL)
-    sign, whole, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
+    sign, integral, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
     blank = pa.scalar("", sign.type)
-    digits = pc.binary_join_element_wise(whole, front, back, blank)
+    digits = pc.binary_join_element_wise(integral, front, back, blank)
     digits = pc.ascii_lower(pc.utf8_ltrim(digits, "0"))
     length = pc.binary_length(digits).cast(pa.int64())
     # The first 15 digits have at least 57 bits. One bit after them says whether any later digit is not 0.
     head = pc.utf8_slice_codeunits(digits, 0, 15)
-    rest = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
+    sticky = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
     mantissa = pc.binary_join_element_wise(pa.scalar("0x0", sign.type), head, blank).cast(pa.int64())
-    mantissa = pc.add(pc.multiply(mantissa, 2), rest.cast(pa.int64()))
+    mantissa = pc.add(pc.multiply(mantissa, 2), sticky.cast(pa.int64()))
     # No number of digits could balance an exponent of more than nine digits.
     negative = pc.starts_with(exponent, "-")
     power = pc.utf8_ltrim(pc.utf8_ltrim(exponent, "+-"), "0")
@@ -460,13 +460,13 @@ def _hexadecimal(text: Any) -> Any:
 
 def _halved(number: Any, times: Any) -> Any:
     """Shift out the last bits of a number, rounding to the nearest, ties to even."""
-    kept = pc.shift_right(number, times)
-    lost = pc.subtract(number, pc.shift_left(kept, times))
+    quotient = pc.shift_right(number, times)
+    lost = pc.subtract(number, pc.shift_left(quotient, times))
     half = pc.shift_right(pc.shift_left(pa.scalar(1, pa.int64()), times), 1)
-    odd = pc.equal(pc.bit_wise_and(kept, 1), 1)
-    up = pc.or_(pc.greater(lost, half), pc.and_(pc.equal(lost, half), odd))
+    is_odd = pc.equal(pc.bit_wise_and(quotient, 1), 1)
+    up = pc.or_(pc.greater(lost, half), pc.and_(pc.equal(lost, half), is_odd))
     up = pc.and_(up, pc.greater(times, 0))
-    return pc.add(kept, up.cast(pa.int64()))
+    return pc.add(quotient, up.cast(pa.int64()))
 
 
 def _sort_key(numbers: Any) -> Any:

@@ -42,10 +42,10 @@ def booleans(mask: npt.NDArray[np.bool_]) -> Any:
 class Texts:
     """A string or large string array, or its texts at some places, compared with short texts."""
 
-    def __init__(self, array: Any, places: Places | None = None, of: Texts | None = None) -> None:
+    def __init__(self, array: Any, places: Places | None = None, base: Texts | None = None) -> None:
         self._array: Final = array
         self._places: Final = places
-        self._of: Final = of
+        self._base: Final = base
 
     def at(self, places: Places) -> Texts:
         """Return the texts at ``places``, in that order."""
@@ -54,17 +54,17 @@ class Texts:
     def equal(self, text: str) -> npt.NDArray[np.bool_]:
         """Return where a text is ``text``, with any value for a null."""
         data = text.encode("utf-8", "surrogatepass")
-        found: npt.NDArray[np.bool_] = self._lengths == len(data)
+        matches: npt.NDArray[np.bool_] = self._lengths == len(data)
         head = data[:_WORD]
         if head:
             mask = np.uint64((1 << (8 * len(head))) - 1)
-            words = np.bitwise_and(self._words, mask, out=_scratch(len(found), np.uint64))
-            found &= words == np.uint64(int.from_bytes(head, "little"))
+            words = np.bitwise_and(self._words, mask, out=_scratch(len(matches), np.uint64))
+            matches &= words == np.uint64(int.from_bytes(head, "little"))
         if len(data) > _WORD:
-            alike = np.flatnonzero(found)
+            alike = np.flatnonzero(matches)
             rows = alike if self._places is None else self._places[alike]
-            found[alike] = pc.equal(self._array.take(pa.array(rows)), text).fill_null(False)
-        return found
+            matches[alike] = pc.equal(self._array.take(pa.array(rows)), text).fill_null(False)
+        return matches
 
     @cached_property
     def _offsets(self) -> npt.NDArray[np.signedinteger[Any]]:
@@ -88,8 +88,8 @@ class Texts:
     @cached_property
     def _anywhere(self) -> npt.NDArray[np.uint64]:
         """Return the eight bytes that begin at each byte of the texts, with zeros after the last."""
-        if self._of is not None:
-            return self._of._anywhere
+        if self._base is not None:
+            return self._base._anywhere
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         data = _scratch(last - first + _WORD, np.uint8)
         if last > first:

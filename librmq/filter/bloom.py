@@ -75,15 +75,15 @@ class BloomFilter:
         data = text.encode("utf-8", "replace")
         hash64 = mmh3.hash64(data, 0, True, signed=False)[0]
         low, high = hash64 & 0xFFFFFFFF, hash64 >> 32
-        found = []
+        positions = []
         for i in range(1, self.hash_count + 1):
             combined = (low + i * high) & 0xFFFFFFFF
             if combined > _INT_MAX:  # negative as an int32: all its bits are flipped
                 combined ^= 0xFFFFFFFF
-            found.append(combined % self.bit_count)
-        return tuple(found)
+            positions.append(combined % self.bit_count)
+        return tuple(positions)
 
-    def of(self, text: str) -> BloomPositions:
+    def bloom_positions(self, text: str) -> BloomPositions:
         """Return the bits that ``text`` sets, with the length of their bitmap."""
         return BloomPositions(self.positions(text), self.bit_count)
 
@@ -93,10 +93,10 @@ class BloomFilter:
 
     def bitmap(self, *texts: str) -> bytearray:
         """Return a new bitmap with the bits of ``texts`` set."""
-        made = bytearray((self.bit_count + 7) // 8)
+        bitmap = bytearray((self.bit_count + 7) // 8)
         for text in texts:
-            self.add(made, self.positions(text))
-        return made
+            self.add(bitmap, self.positions(text))
+        return bitmap
 
     @staticmethod
     def add(bitmap: bytearray, positions: Iterable[int]) -> None:

@@ -1,8 +1,8 @@
 """The broker's answers as two-valued conditions, for back-ends that evaluate columns and have no exceptions.
 
 A question has three conditions: its answer is TRUE, it is FALSE, or it is an ERROR. Where none holds, the answer is
-UNKNOWN. Each condition is made of those of the questions below. Only the needed ones are made: most filters need
-IS_TRUE alone. A null in a condition counts as false.
+UNKNOWN. Each condition is built from conditions of the questions below. Only the needed ones are built: most filters
+need IS_TRUE alone. A null in a condition counts as false.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ JAVA_INTEGER: Final = rf"\A[+-]?[{DECIMAL_DIGITS}]+\z"
 
 Condition: TypeAlias = Literal["is_true", "is_false", "is_error"]
 
-_Wanted: TypeAlias = tuple[Question, Condition]
-_Steps: TypeAlias = Generator[_Wanted, C, C]
+_Part: TypeAlias = tuple[Question, Condition]
+_Steps: TypeAlias = Generator[_Part, C, C]
 
 
 class ColumnBackend(ABC, Generic[C]):
     """Conditions over columns, of type ``C``. Use one object for one evaluation; not thread-safe."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, Condition], C] = {}
+        self._conditions: dict[tuple[int, Condition], C] = {}
 
     # --- what a back-end provides
 
@@ -77,7 +77,7 @@ class ColumnBackend(ABC, Generic[C]):
         """Return the value of the first condition that holds; false where none does."""
 
     @abstractmethod
-    def ask(self, question: Question, condition: Condition) -> C:
+    def property_condition(self, question: Question, condition: Condition) -> C:
         """Return the condition of a question about properties."""
 
     # --- the rules, written once
@@ -85,27 +85,27 @@ class ColumnBackend(ABC, Generic[C]):
     def condition(self, question: Question, condition: Condition) -> C:
         """Return the condition of a whole question, without recursion: a tree can be deeper than Python's stack."""
         waiting: list[tuple[tuple[int, Condition], _Steps[C]]] = []
-        wanted: _Wanted = (question, condition)
+        part: _Part = (question, condition)
         while True:
-            key = (id(wanted[0]), wanted[1])
-            if key in self._made:
-                answer = self._made[key]
+            key = (id(part[0]), part[1])
+            if key in self._conditions:
+                answer = self._conditions[key]
             else:
-                steps = self._steps(*wanted)
+                steps = self._steps(*part)
                 try:
-                    wanted = next(steps)
+                    part = next(steps)
                     waiting.append((key, steps))
                     continue
                 except StopIteration as done:
-                    answer = self._made[key] = done.value
+                    answer = self._conditions[key] = done.value
             while waiting:
                 key, steps = waiting[-1]
                 try:
-                    wanted = steps.send(answer)
+                    part = steps.send(answer)
                     break
                 except StopIteration as done:
                     waiting.pop()
-                    answer = self._made[key] = done.value
+                    answer = self._conditions[key] = done.value
             else:
                 return answer
 
@@ -117,17 +117,17 @@ class ColumnBackend(ABC, Generic[C]):
             case Always():
                 return self.literal(question.answer is _ANSWERS[condition])
             case Negation():
-                return (yield question.of, _OPPOSITE[condition])
+                return (yield question.operand, _OPPOSITE[condition])
             case All():
-                return (yield from self._chain(question.of, condition, decisive="is_false"))
+                return (yield from self._chain(question.terms, condition, decisive="is_false"))
             case AnyOf():
-                return (yield from self._chain(question.of, condition, decisive="is_true"))
+                return (yield from self._chain(question.terms, condition, decisive="is_true"))
             case Mapped():
                 return (yield from self._mapped(question, condition))
             case SameAnswer():
                 return (yield from self._same(question, condition))
             case _:
-                return self.ask(question, condition)
+                return self.property_condition(question, condition)
 
     def _chain(self, terms: tuple[Question, ...], condition: Condition, decisive: Condition) -> _Steps[C]:
         if condition not in (decisive, "is_error"):
@@ -153,15 +153,15 @@ class ColumnBackend(ABC, Generic[C]):
 
     def _mapped(self, question: Mapped, condition: Condition) -> _Steps[C]:
         if condition == "is_error":
-            return (yield question.of, "is_error")
-        wanted = _ANSWERS[condition]
+            return (yield question.operand, "is_error")
+        answer = _ANSWERS[condition]
         conditions = []
-        if question.when_true is wanted:
-            conditions.append((yield question.of, "is_true"))
-        if question.when_false is wanted:
-            conditions.append((yield question.of, "is_false"))
-        if question.when_unknown is wanted:
-            conditions.append((yield from self._unknown(question.of)))
+        if question.when_true is answer:
+            conditions.append((yield question.operand, "is_true"))
+        if question.when_false is answer:
+            conditions.append((yield question.operand, "is_false"))
+        if question.when_unknown is answer:
+            conditions.append((yield from self._unknown(question.operand)))
         return self.some(conditions)
 
     def _same(self, question: SameAnswer, condition: Condition) -> _Steps[C]:
@@ -169,20 +169,20 @@ class ColumnBackend(ABC, Generic[C]):
         if condition == "is_error":
             conditions = [(yield left, "is_error"), (yield right, "is_error")]
             if question.clash:
-                conditions.append(self.every([(yield from self._known(left)), (yield from self._known(right))]))
+                conditions.append(self.every([(yield from self._decided(left)), (yield from self._decided(right))]))
             return self.some(conditions)
         right_unknown = yield from self._unknown(right)
         if condition == "is_true":
             pairs = [((yield from self._unknown(left)), right_unknown)]
         else:
-            pairs = [((yield from self._known(left)), right_unknown)]
+            pairs = [((yield from self._decided(left)), right_unknown)]
         if not question.clash:
             other: Condition = "is_true" if condition == "is_true" else "is_false"
             pairs.append(((yield left, "is_true"), (yield right, other)))
             pairs.append(((yield left, "is_false"), (yield right, _OPPOSITE[other])))
         return self.some([self.every(pair) for pair in pairs])
 
-    def _known(self, question: Question) -> _Steps[C]:
+    def _decided(self, question: Question) -> _Steps[C]:
         return self.some([(yield question, "is_true"), (yield question, "is_false")])
 
     def _unknown(self, question: Question) -> _Steps[C]:

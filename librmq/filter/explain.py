@@ -112,12 +112,12 @@ def _why(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
             return "none of its terms is TRUE"
         case Truth():
             rule = "a bare property is UNKNOWN when missing, else FALSE, never TRUE"
-            return f"{_saw(selector, node, seen)}; {rule}"
+            return f"{_evaluated_values(selector, node, seen)}; {rule}"
         case _:
-            return f"{_saw(selector, node, seen) or 'it is written so'}; that is {_verdict(outcome)}"
+            return f"{_evaluated_values(selector, node, seen) or 'it is written so'}; that is {_verdict(outcome)}"
 
 
-def _saw(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
+def _evaluated_values(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
     """Return the values that a term evaluated, except constants."""
     parts = []
     for child in children(node):
@@ -129,8 +129,8 @@ def _saw(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
         if isinstance(value, FilterEvaluationError):
             continue
         if isinstance(child, Property):
-            shown = "missing" if value is None else _short(repr(value))
-            parts.append(f"{child.name} is {shown}")
+            text = "missing" if value is None else _short(repr(value))
+            parts.append(f"{child.name} is {text}")
         elif isinstance(child, Negate):
             parts.append(f"{_short(selector.text(child))} is {'null' if value is None else value}")
         else:
@@ -149,7 +149,7 @@ def _lines(selector: Selector, seen: dict[int, _Outcome]) -> list[str]:
             continue
         leaf = isinstance(node, Compare | In | IsNull | Search | Truth)
         outcome = seen[id(node)]
-        saw = _saw(selector, node, seen) if leaf else ""
+        saw = _evaluated_values(selector, node, seen) if leaf else ""
         if leaf and isinstance(outcome, FilterEvaluationError) and outcome.term == selector.text(node):
             saw = f"{saw}: {outcome.reason}" if saw else outcome.reason
         rows.append((label, _verdict(outcome), saw))

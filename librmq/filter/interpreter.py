@@ -54,7 +54,7 @@ def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: See
     try:
         while True:
             try:
-                asked = steps.send(answer)
+                operand = steps.send(answer)
             except StopIteration as done:
                 answer = done.value
                 if seen is not None:
@@ -65,7 +65,7 @@ def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: See
                 node, steps = waiting.pop()
             else:
                 waiting.append((node, steps))
-                node, steps, answer = asked, _steps(selector, asked, properties or {}), None
+                node, steps, answer = operand, _steps(selector, operand, properties or {}), None
     except FilterEvaluationError as error:
         if seen is not None:
             seen(node, error)

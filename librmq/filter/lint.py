@@ -46,14 +46,14 @@ class Lint:
 
 def lint(selector: Selector, dialect: Dialect) -> list[Lint]:
     """Return all findings, from left to right."""
-    found = [finding for node in postorder(selector.root) for finding in _findings(selector, node)]
+    findings = [finding for node in postorder(selector.root) for finding in _findings(selector, node)]
     if selector.ignored_from is not None:
-        rest = selector.expression[selector.ignored_from :]
-        advice = f"{rest[:40]!r} is ignored: the expression ends before it"
-        if dialect == "4.9" and rest[:8].upper().startswith(("CONTAINS", "STARTSWI", "ENDSWITH")):
+        ignored = selector.expression[selector.ignored_from :]
+        advice = f"{ignored[:40]!r} is ignored: the expression ends before it"
+        if dialect == "4.9" and ignored[:8].upper().startswith(("CONTAINS", "STARTSWI", "ENDSWITH")):
             advice += "; this word is an operator in the dialect 5.3 only"
-        found.append(Lint(selector.ignored_from, len(selector.expression), "ignored-rest", advice))
-    return sorted(set(found))
+        findings.append(Lint(selector.ignored_from, len(selector.expression), "ignored-rest", advice))
+    return sorted(set(findings))
 
 
 def _findings(selector: Selector, node: Node) -> Iterator[Lint]:
@@ -97,12 +97,12 @@ def _at(node: Node, rule: str, advice: str) -> Lint:
 
 def _loose_not(selector: Selector, node: Node, left: Node) -> Iterator[Lint]:
     if isinstance(left, Not) and selector.expression[left.start] in "nN":
-        rest = selector.expression[left.operand.start : node.end]
-        advice = f"NOT binds tighter than this comparison: write NOT ({rest}), or put (NOT …) in parentheses"
+        comparison = selector.expression[left.operand.start : node.end]
+        advice = f"NOT binds tighter than this comparison: write NOT ({comparison}), or put (NOT …) in parentheses"
         yield _at(left, "not-binds-tighter", advice)
 
 
-def _known(node: Node) -> tuple[Value] | None:
+def _constant(node: Node) -> tuple[Value] | None:
     """Return the value of an operand without properties, in a tuple."""
     signs = 0
     while isinstance(node, Negate):
@@ -117,12 +117,12 @@ def _known(node: Node) -> tuple[Value] | None:
 
 
 def _kind(node: Node) -> _Kind:
-    known = _known(node)
-    if known is None:
+    constant = _constant(node)
+    if constant is None:
         if isinstance(node, Property):
             return "property"
         return "boolean" if is_boolean(node) else "null"
-    match known[0]:
+    match constant[0]:
         case None:
             return "null"
         case bool():
@@ -134,7 +134,7 @@ def _kind(node: Node) -> _Kind:
 
 
 def _comparison(node: Compare) -> Iterator[Lint]:
-    left, right = _known(node.left), _known(node.right)
+    left, right = _constant(node.left), _constant(node.right)
     if left is not None and right is not None:
         try:
             verdict = equal(left[0], right[0]) if node.operator == "=" else ordered(node.operator, left[0], right[0])
@@ -145,11 +145,11 @@ def _comparison(node: Compare) -> Iterator[Lint]:
         return
     kinds = (_kind(node.left), _kind(node.right))
     if "property" in kinds and "number" in kinds:
-        side, known = (node.right, right) if left is None else (node.left, left)
-        if known is not None and isinstance(known[0], int):
-            advice = f"a property with decimals ('{known[0]}.0') is an error against an integer, so no match"
-            if known[0] != 0:  # a zero with decimals is refused as a literal
-                advice += f": write {known[0]}.0 if it may have them"
+        side, constant = (node.right, right) if left is None else (node.left, left)
+        if constant is not None and isinstance(constant[0], int):
+            advice = f"a property with decimals ('{constant[0]}.0') is an error against an integer, so no match"
+            if constant[0] != 0:  # a zero with decimals is refused as a literal
+                advice += f": write {constant[0]}.0 if it may have them"
             yield _at(side, "integer-literal", advice)
     elif kinds == ("property", "property") and node.operator == "=":
         assert isinstance(node.right, Property)

@@ -74,9 +74,9 @@ class Token(str):
     __slots__ = ("end_pos", "start_pos", "type")
 
     def __new__(cls, type: str, text: str, start_pos: int, end_pos: int) -> Token:
-        made = str.__new__(cls, text)
-        made.type, made.start_pos, made.end_pos = type, start_pos, end_pos
-        return made
+        name = str.__new__(cls, text)
+        name.type, name.start_pos, name.end_pos = type, start_pos, end_pos
+        return name
 
     type: str
     start_pos: int
@@ -134,11 +134,11 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
             if not run.feed(token):
                 trailing = token
                 break
-        tree = run.end()
+        tree = run.tree()
         if tree is None:
-            found = "the expression ends here" if trailing is None else f"unexpected {str(trailing)[:40]!r}"
+            problem = "the expression ends here" if trailing is None else f"unexpected {str(trailing)[:40]!r}"
             position = len(expression) if trailing is None else trailing.start_pos
-            raise _RefusedError(position, f"{found}; expected {_expected(run.expected(), dialect)}")
+            raise _RefusedError(position, f"{problem}; expected {_expected(run.expected(), dialect)}")
         root = _boolean(tree)
     except _RefusedError as refused:
         raise FilterSyntaxError(expression, refused.position, refused.reason) from None
@@ -152,8 +152,8 @@ def refuse_rest(selector: Selector) -> None:
         FilterSyntaxError: There is such text.
     """
     if selector.ignored_from is not None:
-        rest = selector.expression[selector.ignored_from : selector.ignored_from + 40]
-        reason = f"unexpected {rest!r}; the expression ended before"
+        ignored = selector.expression[selector.ignored_from : selector.ignored_from + 40]
+        reason = f"unexpected {ignored!r}; the expression ended before"
         raise FilterSyntaxError(selector.expression, selector.ignored_from, reason)
 
 
@@ -243,7 +243,7 @@ class _Run:
             self._reduce(step)  # type: ignore[arg-type]
         return False
 
-    def end(self) -> Any | None:  # noqa: ANN401 (lark's token)
+    def tree(self) -> Any | None:  # noqa: ANN401 (lark's token)
         """Return the tree of the tokens so far; None if they are no whole expression."""
         states, tables = self._states, self._tables
         while (step := tables.steps[states[-1]].get(_END)) is not None:
@@ -290,9 +290,9 @@ def _tables() -> _Tables:
         steps.setdefault(state, {})
     # At each place the longest match wins, words and comments first, as in Lark's own lexer.
     order = sorted(
-        lark.terminals, key=lambda one: (-one.priority, -one.pattern.max_width, -len(one.pattern.value), one.name)
+        lark.terminals, key=lambda term: (-term.priority, -term.pattern.max_width, -len(term.pattern.value), term.name)
     )
-    patterns = [(one.name, f"(?P<{one.name}>{one.pattern.to_regexp()})") for one in order]
+    patterns = [(term.name, f"(?P<{term.name}>{term.pattern.to_regexp()})") for term in order]
     return _Tables(
         steps,
         after,

@@ -35,7 +35,7 @@ class Policy(Enum):
 class PredicateCounts:
     """Counts of a predicate's calls; ``seconds`` is their total time, ``slowest`` the longest of them."""
 
-    asked: int = 0
+    calls: int = 0
     """Calls."""
     matched: int = 0
     """Calls with a true answer."""
@@ -103,8 +103,8 @@ class WatchedPredicate(Generic[M]):
                 "predicate raised on message %(message)s: %(_policy)s", message=address, _policy=self._on_error.value
             )
         seconds = self._clock.monotonic() - begun
-        late = seconds > self._budget
-        if late:
+        is_over_budget = seconds > self._budget
+        if is_over_budget:
             _log.warning(
                 "predicate took %(seconds).6f s on message %(message)s; its budget is %(budget_s).6f s",
                 seconds=seconds,
@@ -116,10 +116,10 @@ class WatchedPredicate(Generic[M]):
         with self._lock:
             before = self._counts
             self._counts = PredicateCounts(
-                asked=before.asked + 1,
+                calls=before.calls + 1,
                 matched=before.matched + match,
                 failed=before.failed + failed,
-                over_budget=before.over_budget + late,
+                over_budget=before.over_budget + is_over_budget,
                 seconds=before.seconds + seconds,
                 slowest=max(before.slowest, seconds),
             )

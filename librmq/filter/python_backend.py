@@ -73,12 +73,12 @@ _NAN: Final = float("nan")
 class _Reader:
     """Parses one property as a number, and caches the first texts.
 
-    ``known.get(text) or read(text)`` is the number. A missing property (None) is NaN, for which every comparison fails.
+    ``numbers.get(text) or read(text)`` is the number. A missing property (None) is NaN, and a comparison with it fails.
     """
 
     def __init__(self, kind: type) -> None:
         parse, digits = _PARSERS[kind]
-        known: dict[str | None, float] = {None: _NAN}
+        numbers: dict[str | None, float] = {None: _NAN}
 
         def read(text: str) -> float:
             number: float | None
@@ -88,11 +88,11 @@ class _Reader:
                 number = parse(text)
                 if number is None:
                     raise EvaluationRefusedError
-            if len(known) <= REMEMBERED_NUMBERS and len(text) <= 20:
-                known[text] = number
+            if len(numbers) <= REMEMBERED_NUMBERS and len(text) <= 20:
+                numbers[text] = number
             return number
 
-        self.known: Final = known
+        self.numbers: Final = numbers
         self.read: Final = read
 
 
@@ -167,7 +167,7 @@ class _Writer:
         uses = Counter(names(question))
         self.loaded = {name: f"t{i}" for i, (name, n) in enumerate(uses.items()) if n > 1}
         if mode == "is_true" and isinstance(question, All):
-            result = " and ".join(self.write(term, mode, 1) for term in question.of)
+            result = " and ".join(self.write(term, mode, 1) for term in question.terms)
         else:
             result = self.write(question, mode, 0)
         loads = "".join(f"        {variable} = p.get({name!r})\n" for name, variable in self.loaded.items())
@@ -216,9 +216,9 @@ class _Writer:
             case Negation():
                 return self.negation(question, mode, level)
             case All():
-                return self.chain(question.of, mode, level, decisive="is_false")
+                return self.chain(question.terms, mode, level, decisive="is_false")
             case AnyOf():
-                return self.chain(question.of, mode, level, decisive="is_true")
+                return self.chain(question.terms, mode, level, decisive="is_true")
             case Mapped():
                 return self.mapped(question, mode, level)
             case SameAnswer():
@@ -266,11 +266,11 @@ class _Writer:
         kind = type(question.number)
         if (question.name, kind) not in self.readers:
             reader = _Reader(kind)
-            self.readers[question.name, kind] = (self.constant(reader.known), self.constant(reader.read))
-        known, read = self.readers[question.name, kind]
+            self.readers[question.name, kind] = (self.constant(reader.numbers), self.constant(reader.read))
+        numbers, read = self.readers[question.name, kind]
         number = repr(int(question.number) if kind is JavaLong else question.number)
         operator: str = "==" if question.operator == "=" else question.operator
-        tested = f"({known}.get({{0}}) or {read}({{0}}))"
+        tested = f"({numbers}.get({{0}}) or {read}({{0}}))"
         if mode == "value":
             return self.present(question.name, mode, f"{tested} {operator} {number}", "")
         operator = operator if mode == "is_true" else _NEGATED[question.operator]
@@ -279,7 +279,7 @@ class _Writer:
         if question.name in self.loaded:
             return f"({tested.format(self.loaded[question.name])} {operator} {number})"
         text = f"v{next(self.fresh)}"
-        return f"(({known}.get({text} := p.get({question.name!r})) or {read}({text})) {operator} {number})"
+        return f"(({numbers}.get({text} := p.get({question.name!r})) or {read}({text})) {operator} {number})"
 
     def same_text(self, question: SameText, mode: _Mode) -> str:
         left, right = f"v{next(self.fresh)}", f"v{next(self.fresh)}"
@@ -316,18 +316,18 @@ class _Writer:
             "ENDSWITH": f"{{0}}.endswith({text})",
         }
         test = f"not {tests[question.kind]}" if question.negated else tests[question.kind]
-        found = self.present(question.name, "is_true", f"({test})", "")
-        return f"(not {found})" if mode == "is_false" else found
+        hit = self.present(question.name, "is_true", f"({test})", "")
+        return f"(not {hit})" if mode == "is_false" else hit
 
     # --- answers combined
 
     def negation(self, question: Negation, mode: _Mode, level: int) -> str:
         if mode != "value":
-            return self.write(question.of, _OTHER[mode], level)
+            return self.write(question.operand, _OTHER[mode], level)
         if not question.may_be_unknown:
-            return self.write(question.of, "is_false", level)
+            return self.write(question.operand, "is_false", level)
         variable = f"v{next(self.fresh)}"
-        value = self.write(question.of, mode, level + 1)
+        value = self.write(question.operand, mode, level + 1)
         return f"(None if ({variable} := {value}) is None else not {variable})"
 
     def chain(self, terms: tuple[Question, ...], mode: _Mode, level: int, decisive: _Mode) -> str:
@@ -364,11 +364,11 @@ class _Writer:
     def mapped(self, question: Mapped, mode: _Mode, level: int) -> str:
         outcomes = {True: question.when_true, False: question.when_false, None: question.when_unknown}
         if mode == "value":
-            table = {given: _VALUES[outcome] for given, outcome in outcomes.items()}
+            table = {value: _VALUES[outcome] for value, outcome in outcomes.items()}
         else:
-            wanted = Answer.TRUE if mode == "is_true" else Answer.FALSE
-            table = {given: outcome is wanted for given, outcome in outcomes.items()}
-        return f"{self.constant(table)}[{self.write(question.of, 'value', level + 1)}]"
+            answer = Answer.TRUE if mode == "is_true" else Answer.FALSE
+            table = {value: outcome is answer for value, outcome in outcomes.items()}
+        return f"{self.constant(table)}[{self.write(question.operand, 'value', level + 1)}]"
 
     def same_answer(self, question: SameAnswer, mode: _Mode, level: int) -> str:
         left = self.write(question.left, "value", level + 1)

@@ -44,7 +44,7 @@ class Answer(Enum):
     ERROR = "ERROR"
 
     @staticmethod
-    def of(value: bool | None) -> Answer:
+    def from_value(value: bool | None) -> Answer:
         """Return the answer for a value of SQL."""
         return Answer.UNKNOWN if value is None else Answer.TRUE if value else Answer.FALSE
 
@@ -152,44 +152,44 @@ class TextSearch(Question):
 class Negation(Question):
     """TRUE for FALSE and FALSE for TRUE; UNKNOWN and errors stay."""
 
-    of: Question
+    operand: Question
 
     def __post_init__(self) -> None:
-        _set(self, self.of.may_fail, self.of.may_be_unknown)
+        _set(self, self.operand.may_fail, self.operand.may_be_unknown)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class All(Question):
     """AND from the left: a FALSE hides the errors after it."""
 
-    of: tuple[Question, ...]
+    terms: tuple[Question, ...]
 
     def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.of), any(term.may_be_unknown for term in self.of))
+        _set(self, any(term.may_fail for term in self.terms), any(term.may_be_unknown for term in self.terms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnyOf(Question):
     """OR from the left: a TRUE hides the errors after it."""
 
-    of: tuple[Question, ...]
+    terms: tuple[Question, ...]
 
     def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.of), any(term.may_be_unknown for term in self.of))
+        _set(self, any(term.may_fail for term in self.terms), any(term.may_be_unknown for term in self.terms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped(Question):
     """Another answer for each answer; an error stays an error."""
 
-    of: Question
+    operand: Question
     when_true: Answer
     when_false: Answer
     when_unknown: Answer
 
     def __post_init__(self) -> None:
         outcomes = (self.when_true, self.when_false, self.when_unknown)
-        _set(self, self.of.may_fail, Answer.UNKNOWN in outcomes)
+        _set(self, self.operand.may_fail, Answer.UNKNOWN in outcomes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,9 +213,9 @@ def below(question: Question) -> tuple[Question, ...]:
     """Return the questions right below, in the order of their evaluation."""
     match question:
         case All() | AnyOf():
-            return question.of
+            return question.terms
         case Negation() | Mapped():
-            return (question.of,)
+            return (question.operand,)
         case SameAnswer():
             return (question.left, question.right)
         case _:
@@ -245,7 +245,7 @@ def cheapest_first(question: Question) -> Question:
     while pending:
         term = pending.pop()
         if isinstance(term, All):
-            pending.extend(reversed(term.of))
+            pending.extend(reversed(term.terms))
         else:
             terms.append(term)
     return All(tuple(sorted(terms, key=_cost)))

@@ -1,6 +1,6 @@
 """The tree of an expression reduced to questions.
 
-Every operand has a type before any message is there: that of a literal is known, a property is a text or missing, a
+Every operand has a type before any message arrives: a literal has its own, a property is a text or missing, a
 comparison is a boolean. So each comparison becomes one kind of question, with constants worked out and the property on
 the left.
 """
@@ -58,7 +58,7 @@ _FLIPPED: Final[dict[Order, Order]] = {"=": "=", "<": ">", "<=": ">=", ">": "<",
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Literal:
     """An operand with a known value."""
 
     value: Value
@@ -71,22 +71,22 @@ class _NullAfter:
     question: Question
 
 
-_Operand: TypeAlias = "Property | _Known | _NullAfter | Question"
+_Operand: TypeAlias = "Property | _Literal | _NullAfter | Question"
 
 
 def reduce(root: Node) -> Question:
     """Reduce a whole expression to one question."""
-    found: dict[int, _Operand] = {}
+    operands: dict[int, _Operand] = {}
     for node in postorder(root):
-        found[id(node)] = _reduced(node, [found[id(child)] for child in children(node)])
-    return _asked(found[id(root)])
+        operands[id(node)] = _reduced(node, [operands[id(child)] for child in children(node)])
+    return _as_question(operands[id(root)])
 
 
-def _asked(operand: _Operand) -> Question:
+def _as_question(operand: _Operand) -> Question:
     """Return an operand as a question, in a place that needs a boolean."""
-    if isinstance(operand, _Known):
+    if isinstance(operand, _Literal):
         assert operand.value is None or isinstance(operand.value, bool)
-        return Always(Answer.of(operand.value))
+        return Always(Answer.from_value(operand.value))
     assert isinstance(operand, Question)
     return operand
 
@@ -96,15 +96,15 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
         case Property():
             return node
         case Constant():
-            return _Known(node.value)
+            return _Literal(node.value)
         case Negate():
             return _minus(operands[0])
         case And():
-            return All(tuple(map(_asked, operands)))
+            return All(tuple(map(_as_question, operands)))
         case Or():
-            return _any_of(list(map(_asked, operands)))
+            return _any_of(list(map(_as_question, operands)))
         case Not():
-            return _negation(_asked(operands[0]))
+            return _negation(_as_question(operands[0]))
         case Truth():  # FALSE when present, UNKNOWN when missing
             return All((Missing(node.operand.name), UNKNOWN))
         case In():
@@ -138,19 +138,19 @@ def _any_of(terms: list[Question]) -> Question:
 
 
 def _negation(question: Question) -> Question:
-    return question.of if isinstance(question, Negation) else Negation(question)
+    return question.operand if isinstance(question, Negation) else Negation(question)
 
 
 def _minus(operand: _Operand) -> _Operand:
     match operand:
-        case _Known():
-            return _Known(negated(operand.value))
+        case _Literal():
+            return _Literal(negated(operand.value))
         case _NullAfter():
             return operand
         case Question():
             return _NullAfter(operand)
         case _:
-            return _Known(None)
+            return _Literal(None)
 
 
 def _after(question: Question, then: Question) -> Question:
@@ -162,8 +162,8 @@ def _after(question: Question, then: Question) -> Question:
 
 def _is_null(operand: _Operand) -> Question:
     match operand:
-        case _Known():
-            return Always(Answer.of(operand.value is None))
+        case _Literal():
+            return Always(Answer.from_value(operand.value is None))
         case _NullAfter():
             return _after(operand.question, TRUE)
         case Question():
@@ -177,8 +177,8 @@ def _search(node: Search, operand: _Operand) -> Question:
     match operand:
         case Property() if node.text:
             return TextSearch(operand.name, node.kind, node.text, node.negated)
-        case _Known(str(text)) if node.text:
-            return Always(Answer.of(searched(node.kind, text, node.text) is not node.negated))
+        case _Literal(str(text)) if node.text:
+            return Always(Answer.from_value(searched(node.kind, text, node.text) is not node.negated))
         case _NullAfter():
             return _after(operand.question, FALSE)
         case Question():
@@ -190,23 +190,23 @@ def _search(node: Search, operand: _Operand) -> Question:
 def _equal(left: _Operand, right: _Operand) -> Question:  # noqa: C901 (a case for each pair of types)
     for side in (left, right):
         if isinstance(side, _NullAfter):
-            null = _Known(None)
+            null = _Literal(None)
             return _after(side.question, _equal(null if side is left else left, null if side is right else right))
     match left, right:
-        case _Known(), _Known():
+        case _Literal(), _Literal():
             try:
-                return Always(Answer.of(equal(left.value, right.value)))
+                return Always(Answer.from_value(equal(left.value, right.value)))
             except JavaError:
                 return ERROR
-        case Property(), _Known():
+        case Property(), _Literal():
             return _property_is(left.name, right.value)
-        case _Known(), Property():
+        case _Literal(), Property():
             return _value_is_property(left.value, right.name)
         case Property(), Property():
             return SameText(left.name, right.name)
-        case Question(), _Known():
+        case Question(), _Literal():
             return _answer_is(left, right.value)
-        case _Known(), Question():
+        case _Literal(), Question():
             return _value_is_answer(left.value, right)
         case Question(), Property():
             return SameAnswer(left, TextTrue(right.name), clash=True)
@@ -234,7 +234,7 @@ def _value_is_property(value: Value, name: str) -> Question:
         case None:  # TRUE when missing, UNKNOWN when present
             return AnyOf((Missing(name), UNKNOWN))
         case bool():
-            return SameAnswer(Always(Answer.of(value)), TextTrue(name), clash=True)
+            return SameAnswer(Always(Answer.from_value(value)), TextTrue(name), clash=True)
         case _:  # FALSE, not UNKNOWN, when missing
             return All((Negation(Missing(name)), _property_is(name, value)))
 
@@ -258,31 +258,31 @@ def _value_is_answer(value: Value, question: Question) -> Question:
         case str():
             return _value_is_answer(is_true(value), question)
         case bool():
-            return Mapped(question, Answer.of(value), Answer.of(not value), Answer.FALSE)
+            return Mapped(question, Answer.from_value(value), Answer.from_value(not value), Answer.FALSE)
         case _:
             return _after(question, FALSE)
 
 
 def _ordered(operator: Order, left: _Operand, right: _Operand) -> Question:
     match left, right:
-        case _Known(), _Known():
+        case _Literal(), _Literal():
             try:
-                return Always(Answer.of(ordered(operator, left.value, right.value)))
+                return Always(Answer.from_value(ordered(operator, left.value, right.value)))
             except JavaError:
                 return ERROR
-        case (_Known(None), _) | (Property(), _Known(None)):
+        case (_Literal(None), _) | (Property(), _Literal(None)):
             return UNKNOWN
         case _NullAfter(), _:  # the broker ignores the right side of a null
             return _after(left.question, UNKNOWN)
-        case _Known(), _NullAfter():
+        case _Literal(), _NullAfter():
             return _after(right.question, UNKNOWN)
         case Property(), _NullAfter():
             return All((AnyOf((Missing(left.name), _after(right.question, TRUE))), UNKNOWN))
         case Property(), Property():
             return OrderOf(left.name, operator, right.name)
-        case Property(), _Known():
+        case Property(), _Literal():
             return _number_is(left.name, operator, right.value)
-        case _Known(), Property():
+        case _Literal(), Property():
             return _number_is(right.name, _FLIPPED[operator], left.value)
     raise AssertionError(left, right)
 

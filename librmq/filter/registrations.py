@@ -144,7 +144,7 @@ class Registrations:
         if is_tag_type(expression_type) or not expression:
             return False
         assert expression_type is not None
-        bloom = self.bloom.of(f"{group}#{topic}")
+        bloom = self.bloom.bloom_positions(f"{group}#{topic}")
         with self._lock:
             old = self.get(topic, group)
             if old is not None and client_version <= old.client_version:
@@ -170,7 +170,7 @@ class Registrations:
                     error=error,
                 )
                 if old is not None:
-                    self._keep(lambda one: one is not old)
+                    self._retain(lambda registration: registration is not old)
                 return False
             self._put(
                 Registration(
@@ -189,46 +189,46 @@ class Registrations:
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
         """Keep the filters on ``topics``, which the group's clients name; the group's others are dead now."""
-        self._bury(group, now_ms, lambda registration: registration.topic not in topics)
+        self._mark_dead(group, now_ms, lambda registration: registration.topic not in topics)
 
     def unregister(self, group: str, now_ms: int) -> None:
         """Release a group's subscription after its last client has left."""
-        self._bury(group, now_ms, lambda registration: True)
+        self._mark_dead(group, now_ms, lambda registration: True)
 
-    def _bury(self, group: str, now_ms: int, which: Callable[[Registration], bool]) -> None:
+    def _mark_dead(self, group: str, now_ms: int, selected: Callable[[Registration], bool]) -> None:
         with self._lock:
             for registration in self.of_group(group):
-                if which(registration) and not registration.dead:
+                if selected(registration) and not registration.dead:
                     self._put(replace(registration, dead_timestamp_ms=now_ms))
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
         """Remove registrations that have been dead for ``after_ms``."""
         with self._lock:
-            self._keep(lambda one: not one.dead or now_ms - one.dead_timestamp_ms < after_ms)
+            self._retain(lambda entry: not entry.dead or now_ms - entry.dead_timestamp_ms < after_ms)
 
     def _put(self, registration: Registration) -> None:
         groups = {**self._by_topic.get(registration.topic, {}), registration.group: registration}
         self._by_topic = {**self._by_topic, registration.topic: groups}
 
-    def _keep(self, which: Callable[[Registration], bool]) -> None:
-        kept = {
-            topic: {group: one for group, one in groups.items() if which(one)}
+    def _retain(self, selected: Callable[[Registration], bool]) -> None:
+        by_topic = {
+            topic: {group: registration for group, registration in groups.items() if selected(registration)}
             for topic, groups in self._by_topic.items()
         }
-        self._by_topic = {topic: groups for topic, groups in kept.items() if groups}
+        self._by_topic = {topic: groups for topic, groups in by_topic.items() if groups}
 
     def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
         """Return the bitmap of a new message, with the bits of all groups that match; None if no group filters."""
         groups = self._by_topic.get(topic)
         if not groups:
             return None
-        made = bytearray((self.bloom.bit_count + 7) // 8)
+        bitmap = bytearray((self.bloom.bit_count + 7) // 8)
         for registration in groups.values():
             if registration.filter is None or registration.bloom is None or not self.bloom.fits(registration.bloom):
                 continue
             if registration.filter.matches(properties):
-                self.bloom.add(made, registration.bloom.positions)
-        return bytes(made)
+                self.bloom.add(bitmap, registration.bloom.positions)
+        return bytes(bitmap)
 
     def _compile(self, expression: str, expression_type: str) -> Compiled:
         if expression_type != SQL92:
@@ -243,7 +243,7 @@ class Registrations:
         return {
             "filterDataByTopic": {
                 topic: {
-                    "groupFilterData": {name: _to_json(one) for name, one in groups.items()},
+                    "groupFilterData": {name: _to_json(registration) for name, registration in groups.items()},
                     "topic": topic,
                 }
                 for topic, groups in self._by_topic.items()
@@ -285,9 +285,9 @@ class Registrations:
         what = f"{topic}/{group}"
         bloom = None
         if data.get("bloomFilterData") is not None:
-            given = _object(data["bloomFilterData"], f"{what}: bloomFilterData")
-            positions = given.get("bitPos")
-            bit_count = _int(given, "bitNum", what)
+            bloom_data = _object(data["bloomFilterData"], f"{what}: bloomFilterData")
+            positions = bloom_data.get("bitPos")
+            bit_count = _int(bloom_data, "bitNum", what)
             if not isinstance(positions, list) or not all(type(p) is int and 0 <= p < bit_count for p in positions):
                 raise ConfigError(f"consumerFilter.json: {what}: bitPos: expected a list of bits below {bit_count}")
             bloom = BloomPositions(tuple(positions), bit_count)

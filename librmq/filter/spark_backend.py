@@ -52,7 +52,7 @@ def to_column(question: Question, properties: Any) -> Any:
     Raises:
         FilterError: The column would be too large, as for long chains of ORs in ANDs in ORs over terms that can fail.
     """
-    condition = _Spark(properties).whole(question)
+    condition = _Spark(properties).selection(question)
     if condition.size > LARGEST or condition.depth > DEEPEST:
         reason = f"{condition.size} expressions, {condition.depth} levels; at most {LARGEST} and {DEEPEST}"
         raise FilterError(f"the filter is too large for a Spark column: {reason}")
@@ -69,26 +69,26 @@ class _Expression:
     depth: int
 
 
-def _of(make: Callable[..., Column], *parts: _Expression) -> _Expression:
-    made: list[Column] = []
+def _expression(make: Callable[..., Column], *parts: _Expression) -> _Expression:
+    cache: list[Column] = []
 
     def column() -> Column:
-        if not made:
-            made.append(make(*(part.column() for part in parts)))
-        return made[0]
+        if not cache:
+            cache.append(make(*(part.column() for part in parts)))
+        return cache[0]
 
     size = 1 + sum(part.size for part in parts)
     return _Expression(column, size, 1 + max((part.depth for part in parts), default=0))
 
 
 def _never_null(condition: _Expression) -> _Expression:
-    return _of(lambda condition: F.coalesce(condition, F.lit(False)), condition)
+    return _expression(lambda condition: F.coalesce(condition, F.lit(False)), condition)
 
 
 def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]) -> _Expression:
     """Join a chain as a shallow tree; plain ANDs and ORs can be grouped in any way."""
     while len(parts) > 1:
-        pairs = [_of(join, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        pairs = [_expression(join, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) & ~1 :]
     return parts[0]
 
@@ -103,7 +103,7 @@ class _Spark(ColumnBackend[_Expression]):
         self._properties = properties
         self._texts: dict[str, _Expression] = {}
 
-    def whole(self, question: Question) -> _Expression:
+    def selection(self, question: Question) -> _Expression:
         """Return where a whole question is TRUE, never null: a chain of ANDs, the cheapest first.
 
         Spark splits such a chain. It evaluates a term only where those before it hold, and pushes down what a source
@@ -111,10 +111,10 @@ class _Spark(ColumnBackend[_Expression]):
         """
         chain = cheapest_first(question)
         terms: list[_Expression] = []
-        for term in chain.of if isinstance(chain, All) else (chain,):
+        for term in chain.terms if isinstance(chain, All) else (chain,):
             condition = self.condition(term, "is_true")
             if isinstance(term, TextIn) and isinstance(self._properties, Mapping):
-                terms += [_of(lambda text: text.isNotNull(), self.text(term.name)), condition]
+                terms += [_expression(lambda text: text.isNotNull(), self.text(term.name)), condition]
             elif isinstance(term, Missing):
                 terms.append(condition)
             else:
@@ -122,7 +122,7 @@ class _Spark(ColumnBackend[_Expression]):
         return self.every(terms)
 
     def literal(self, value: bool) -> _Expression:
-        return _of(lambda: F.lit(value))
+        return _expression(lambda: F.lit(value))
 
     def every(self, conditions: Sequence[_Expression]) -> _Expression:
         return _balanced(lambda a, b: a & b, list(conditions))
@@ -131,7 +131,7 @@ class _Spark(ColumnBackend[_Expression]):
         return _balanced(lambda a, b: a | b, list(conditions)) if conditions else self.literal(False)
 
     def none(self, conditions: Sequence[_Expression]) -> _Expression:
-        return _of(lambda some: ~some, _never_null(self.some(conditions)))
+        return _expression(lambda some: ~some, _never_null(self.some(conditions)))
 
     def first(self, branches: Sequence[tuple[_Expression, bool]]) -> _Expression:
         def make(*conditions: Column) -> Column:
@@ -140,18 +140,20 @@ class _Spark(ColumnBackend[_Expression]):
                 case = case.when(condition, F.lit(value))
             return case.otherwise(F.lit(False))  # type: ignore[no-any-return]
 
-        return _of(make, *(condition for condition, _ in branches))
+        return _expression(make, *(condition for condition, _ in branches))
 
-    def ask(self, question: Question, condition: Condition) -> _Expression:
+    def property_condition(self, question: Question, condition: Condition) -> _Expression:
         is_true = condition == "is_true"
         match question:
             case Missing():
-                return _of(lambda text: text.isNull() if is_true else text.isNotNull(), self.text(question.name))
+                return _expression(
+                    lambda text: text.isNull() if is_true else text.isNotNull(), self.text(question.name)
+                )
             case TextIn():
                 return self._text_in(question, is_true)
             case TextTrue():
                 compare = COMPARE["=" if is_true else "<>"]
-                return _of(lambda text: compare(F.lower(text), "true"), self.text(question.name))
+                return _expression(lambda text: compare(F.lower(text), "true"), self.text(question.name))
             case NumberIs():
                 return self._number_is(question, condition)
             case SameText():
@@ -166,51 +168,51 @@ class _Spark(ColumnBackend[_Expression]):
         """Return a property, null where missing."""
         if name not in self._texts:
             if not isinstance(self._properties, Mapping):
-                self._texts[name] = _of(lambda: self._properties.getItem(name))
+                self._texts[name] = _expression(lambda: self._properties.getItem(name))
             elif name in self._properties:
-                self._texts[name] = _of(lambda: self._properties[name])
+                self._texts[name] = _expression(lambda: self._properties[name])
             else:
-                self._texts[name] = _of(lambda: F.lit(None).cast("string"))
+                self._texts[name] = _expression(lambda: F.lit(None).cast("string"))
         return self._texts[name]
 
     def _text_in(self, question: TextIn, is_true: bool) -> _Expression:
         if len(question.texts) == 1:
             compare = COMPARE["=" if is_true else "<>"]
-            return _of(lambda text: compare(text, question.texts[0]), self.text(question.name))
-        found = _of(lambda text: text.isin(*question.texts), self.text(question.name))
-        return found if is_true else _of(lambda found: ~found, found)
+            return _expression(lambda text: compare(text, question.texts[0]), self.text(question.name))
+        matches = _expression(lambda text: text.isin(*question.texts), self.text(question.name))
+        return matches if is_true else _expression(lambda matches: ~matches, matches)
 
     def _same_text(self, question: SameText, is_true: bool) -> _Expression:
         left, right = self.text(question.left), self.text(question.right)
         if is_true:
-            return _of(lambda a, b: a.eqNullSafe(b), left, right)
-        return _of(lambda a, b: a.isNotNull() & ~a.eqNullSafe(b), left, right)
+            return _expression(lambda a, b: a.eqNullSafe(b), left, right)
+        return _expression(lambda a, b: a.isNotNull() & ~a.eqNullSafe(b), left, right)
 
     def _search(self, question: TextSearch, is_true: bool) -> _Expression:
         name = {"CONTAINS": "contains", "STARTSWITH": "startswith", "ENDSWITH": "endswith"}[question.kind]
-        true = _of(lambda text: getattr(text, name)(question.text), self.text(question.name))
+        true = _expression(lambda text: getattr(text, name)(question.text), self.text(question.name))
         if question.negated:
-            true = _of(lambda found: ~found, true)
+            true = _expression(lambda matches: ~matches, true)
         return true if is_true else self.none([true])
 
     def _number_is(self, question: NumberIs, condition: Condition) -> _Expression:
         text, literal = self.text(question.name), question.number
         number = _doubles(text) if isinstance(literal, float) else _integers(text, type(literal))
         if condition == "is_error":
-            return _of(lambda text, number: text.isNotNull() & number.isNull(), text, number)
+            return _expression(lambda text, number: text.isNotNull() & number.isNull(), text, number)
         compare = COMPARE[question.operator if condition == "is_true" else NEGATED[question.operator]]
         if isinstance(literal, float):
-            return _of(lambda number: compare(number, F.lit(literal)), number)
+            return _expression(lambda number: compare(number, F.lit(literal)), number)
         return _compared_integer(text, compare, literal)
 
     def _order_of(self, question: OrderOf, condition: Condition) -> _Expression:
         left, right = self.text(question.left), self.text(question.right)
         a, b = _doubles(left), _doubles(right)
         if condition == "is_error":
-            present = _of(lambda left, right: left.isNotNull() & right.isNotNull(), left, right)
-            return self.every([present, _of(lambda a, b: a.isNull() | b.isNull(), a, b)])
+            present = _expression(lambda left, right: left.isNotNull() & right.isNotNull(), left, right)
+            return self.every([present, _expression(lambda a, b: a.isNull() | b.isNull(), a, b)])
         operator = question.operator if condition == "is_true" else NEGATED[question.operator]
-        return _of(lambda a, b: _java_order(operator, a, b), a, b)
+        return _expression(lambda a, b: _java_order(operator, a, b), a, b)
 
 
 def _integers(text: _Expression, kind: type) -> _Expression:
@@ -219,12 +221,12 @@ def _integers(text: _Expression, kind: type) -> _Expression:
 
     def make(text: Column) -> Column:
         number = text.try_cast(target)
-        return F.when(number.cast("string") == text, number).otherwise(_unusual(text, target))
+        return F.when(number.cast("string") == text, number).otherwise(_other_integers(text, target))
 
-    return _sized(make, text, mentions=5, own=10)
+    return _sized(make, text, mentions=5, size=10)
 
 
-def _unusual(text: Column, target: str) -> Column:
+def _other_integers(text: Column, target: str) -> Column:
     """Parse texts that Spark would write otherwise as Java's integers; null for a text that is none."""
     others, ascii_digits = digit_translation()
     return F.when(text.rlike(JAVA_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
@@ -237,18 +239,18 @@ def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], lit
     def make(text: Column) -> Column:
         number = text.try_cast(target)
         value = F.lit(int(literal)).cast(target)
-        holds = F.coalesce(compare(number, value), compare(_unusual(text, target), value))
+        holds = F.coalesce(compare(number, value), compare(_other_integers(text, target), value))
         return holds & ((number.cast("string") == text) | text.rlike(JAVA_INTEGER))
 
-    return _sized(make, text, mentions=5, own=14)
+    return _sized(make, text, mentions=5, size=14)
 
 
 _TYPES: Final[dict[type, str]] = {int: "int", JavaLong: "bigint"}
 
 
-def _sized(make: Callable[[Column], Column], text: _Expression, mentions: int, own: int) -> _Expression:
+def _sized(make: Callable[[Column], Column], text: _Expression, mentions: int, size: int) -> _Expression:
     """Return an expression that mentions ``text`` several times."""
-    return _Expression(_of(make, text).column, own + mentions * text.size, text.depth + 5)
+    return _Expression(_expression(make, text).column, size + mentions * text.size, text.depth + 5)
 
 
 def _doubles(text: _Expression) -> _Expression:
@@ -258,7 +260,7 @@ def _doubles(text: _Expression) -> _Expression:
         number = text.try_cast("double")
         return F.when(F.abs(number) < float("inf"), number).when(text.rlike(_DOUBLE), number)
 
-    return _sized(make, text, mentions=3, own=6)
+    return _sized(make, text, mentions=3, size=6)
 
 
 def _java_order(operator: str, a: Column, b: Column) -> Column:

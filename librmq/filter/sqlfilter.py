@@ -102,8 +102,8 @@ class SqlFilter:
             refuse_rest(self._compiled.selector)
         ignored_from = self._compiled.selector.ignored_from
         if ignored_from is not None:
-            rest = expression[ignored_from : ignored_from + 40]
-            warnings.warn(f"the filter ignores {rest!r}, as the broker does", FilterWarning, stacklevel=2)
+            ignored = expression[ignored_from : ignored_from + 40]
+            warnings.warn(f"the filter ignores {ignored!r}, as the broker does", FilterWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"SqlFilter({self.expression!r}, dialect={self.dialect!r}, strict={self.strict})"

@@ -207,7 +207,7 @@ def test_a_predicate_is_watched(caplog: pytest.LogCaptureFixture) -> None:
     assert "what a message" in caplog.text
     assert "T-0@18" in caplog.text
     counts = watched.counts
-    assert (counts.asked, counts.matched, counts.failed, counts.over_budget) == (4, 2, 1, 1)
+    assert (counts.calls, counts.matched, counts.failed, counts.over_budget) == (4, 2, 1, 1)
     assert counts.seconds == pytest.approx(0.009, abs=1e-6)
     assert counts.slowest == pytest.approx(0.007, abs=1e-6)
 

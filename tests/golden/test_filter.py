@@ -152,6 +152,6 @@ def test_registrations_are_read_and_written_again(folder: Any) -> None:
         data.update(deadTime=data["deadTime"] or now_ms - 30_000, dead=True)
         found = registrations.get(data["topic"], data["consumerGroup"])
         assert found is not None
-        assert found.bloom == BROKER_BLOOM.of(f"{found.group}#{found.topic}")
+        assert found.bloom == BROKER_BLOOM.bloom_positions(f"{found.group}#{found.topic}")
         assert found.filter is not None
     assert registrations.to_document(now_ms) == recorded

@@ -427,7 +427,7 @@ def test_a_failing_predicate_names_the_message(caplog: pytest.LogCaptureFixture)
         assert caplog.text.count("ZeroDivisionError") == 2
         delivering = WatchedPredicate(predicate, clock=store.clock, budget=1, on_error=Policy.DELIVER)
         assert read_all(store, store.matching(predicate=delivering)) == [0, 1, 3, 4]
-        assert (delivering.counts.asked, delivering.counts.matched, delivering.counts.failed) == (5, 4, 2)
+        assert (delivering.counts.calls, delivering.counts.matched, delivering.counts.failed) == (5, 4, 2)
 
 
 def test_a_slow_predicate_is_reported_with_the_message(caplog: pytest.LogCaptureFixture) -> None:
