@@ -122,12 +122,21 @@ class Rebalancing:
         if member.stopping or not member.shares_queues:
             return None
         self._open = False
+        before = set(member.assigned)
         changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
         for assigned in list(member.assigned.values()):
             if assigned.queue.topic not in member.subscriptions:
                 self._release_queue(assigned, now_ms)
         if any(assigned.lost for assigned in member.assigned.values()):
             self._open = True
+        if before != member.assigned.keys():
+            member.log.info(
+                "%(consumer)s: consumes %(count)d queues of %(topics)s: %(taken)d taken, %(released)d released",
+                count=len(member.assigned),
+                topics=", ".join(sorted({queue.topic for queue in member.assigned})) or "no topic",
+                taken=len(member.assigned.keys() - before),
+                released=len(before - member.assigned.keys()),
+            )
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -198,7 +207,7 @@ class Rebalancing:
             self._open = True
             return False
         self._member.assigned.pop(assigned.queue, None)
-        self._member.log.info("%(consumer)s: releases %(queue)s", queue=assigned.queue)
+        self._member.log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
     def _add(self, queue: MessageQueue, now_ms: int) -> bool:
@@ -217,7 +226,7 @@ class Rebalancing:
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
         member.assigned[queue] = assigned
-        member.log.info(
+        member.log.debug(
             "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
         )
         self._take(assigned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
@@ -251,3 +252,17 @@ def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
 def test_a_filter_that_is_not_a_string_is_refused(one_queue: Kit, filters: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected text, found"):
         one_queue.consumer("g").subscribe("t", print, **filters)
+
+
+def test_a_start_is_one_line_however_many_queues(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "librmq.consumer")
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner) as broker:
+        broker.create_topic("orders", 16)
+        consumer = PushConsumer(broker, "billing")
+        consumer.subscribe("orders", lambda message: None)
+        with consumer:
+            runner.advance(1000)
+            lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "queues" in line]
+    assert line.endswith("consumes 17 queues of %RETRY%billing, orders: 17 taken, 0 released")
